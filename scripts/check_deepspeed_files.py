@@ -35,10 +35,10 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
-from trainctl.plan.deepspeed_rules import RULES, Meets, Surroundings, check
-from trainctl.plan.deepspeed_rules.case import AUTO, FILLED_BY_OTHERS
-from trainctl.plan.resolve import resolve
-from trainctl.planner.import_json import BATCH, Imported, import_json, ranks_of
+from trainctl.rules.deepspeed import RULES, Meets, Surroundings, check
+from trainctl.rules.deepspeed.case import AUTO, FILLED_BY_OTHERS
+from trainctl.rules.resolve import resolve
+from trainctl.search.import_json import BATCH, Imported, import_json, ranks_of
 
 TOGETHER = 50
 """Files that one child process loads: importing DeepSpeed takes it some seconds."""
@@ -80,23 +80,20 @@ BY_ID = {rule.identifier: rule for rule in RULES}
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found out about one file.
-
-    Attributes:
-        path: Relative to the folder.
-        ranks: World size that it was looked at with.
-        checked: What `validate --deepspeed` finds.
-        imported: What `config import` makes of it; None if it does not.
-        why_not: Why it is not imported.
-        plan_errors: Why no plan is made of what was imported.
-    """
+    """What was found out about one file."""
 
     path: Path
+    """Relative to the folder."""
     ranks: int
+    """World size that it was looked at with."""
     checked: CheckedFile
+    """What `validate --deepspeed` finds."""
     imported: Imported | None
+    """What `config import` makes of it; None if it does not."""
     why_not: str
+    """Why it is not imported."""
     plan_errors: tuple[Finding, ...]
+    """Why no plan is made of what was imported."""
 
     @property
     def errors(self) -> list[Finding]:

@@ -34,7 +34,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel
 
-FOLDER = Path(__file__).parents[1] / "trainctl" / "plan" / "deepspeed_schema"
+FOLDER = Path(__file__).parents[1] / "trainctl" / "rules" / "deepspeed_schema"
 PACKAGE = Path(deepspeed.__file__).parent
 
 MODELS = {

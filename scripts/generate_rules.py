@@ -15,12 +15,12 @@ from explanation_pages import pages
 from rule_examples import DEEPSPEED, PLAN, READING, shown, text
 
 from trainctl.explanations.shown import FILE, ShownRule, rules
-from trainctl.plan.deepspeed_rules import RULES as DEEPSPEED_RULES
-from trainctl.plan.deepspeed_schema import load
+from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
+from trainctl.rules.deepspeed_schema import load
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "rules.md"
-MATRIX = ROOT / "tests" / "deepspeed_check" / "confusion_matrix.json"
+MATRIX = ROOT / "tests" / "rules" / "deepspeed" / "confusion_matrix.json"
 INTRODUCTION = """\
 # What is checked
 Written by `make docs` from the rules themselves; do not edit it by hand.

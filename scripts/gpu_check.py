@@ -149,7 +149,6 @@ def overrides(figure: Figure, *, folder: Path, count: int, on_gpu: bool) -> list
     """Of `trainctl launch`.
 
     Args:
-        figure: What to launch.
         folder: Holds what it reads, and is swapped to.
         count: Devices, or processes of a CPU.
         on_gpu: Whether there is one; else everything is made small.

@@ -14,31 +14,26 @@ PEERS = ("bare", "transformers", "fsdp2")
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One configuration to launch.
-
-    Attributes:
-        name: Short, without spaces.
-        model: Option of `model`; on a CPU it is a tiny one.
-        length: Tokens of a sample; on a CPU 64.
-        device: Option of `hardware` that it fits; a smaller one refuses it.
-        micro_batch: Samples of a forward pass; on a CPU at most 2.
-        options: Other overrides.
-        peers: Loops that train the same.
-        steps: Optimizer steps.
-        warmup: Of these not timed.
-        repeats: Times that all loops are run; the median counts.
-    """
+    """One configuration to launch."""
 
     name: str
     model: str = "qwen3-0.6b"
+    """Option of `model`; on a CPU it is a tiny one."""
     length: int = 2048
+    """Tokens of a sample; on a CPU 64."""
     device: str = "h100-80g"
+    """Option of `hardware` that it fits; a smaller one refuses it."""
     micro_batch: int = 4
+    """Samples of a forward pass; on a CPU at most 2."""
     options: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    """Loops that train the same."""
     steps: int = 6
+    """Optimizer steps."""
     warmup: int = 2
+    """Of these not timed."""
     repeats: int = 1
+    """Times that all loops are run; the median counts."""
 
     @property
     def is_of_speed(self) -> bool:

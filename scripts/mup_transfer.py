@@ -29,7 +29,7 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.cli.meter import Meter
 from trainctl.config.schema import DataType, RunConfig
-from trainctl.reports.figure import save_figure
+from trainctl.monitor.report.figure import save_figure
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 

@@ -48,24 +48,21 @@ BEGIN, END = "<!-- parity tables -->", "<!-- end of parity tables -->"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of training a combination.
-
-    Attributes:
-        loss: Largest difference of a loss from one process, in nats; infinite if it failed.
-        norm: Largest relative difference of a gradient norm; infinite if it failed.
-        loss_limit: Largest that may be.
-        norm_limit: Largest that may be.
-        seconds: From start to end.
-        failure: The last line of what the failed rank printed.
-    """
+    """What came of training a combination."""
 
     combination: Combination
     loss: float = float("inf")
+    """Largest difference of a loss from one process, in nats; infinite if it failed."""
     norm: float = float("inf")
+    """Largest relative difference of a gradient norm; infinite if it failed."""
     loss_limit: float = TOLERANCE
+    """Largest that may be."""
     norm_limit: float = TOLERANCE
+    """Largest that may be."""
     seconds: float = 0.0
+    """From start to end."""
     failure: str = ""
+    """The last line of what the failed rank printed."""
 
     @property
     def holds(self) -> bool:

@@ -26,9 +26,9 @@ from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.explanations.entry import RuleText
 from trainctl.explanations.rules import ENTRIES
 from trainctl.explanations.shown import ShownRule
-from trainctl.plan.deepspeed_rules import RULES as DEEPSPEED_RULES
-from trainctl.plan.deepspeed_rules import Meets, Rule, Surroundings, check
-from trainctl.plan.rules import RULES as PLAN_RULES
+from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
+from trainctl.rules.deepspeed import Meets, Rule, Surroundings, check
+from trainctl.rules.plan import RULES as PLAN_RULES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))

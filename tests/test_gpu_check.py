@@ -13,7 +13,7 @@ import pytest
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.memory.budget import budget
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))  # behind what else has these names

@@ -53,28 +53,25 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with what the user asked for.
-
-    Attributes:
-        rule: Stable identifier of the check, such as ``TC012``.
-        key: Dotted config key it is about; empty when it is about no single key.
-        message: What is wrong, with the values.
-        hint: The nearest legal value, or what to do.
-        severity: Whether it stops a launch.
-        exit_code: How a command that stops for it ends.
-        source: What set the key: a file and line, or the override; empty if unknown or a default.
-    """
+    """One thing that is wrong with what the user asked for."""
 
     rule: str
+    """Stable identifier of the check, such as ``TC012``."""
     message: str
+    """What is wrong, with the values."""
     key: str = ""
+    """Dotted config key it is about; empty when it is about no single key."""
     hint: str = ""
+    """The nearest legal value, or what to do."""
     severity: Severity = Severity.error
+    """Whether it stops a launch."""
     exit_code: ExitCode = ExitCode.bad_input
+    """How a command that stops for it ends."""
     source: str = ""
+    """What set the key: a file and line, or the override; empty if unknown or a default."""
 
     def set_by(self, source: str) -> Finding:
-        """The same finding, naming what set its key."""
+        """Return the same finding, naming what set its key."""
         return replace(self, source=source)
 
     @property
@@ -112,7 +109,7 @@ class TrainctlError(Exception):
 
     @classmethod
     def from_findings(cls, findings: Sequence[Finding]) -> TrainctlError:
-        """One error for all problems; the first error's exit code is the command's."""
+        """Return one error for all problems; the first error's exit code is the command's."""
         errors = [finding for finding in findings if finding.is_error]
         count = f"{len(errors)} problem" + ("s" if len(errors) != 1 else "")
         exit_code = errors[0].exit_code if errors else ExitCode.bad_input

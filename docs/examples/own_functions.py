@@ -7,8 +7,8 @@ trainctl launch recipe=tiny trainer=own_functions:train
 from collections.abc import Iterator
 
 from trainctl.config.schema import DataConfig, ModelConfig
+from trainctl.data.user_functions import Rank
 from trainctl.plan.types import RunPlan
-from trainctl.train.user_code import Rank
 
 
 def model(shape: ModelConfig):

@@ -28,8 +28,8 @@ from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.train.saver import Saver
-from trainctl.train.state import MASTER
+from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.checkpoint.saver import Saver
 
 STATES = ("exp_avg", "exp_avg_sq")
 TENSORS = 8

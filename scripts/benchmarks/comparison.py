@@ -19,10 +19,10 @@ from pathlib import Path
 
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
-from trainctl.planner.speed import step_time
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
+from trainctl.search.speed import step_time
 
 PEERS = Path(__file__).with_name("peers.py")
 TIMEOUT_SECONDS = 1200
@@ -31,33 +31,28 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one loop did with one configuration.
-
-    Attributes:
-        case: The configuration.
-        loop: trainctl, or one of `peers.py`.
-        tokens_per_second: Of all devices together; the median of the repeats.
-        predicted_tokens_per_second: By the plan; of trainctl alone, None without known rates.
-        mfu: Model FLOPs utilisation; None without a known peak.
-        ratio: trainctl's tokens per second over this loop's, in the same run.
-        peak_bytes: Most memory of a device (on a CPU: of a process), as measured.
-        planned_bytes: The plan's prediction of it; of trainctl alone.
-        planned_low_bytes: The least that it may be by the plan.
-        planned_high_bytes: The most.
-        problem: Why there are no figures; empty when there are.
-    """
+    """What one loop did with one configuration."""
 
     case: str
     loop: str
+    """trainctl, or one of `peers.py`."""
     tokens_per_second: float | None = None
+    """Of all devices together; the median of the repeats."""
     predicted_tokens_per_second: float | None = None
+    """By the plan; of trainctl alone, None without known rates."""
     mfu: float | None = None
+    """Model FLOPs utilisation; None without a known peak."""
     ratio: float | None = None
+    """trainctl's tokens per second over this loop's, in the same run."""
     peak_bytes: int | None = None
+    """Most memory of a device (on a CPU: of a process), as measured."""
     planned_bytes: int | None = None
+    """The plan's prediction of it; of trainctl alone."""
     planned_low_bytes: int | None = None
+    """The least that it may be by the plan."""
     planned_high_bytes: int | None = None
     problem: str = ""
+    """Why there are no figures; empty when there are."""
 
 
 class Failed(Exception):
@@ -70,8 +65,6 @@ def measure(
     """The rows of a configuration; only trainctl's if that cannot be launched.
 
     Args:
-        case: Its name.
-        overrides: Of `trainctl launch`.
         warmup: Steps that are not measured.
         peers: Loops that train the same, of `peers.py`.
         repeats: Times that all of them are run; the median counts.

@@ -38,11 +38,11 @@ from typing import Any
 import numpy as np
 import psutil
 
+from trainctl.data.corpus import Corpus
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset
 
 LOOPS = ("bare", "transformers", "fsdp2")
@@ -64,23 +64,20 @@ CASES = {"zero1": "zero_stage=1", "zero3": "zero_stage=3"}
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one loop did in one turn.
-
-    Attributes:
-        first_step: Seconds.
-        tokens: A second, of both processes, when it runs.
-        early_tokens: The same over the first ten steps after the first.
-        save: Seconds.
-        resume: Seconds.
-        memory: Bytes.
-    """
+    """What one loop did in one turn."""
 
     first_step: float
+    """Seconds."""
     tokens: float
+    """A second, of both processes, when it runs."""
     early_tokens: float
+    """The same over the first ten steps after the first."""
     save: float
+    """Seconds."""
     resume: float
+    """Seconds."""
     memory: int
+    """Bytes."""
 
 
 def measured(command: Sequence[str]) -> tuple[float, int]:

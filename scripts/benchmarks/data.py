@@ -35,10 +35,10 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainctl.data.corpus import Corpus
 from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset
 
 PEERS = Path(__file__).with_name("data_peers.py")

@@ -30,10 +30,10 @@ from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.exact_duplicates import same_texts
 from trainctl.data.quality.hashing import mix
 from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure, text_hashes
-from trainctl.data.quality.near import near_pairs
+from trainctl.data.quality.near_duplicates import near_pairs
 from trainctl.data.quality.passages import shared_passages
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.data.quality.winnowing import anchors

@@ -17,37 +17,34 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """How a block is written, as far as its memory goes; bytes per element of the width named.
-
-    Attributes:
-        norm: Kept by one norm of the hidden states, its output included.
-        norm_statistics: Kept by a norm for each token.
-        beside_norms: Kept of the hidden width in the compute type besides the norms, bytes.
-        attention_copies: Copies of the queries' width besides queries, keys, values and output.
-        dropout: Whether two masks of a byte an element are kept.
-        scores: Kept of each attention score; 0 for a fused kernel.
-        statistics: Kept of each head and token.
-        fp32_softmax: Whether probabilities are computed in fp32, and cast.
-        gated: Whether the feed-forward layer has a gate.
-        inner: Kept copies of the feed-forward width.
-        sequence_parallel: Whether what tensor parallelism copies is split along the sequence.
-        alternate: Whether selective recomputation keeps every other product only (torchtitan).
-        compiled: Whether a compiler sees that nothing needs the block's last product again.
-    """
+    """How a block is written, as far as its memory goes; bytes per element of the width named."""
 
     norm: int
+    """Kept by one norm of the hidden states, its output included."""
     norm_statistics: int = FP32
+    """Kept by a norm for each token."""
     beside_norms: int = 0
+    """Kept of the hidden width in the compute type besides the norms, bytes."""
     attention_copies: int = 0
+    """Copies of the queries' width besides queries, keys, values and output."""
     dropout: bool = False
+    """Whether two masks of a byte an element are kept."""
     scores: int = 0
+    """Kept of each attention score; 0 for a fused kernel."""
     statistics: int = FP32
+    """Kept of each head and token."""
     gated: bool = True
+    """Whether the feed-forward layer has a gate."""
     inner: int = 4
+    """Kept copies of the feed-forward width."""
     sequence_parallel: bool = False
+    """Whether what tensor parallelism copies is split along the sequence."""
     fp32_softmax: bool = False
+    """Whether probabilities are computed in fp32, and cast."""
     alternate: bool = False
+    """Whether selective recomputation keeps every other product only (torchtitan)."""
     compiled: bool = False
+    """Whether a compiler sees that nothing needs the block's last product again."""
 
 
 def block(

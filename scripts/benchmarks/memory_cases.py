@@ -57,32 +57,27 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row in our terms.
-
-    Attributes:
-        row: The row.
-        plan: The configuration that it describes.
-        engine: DeepSpeed's engine of the plan, with what the row's program did otherwise.
-        trainer: The framework's way with states; None for DeepSpeed.
-        held: The pipeline stages to look at.
-        logit_bytes: What its loss holds of each logit.
-        kept_after_step: Bytes that the program's own variables keep between steps.
-        gathered: Bytes of weights that are kept gathered through the backward pass.
-        loads_whole: Whether the model is whole on each device before it is divided.
-        runtime: Memory in no tensor.
-        notes: What was assumed.
-    """
+    """A row in our terms."""
 
     row: Row
     plan: Sketch
+    """The configuration that it describes."""
     engine: EngineMemory
+    """DeepSpeed's engine of the plan, with what the row's program did otherwise."""
     trainer: Trainer | megatron.Job | None
+    """The framework's way with states; None for DeepSpeed."""
     held: tuple[Stage, ...]
+    """The pipeline stages to look at."""
     logit_bytes: LogitBytes
+    """What its loss holds of each logit."""
     kept_after_step: int
+    """Bytes that the program's own variables keep between steps."""
     gathered: int
+    """Bytes of weights that are kept gathered through the backward pass."""
     loads_whole: bool
+    """Whether the model is whole on each device before it is divided."""
     runtime: Range
+    """Memory in no tensor."""
     notes: tuple[str, ...] = field(default=())
 
 

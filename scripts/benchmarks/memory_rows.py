@@ -29,19 +29,16 @@ class Recompute(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement.
-
-    Attributes:
-        text: The columns as they came.
-        metric: What was measured; None where `unread` says why that cannot be told.
-        measured: The measurement in bytes; None where only «fits» is known.
-        unread: Why there is no measurement that could be scored; empty where there is.
-    """
+    """One measurement."""
 
     text: dict[str, str]
+    """The columns as they came."""
     metric: Metric | None
+    """What was measured; None where `unread` says why that cannot be told."""
     measured: float | None
+    """The measurement in bytes; None where only «fits» is known."""
     unread: str = ""
+    """Why there is no measurement that could be scored; empty where there is."""
 
     @property
     def id(self) -> str:

@@ -40,35 +40,29 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """Where a framework other than DeepSpeed keeps the states; bytes per parameter.
-
-    Attributes:
-        weights: Weights whole on each rank.
-        weight_shard: Weights divided over the data-parallel ranks.
-        gradients: Gradient buffers whole on each rank, always there.
-        late_gradients: Gradients that appear during the backward pass, whole.
-        late_shard: The same, divided.
-        states: Adam's moments, whole.
-        state_shard: The same, divided.
-        gathered: Blocks of weights gathered at a time, in the compute type.
-        keeps_gathered: Whether gathered weights stay from forward to backward.
-        buckets: Bytes per parameter of communication buffers.
-        in_flight: Bytes per element of the gradient of the tensor or block going backward.
-        cast: Bytes per parameter of weights cast to the compute type and kept (autocast).
-    """
+    """Where a framework other than DeepSpeed keeps the states; bytes per parameter."""
 
     weights: float = 0
+    """Weights whole on each rank."""
     weight_shard: float = 0
+    """Weights divided over the data-parallel ranks."""
     gradients: float = 0
+    """Gradient buffers whole on each rank, always there."""
     late_gradients: float = 0
+    """Gradients that appear during the backward pass, whole."""
     late_shard: float = 0
     states: float = 0
     state_shard: float = 0
     gathered: int = 0
+    """Blocks of weights gathered at a time, in the compute type."""
     keeps_gathered: bool = False
+    """Whether gathered weights stay from forward to backward."""
     buckets: float = 0
+    """Bytes per parameter of communication buffers."""
     in_flight: int = 2
+    """Bytes per element of the gradient of the tensor or block going backward."""
     cast: float = 0
+    """Bytes per parameter of weights cast to the compute type and kept (autocast)."""
 
 
 TRAINERS = {

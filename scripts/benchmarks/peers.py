@@ -26,15 +26,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from trainctl.data.corpus import Corpus
 from trainctl.engines.deepspeed.process import start_process
 from trainctl.engines.process import Process, stop_process
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset
-from trainctl.train.model import TORCH_TYPES, transformers_config
+from trainctl.train.models.model import TORCH_TYPES, transformers_config
 from trainctl.train.throughput import peak_memory
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs import records
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths

@@ -24,11 +24,11 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from trainctl.config.compose import compose
+from trainctl.data.prepare import prepare
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
-from trainctl.train.prepare import prepare
 
 # Neither loop evaluates, saves or samples: the loop itself is measured.
 FIXED = (
@@ -117,7 +117,7 @@ class _BareLoop:
         from transformers import AutoModelForCausalLM
 
         from trainctl.options.precision import precision_of
-        from trainctl.train.model import TORCH_TYPES, transformers_config
+        from trainctl.train.models.model import TORCH_TYPES, transformers_config
 
         config = plan.config
         dtype = TORCH_TYPES[precision_of(config.precision).format]

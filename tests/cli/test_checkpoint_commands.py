@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import small_checkpoints
 
-from trainctl.cli.intact import choose_checkpoint
+from trainctl.cli.checkpoint_selection import choose_checkpoint
 from trainctl.cli.main import run
 from trainctl.cli.meter import Meter
 from trainctl.config.schema import RunConfig

@@ -15,9 +15,9 @@ from trainctl.cli.curves_view import CURVES, picture, reduced, value_range
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
-from trainctl.reports.columns import GrowingColumns
-from trainctl.reports.history import History
+from trainctl.monitor.report.columns import GrowingColumns
+from trainctl.monitor.report.history import History
+from trainctl.rules.resolve import resolve
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import summarise

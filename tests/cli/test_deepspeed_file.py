@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainctl.cli.main import run
-from trainctl.plan.deepspeed_schema import load
+from trainctl.rules.deepspeed_schema import load
 
 WRONG = """{
   "train_batch_size": 64,
@@ -180,8 +180,8 @@ VALUES = st.recursive(
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=6), st.sampled_from([None, 1, 2, 3, 8]))
 def test_any_values_of_the_keys_give_findings_and_no_traceback(pairs, world_size):
     from trainctl.config.json_file import parse_json
-    from trainctl.plan.deepspeed_rules import Case, Surroundings, check
-    from trainctl.planner.import_values import wanted_values
+    from trainctl.rules.deepspeed import Case, Surroundings, check
+    from trainctl.search.import_values import wanted_values
 
     document: dict = {}
     for key, value in pairs:

@@ -9,10 +9,10 @@ import pytest
 
 from trainctl.cli.main import run
 from trainctl.config.compose import compose
+from trainctl.data.prepare import prepare
 from trainctl.errors import TrainctlError
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
-from trainctl.train.prepare import prepare
 
 SAMPLES = 35
 """Of 64 tokens in the three files to train on; the fourth is held out."""

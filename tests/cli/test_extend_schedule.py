@@ -10,7 +10,7 @@ import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints

@@ -14,7 +14,7 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.cli.planning import compose
 from trainctl.errors import ExitCode
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
@@ -74,7 +74,7 @@ def test_a_dry_run_shows_everything_and_makes_nothing(
         "Plan of 7b-zero3",
         "accumulation 32 x data 8",
         "of 79.65: fits",
-        "trainctl.agent",
+        "trainctl.launch.agent",
     ):
         assert part in text
     assert list(tmp_path.iterdir()) == []

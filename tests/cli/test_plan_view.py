@@ -9,7 +9,7 @@ from trainctl.cli.budget_view import brief_lines
 from trainctl.cli.plan_view import plan_lines
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.planner.assess import assess
+from trainctl.search.assess import assess
 
 SCREEN, COLUMNS = 24, 80
 AROUND = 4

@@ -21,7 +21,7 @@ from trainctl.cli.main import run
 from trainctl.config.compose import compose
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.job import SchedulerJob, write_job

@@ -150,7 +150,6 @@ def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
     """Overrides without their signs: values of single keys, then keys that refer to others.
 
     Args:
-        dice: What draws.
         around: The configuration without them: its kinds say which keys there are.
     """
     kinds = {f"{group}.{chooser(group)}" for group in unit_groups()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainctl.config.own_files import own_files
 from trainctl.config.schema import RunConfig
+from trainctl.config.user_files import own_files
 
 FILES = {
     "own.py": "import json, torch\nimport helper\nfrom pkg.inner import work as w\nimport nowhere",

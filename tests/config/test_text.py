@@ -14,7 +14,8 @@ from trainctl.config import reading
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, RunConfig
-from trainctl.config.text import documents, silence
+from trainctl.config.text import documents
+from trainctl.config.text import stall_notice as silence
 from trainctl.config.text.documents import Document, Reader, sides
 from trainctl.config.text.files import find, split_files
 from trainctl.errors import Severity, TrainctlError

@@ -9,8 +9,8 @@ import pytest
 from trainctl.config.catalog import shipped_root
 from trainctl.config.compose import Composed, compose
 from trainctl.config.files import missing_files
-from trainctl.config.own_files import own_files
 from trainctl.config.user_code import check_user_code, not_applied, with_words
+from trainctl.config.user_files import own_files
 
 
 @pytest.fixture(autouse=True)

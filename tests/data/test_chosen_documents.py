@@ -13,12 +13,12 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Dedup
 from trainctl.data import selecting, tasks
+from trainctl.data.corpus import build_corpus, cached_corpus
+from trainctl.data.corpus_file import Corpus
 from trainctl.data.dropped import examples_of
 from trainctl.data.quality import measure
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.train.corpus import build_corpus, cached_corpus
-from trainctl.train.corpus_file import Corpus
-from trainctl.train.tokenizer import ByteTokenizer
 
 DRAW = random.Random(3)
 WORDS = [f"word{number}" for number in range(4000)]

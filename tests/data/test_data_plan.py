@@ -7,10 +7,10 @@ import pytest
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import Accelerator, RunConfig
-from trainctl.data.legs import samples_of
 from trainctl.data.mixture import Count, order_of, plan_data
+from trainctl.data.source_sampler import samples_of
 from trainctl.hardware import Hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 CPUS = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_order import sample_indices
 
-from trainctl.data.legs import SOLE
 from trainctl.data.order import Order, OrderedSource, OrderedStage, samples_of
+from trainctl.data.source_sampler import SOLE
 
 SHARD = 64
 MOST = 500

@@ -17,11 +17,11 @@ from small_texts import make_texts
 from trainctl.config.registry import new_section
 from trainctl.config.schema import TokenizerConfig
 from trainctl.data import tasks
+from trainctl.data.corpus import build_corpus
+from trainctl.data.prepare import help_to_prepare
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import is_alive
-from trainctl.train.corpus import build_corpus
-from trainctl.train.prepare import help_to_prepare
-from trainctl.train.tokenizer import ByteTokenizer
 
 KILLS = int(os.environ.get("TRAINCTL_SOAK_KILLS", "20"))
 

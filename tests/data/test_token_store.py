@@ -19,18 +19,18 @@ from trainctl.config.text import plain
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import split_files
 from trainctl.data import budget, tasks
-from trainctl.data.claims import Claims
+from trainctl.data.corpora import as_before
+from trainctl.data.corpus import Corpus, build_corpus, cache_folder, do_share
+from trainctl.data.corpus_folder import chunks_of, write_corpus
 from trainctl.data.preparation import do_tasks
 from trainctl.data.progress import PreparationStanding, in_words
 from trainctl.data.store import Store
+from trainctl.data.task_claims import Claims
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpora import as_before
-from trainctl.train.corpus import Corpus, build_corpus, cache_folder, do_share
-from trainctl.train.corpus_folder import chunks_of, write_corpus
 from trainctl.train.data import PackedDataset
-from trainctl.train.tokenizer import ByteTokenizer
 
 BEFORE = {
     "files": (
@@ -426,7 +426,7 @@ def test_a_claim_is_one_process_s_and_given_back(tmp_path):
 
 def test_a_claim_is_taken_over_from_who_is_gone_and_from_who_has_not_stirred(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("trainctl.data.claims.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainctl.data.task_claims.time.monotonic", lambda: now[0])
     claims = Claims(tmp_path)
     here = claims._here
     (tmp_path / "dead").symlink_to(json.dumps([here, 2**22 + 1, "a", 0]))
@@ -458,7 +458,7 @@ def test_progress_in_words():
 
 
 def test_nothing_of_preparation_loads_torch():
-    modules = "sys, trainctl.data.__main__, trainctl.train.tokenizer"
+    modules = "sys, trainctl.data.__main__, trainctl.data.tokenizer"
     script = f"import {modules}; print('torch' in sys.modules)"
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -39,7 +39,7 @@ def test_ranks_are_forks_and_train_as_those_that_import(tmp_path: Path) -> None:
         ranks = ranks_of(run)
         assert sorted(ranks) == [0, 1]
         (agent,) = {process.ppid() for process in ranks.values()}
-        assert "trainctl.agent" in psutil.Process(agent).cmdline()
+        assert "trainctl.launch.agent" in psutil.Process(agent).cmdline()
         for process in ranks.values():
             assert ("--fork" in process.cmdline()) == (forked == "1")
             assert os.getsid(process.pid) == process.pid

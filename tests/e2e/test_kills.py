@@ -48,7 +48,7 @@ def target(strike, launcher, run):
     """The pid to strike, once there is one."""
     if strike not in ("rank", "agent"):
         return launcher.pid
-    modules = ("trainctl.train",) if strike == "rank" else ("trainctl.agent",)
+    modules = ("trainctl.train",) if strike == "rank" else ("trainctl.launch.agent",)
     return wait(lambda: next((p for p in live_processes(run) if module_of(p) in modules), None))
 
 

@@ -16,7 +16,7 @@ from ports import reserved_port
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.command import read_command
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths

@@ -17,7 +17,7 @@ from trainctl.engines.declared import TABLES
 
 ROOT = Path(__file__).parents[2] / "trainctl"
 PACKAGES = {"torch", "deepspeed", "transformers", "torchao"}
-ROOMS = ("agent", "engines", "train")
+ROOMS = ("engines", "launch", "train")
 """No other room imports them (`tests/test_imports.py`)."""
 PATHS = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 

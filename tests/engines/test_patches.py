@@ -25,7 +25,7 @@ from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.trace_entry import _answer
+from trainctl.train.models.trace_entry import _answer
 
 ALL = [(table, use) for table in declared.TABLES for use in table.uses]
 CHANGED = {
@@ -249,7 +249,7 @@ def _prepared(folder: Path) -> RunPaths:
 
 def test_an_agent_starts_no_rank(changed: Path, tmp_path: Path) -> None:
     run = _prepared(tmp_path)
-    agent = ("-m", "trainctl.agent", str(run.root), "--attempt", "1", "--node", "0")
+    agent = ("-m", "trainctl.launch.agent", str(run.root), "--attempt", "1", "--node", "0")
     done = _done(*agent, cwd=tmp_path, path=changed)
     assert done.returncode == ExitCode.environment, done.stderr
     (failure,) = [event for event in read_events(run.events) if event["event"] == "failure"]

@@ -20,9 +20,9 @@ from trainctl.config.schema import (
     KernelsConfig,
 )
 from trainctl.engines.micro_batch import MicroBatch
-from trainctl.train.kernels import apply_kernels
-from trainctl.train.loss import LanguageModel
-from trainctl.train.recompute import wrap_blocks
+from trainctl.train.models.kernels import apply_kernels
+from trainctl.train.models.recompute import wrap_blocks
+from trainctl.train.objectives.loss import LanguageModel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from supervised import Launches
 IMPORTED = (
     "driver",
     "trainctl.launch.local",
-    "trainctl.agent.__main__",
+    "trainctl.launch.agent.__main__",
 )
 
 

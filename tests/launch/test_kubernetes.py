@@ -17,9 +17,9 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import FOLDER_VARIABLE
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import kubernetes
-from trainctl.launch.order import Start
-from trainctl.plan.resolve import resolve
+from trainctl.launch.launch_request import Start
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 HERE = Path(__file__).with_name("kubernetes")

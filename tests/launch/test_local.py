@@ -13,8 +13,8 @@ from supervised import make_plan
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch.launch_request import Start
 from trainctl.launch.local import render, require_space
-from trainctl.launch.order import Start
 from trainctl.plan.deterministic import VARIABLES
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command, write_command
@@ -32,7 +32,17 @@ def test_the_agent_and_the_ranks_that_it_starts(tmp_path: Path) -> None:
     (node,) = command.nodes
     run = str(tmp_path)
     assert node.argv == (
-        *(sys.executable, "-P", "-m", "trainctl.agent", run, "--attempt", "3", "--node", "0"),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "trainctl.launch.agent",
+            run,
+            "--attempt",
+            "3",
+            "--node",
+            "0",
+        ),
     )
     assert command.rank_command == (
         sys.executable,

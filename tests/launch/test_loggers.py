@@ -16,7 +16,9 @@ from trainctl.runs.status import State
 
 def sender(launch: Launch) -> int | None:
     """Pid of the process that sends to the logger."""
-    pids = [pid for pid, line in carriers(launch.identity).items() if "trainctl.loggers" in line]
+    pids = [
+        pid for pid, line in carriers(launch.identity).items() if "trainctl.monitor.loggers" in line
+    ]
     return pids[0] if pids else None
 
 

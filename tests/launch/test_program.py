@@ -14,8 +14,8 @@ from supervised import make_plan
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import program
+from trainctl.launch.launch_request import Start
 from trainctl.launch.local import render
-from trainctl.launch.order import Start
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths

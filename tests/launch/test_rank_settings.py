@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from supervised import Launches
 
-from trainctl.agent.benchmark import Speed, slow
 from trainctl.config.schema import Accelerator, CpuBinding
 from trainctl.hardware.binding import parse_list, processors_by_socket, rank_processors, shares
+from trainctl.launch.agent.benchmark import Speed, slow
 
 
 @pytest.mark.slow

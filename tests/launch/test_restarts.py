@@ -12,7 +12,7 @@ import pytest
 from supervised import make_plan
 
 from trainctl.launch import restarts
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import Stop, TimeLimit

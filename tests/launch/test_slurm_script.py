@@ -10,9 +10,9 @@ import pytest
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import slurm, slurm_script
-from trainctl.launch.order import Start
-from trainctl.plan.resolve import resolve
+from trainctl.launch.launch_request import Start
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 HOSTILE = RunPaths(Path("/runs/a $(id) `id` 'q\" %j\\;#"))

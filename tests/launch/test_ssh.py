@@ -25,19 +25,19 @@ from trainctl.config.schema import (
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import probe
-from trainctl.launch.order import Start
+from trainctl.launch.host_probe import Report, survey
+from trainctl.launch.host_selection import Site, look
+from trainctl.launch.launch_request import Start
 from trainctl.launch.preflight import problems
 from trainctl.launch.remote import shell_line, ssh
 from trainctl.launch.shrink import shrink
-from trainctl.launch.site import Site, look
 from trainctl.launch.ssh import render
-from trainctl.launch.survey import Report, survey
 from trainctl.launch.variables import not_forwarded
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
-from trainctl.planner.assess import assess
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.node_entry import envelope
+from trainctl.search.assess import assess
 
 HOSTILE = "$(touch PWNED); `touch PWNED`; '\"\\ \n touch PWNED #"
 
@@ -70,7 +70,7 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
     assert (command.address, command.port, command.ranks_per_node) == ("10.0.0.1", 29500, 2)
     first, second = command.nodes
     assert second.host == "me@n2"
-    assert second.argv[:4] == (sys.executable, "-P", "-m", "trainctl.agent")
+    assert second.argv[:4] == (sys.executable, "-P", "-m", "trainctl.launch.agent")
     assert second.argv[-2:] == ("--node", "1")
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "NCCL_SOCKET_IFNAME" not in first.environment, "NCCL chooses better by itself"

@@ -10,7 +10,7 @@ import pytest
 
 from trainctl.config.schema import AttentionKind, ModelConfig
 from trainctl.memory.activations import block_activations, in_tiles
-from trainctl.memory.learning import Learning
+from trainctl.memory.trainable import Learning
 
 BATCH, SEQUENCE = 2, 128
 MODELS = {
@@ -69,7 +69,7 @@ def traced_bytes_per_token(
     if change is not None:
         shared += change(block)
     if tiles > 1:
-        from trainctl.train.tiles import tile_feed_forward
+        from trainctl.train.models.tiles import tile_feed_forward
 
         tile_feed_forward(block, tiles)
     ignored = {tensor.untyped_storage().data_ptr() for tensor in shared}
@@ -201,7 +201,7 @@ def test_a_frozen_layer_keeps_no_input(family: str, name: str, attention: str) -
 def test_products_are_what_selective_keeps(family: str, attention: str) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trainctl.train.recompute import KEPT_OPERATIONS
+    from trainctl.train.models.recompute import KEPT_OPERATIONS
 
     sizes = []
 

@@ -21,10 +21,10 @@ from trainctl.hardware import Hardware
 from trainctl.memory.activations import block_activations
 from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.plan.groups import parameter_groups
-from trainctl.plan.resolve import resolve
 from trainctl.plan.shapes import count_parameters
-from trainctl.train.anatomy import anatomy
-from trainctl.train.model import blocks
+from trainctl.rules.resolve import resolve
+from trainctl.train.models.anatomy import anatomy
+from trainctl.train.models.model import blocks
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -73,7 +73,7 @@ def _directory(folder: Path, kind: str, **changes: int) -> ModelConfig:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2"])
 def test_the_closed_form_is_what_a_trace_finds(family: str, attention: str, tmp_path: Path) -> None:
-    from trainctl.train.trace import trace
+    from trainctl.train.models.trace import trace
 
     model = _ours(family, attention)
     for compute, autocast, element in (("bf16", False, 2), ("fp32", False, 4), ("bf16", True, 2)):
@@ -108,8 +108,8 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
     import torch
     import transformers
 
-    from trainctl.train.model import blocks
-    from trainctl.train.trace import trace
+    from trainctl.train.models.model import blocks
+    from trainctl.train.models.trace import trace
 
     # phi3's default padding token lies outside a small vocabulary.
     model = _directory(tmp_path, kind, pad_token_id=0)
@@ -150,7 +150,7 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
 
 def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path) -> None:
     """Half of it all, or all of latent attention, which transformers leaves whole on each rank."""
-    from trainctl.train.trace import trace
+    from trainctl.train.models.trace import trace
 
     latent = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32}
     latent |= {"qk_nope_head_dim": 24, "num_key_value_heads": 8, "first_k_dense_replace": 3}
@@ -168,7 +168,7 @@ def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path)
 
 def test_experts_are_traced_in_every_format(tmp_path: Path) -> None:
     """torch's grouped product has shapes for fake tensors in bf16 only."""
-    from trainctl.train.trace import trace
+    from trainctl.train.models.trace import trace
 
     model = _directory(tmp_path, "mixtral")
     in_bf16 = trace(_config(model))
@@ -212,7 +212,7 @@ def test_blocks_of_one_kind_are_traced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first dense, the others sparse: as if each of them had been traced."""
-    from trainctl.train import trace
+    from trainctl.train.models import trace
 
     sparse = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64}
     lora = {"q_lora_rank": 64, "kv_lora_rank": 32, "num_key_value_heads": 8}
@@ -362,7 +362,7 @@ def test_a_function_whose_model_is_not_known_gets_no_numbers(
 
 
 def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
-    from trainctl.train.trace import trace
+    from trainctl.train.models.trace import trace
 
     transformers = pytest.importorskip("transformers")
     bloom = transformers.AutoConfig.for_model("bloom", hidden_size=64, n_layer=2, n_head=4)

@@ -16,9 +16,9 @@ from ports import reserved_port
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import mpi
-from trainctl.launch.order import Start
+from trainctl.launch.launch_request import Start
 from trainctl.launch.refusals.mpi import hosts_in
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/deepspeed_script.py"
@@ -134,7 +134,7 @@ def test_command_lines() -> None:
         (argv,) = rendered.commands
         assert " ".join(argv).startswith(expected)
         assert "$(id)" not in " ".join(argv)
-        assert argv[-6:] == ("-P", "-m", "trainctl.agent", "/r", "--attempt", "1")
+        assert argv[-6:] == ("-P", "-m", "trainctl.launch.agent", "/r", "--attempt", "1")
         assert rendered.command.address == "node-a"
         assert rendered.command.nodes[1].environment["SECRET"] == "$(id)"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from trainctl.config import registry
-from trainctl.config.own_files import own_files
 from trainctl.config.registry import FOLDER_VARIABLE, code_in, load, names, trusted_options
 from trainctl.config.schema import RunConfig
 from trainctl.config.sweep import expand_sweep
+from trainctl.config.user_files import own_files
 from trainctl.errors import TrainctlError
 from trainctl.runs.sweeps import new_sweep
 
@@ -125,7 +125,7 @@ def test_it_is_completed(trainctl) -> None:
         ("empty", "", "empty.py cannot be used: AttributeError"),
         ("other", "SPEC = 1\n", "other.py cannot be used: it is no spec of the name other"),
         ("leaves", "import sys\nsys.exit(0)\n", "leaves.py cannot be used: SystemExit: 0"),
-        ("ends", "import os\nos._exit(0)\n", "ends.py cannot be used: SystemExit: os._exit(0) in"),
+        ("ends", "import os\nos._exit(0)\n", "ends.py cannot be used: SystemExit: os._exit(0)"),
         ("mute", MUTE, "mute.py cannot be used: Mute: its message cannot be printed"),
         ("adamw", "", "adamw.py cannot be used: optimizer=adamw is trainctl's own"),
     ],

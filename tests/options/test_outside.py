@@ -81,19 +81,17 @@ def trainctl(installed: Path, tmp_path: Path) -> Command:
 
 @dataclass(frozen=True)
 class Trained:
-    """Runs with every option of the package at once: each start is five seconds of two processes.
-
-    Attributes:
-        trainctl: The command, in the folder of the runs.
-        run: Stopped after two steps and resumed.
-        whole: Its four steps without a stop.
-        fleets: What the launcher wrote into `run` at its launch and at its resume.
-    """
+    """Runs with every option of the package at once: each start is five seconds of two
+    processes."""
 
     trainctl: Command
+    """The command, in the folder of the runs."""
     run: Path
+    """Stopped after two steps and resumed."""
     whole: Path
+    """Its four steps without a stop."""
     fleets: tuple[str, str]
+    """What the launcher wrote into `run` at its launch and at its resume."""
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +267,7 @@ def test_a_launcher_has_keys_and_checks_of_its_own(trainctl) -> None:
 
 def test_a_launcher_starts_a_run_and_resumes_it(trained: Trained) -> None:
     shown = json.loads(trained.trainctl("launch", *OWN, "--dry-run", "--json").stdout)
-    assert "trainctl.agent" in shown["commands"][0]
+    assert "trainctl.launch.agent" in shown["commands"][0]
     assert trained.fleets == ("3", "4")
     rows = json.loads(trained.trainctl("runs", "ls", ".", "--json").stdout)["runs"]
     assert len(rows) >= 2 and {row["launcher"] for row in rows} == {"fleet"}

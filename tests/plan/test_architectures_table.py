@@ -10,7 +10,7 @@ from plan_cases import config_with, gpus
 
 from trainctl.options import architectures
 from trainctl.options.model import AXES
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
 from trainctl.config.registry import names
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 GOLDEN = Path(__file__).parent / "golden"
 LOADER = Path(__file__).parent / "load_deepspeed_config.py"

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from trainctl.plan.deepspeed_schema import load, versions
+from trainctl.rules.deepspeed_schema import load, versions
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate_deepspeed_schema.py"
 
@@ -33,7 +33,7 @@ def test_every_key_lies_in_a_section_and_every_replacement_exists():
 
 
 def test_defaults_are_legal_values_of_their_keys():
-    from trainctl.plan.deepspeed_rules.values import outside, read
+    from trainctl.rules.deepspeed.values import outside, read
 
     for key in load().keys.values():
         if key.default is not None and not key.is_section:

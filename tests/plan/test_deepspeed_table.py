@@ -13,11 +13,11 @@ from trainctl.config.codec import to_plain
 from trainctl.config.keys import leaves
 from trainctl.config.schema import RunConfig
 from trainctl.plan.deepspeed import derived_settings, render
-from trainctl.plan.deepspeed_rules import Case, Surroundings
-from trainctl.plan.deepspeed_schema import load
 from trainctl.plan.deepspeed_table import SOURCES, TABLE, Modes
 from trainctl.plan.types import Batch, Mesh
-from trainctl.planner.import_values import wanted_values
+from trainctl.rules.deepspeed import Case, Surroundings
+from trainctl.rules.deepspeed_schema import load
+from trainctl.search.import_values import wanted_values
 
 RANKS = 4
 MESH = Mesh(data=RANKS, tensor=1, pipeline=1, sequence=1)

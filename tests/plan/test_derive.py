@@ -19,7 +19,7 @@ from trainctl.plan.derive import (
     derive_warmup_steps,
 )
 from trainctl.plan.nearest import divisors, nearest_divisors
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 sizes = st.integers(1, 64)
 

@@ -23,7 +23,7 @@ from trainctl.plan.flops import (
 )
 from trainctl.plan.shapes import count_parameters
 from trainctl.plan.trainable import trainable
-from trainctl.train.model import transformers_config
+from trainctl.train.models.model import transformers_config
 
 LLAMA_2_7B = ModelConfig(
     vocab_size=32_000,

@@ -8,7 +8,7 @@ from plan_cases import config_with, cpus, gpus
 from trainctl.engines.declared import TABLES
 from trainctl.engines.patches import At
 from trainctl.hardware.builds import needed_operators
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 SHARDED = {"engine__kind": "fsdp2", "zero_stage__stage": 3}
 

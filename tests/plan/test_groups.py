@@ -10,8 +10,8 @@ from plan_cases import config_with, cpus
 from trainctl.cli.plan_view import plan_lines
 from trainctl.config.registry import names
 from trainctl.plan.groups import group_of, parameter_groups
-from trainctl.plan.resolve import resolve
 from trainctl.plan.shapes import all_tensors, count_parameters
+from trainctl.rules.resolve import resolve
 
 FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 

@@ -24,7 +24,7 @@ from trainctl.plan.mixture import (
     stages_of,
     stages_of_plan,
 )
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 
 def batch(size=48, micro=4, accumulation=3, length=64):

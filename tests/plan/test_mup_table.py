@@ -12,7 +12,7 @@ from trainctl.options.model import families
 from trainctl.plan import mup
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.mup import TensorKind
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 FAMILIES = [spec.name for spec in families() if spec.has_mup]
 WIDE = {

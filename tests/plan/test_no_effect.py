@@ -6,8 +6,8 @@ import pytest
 from plan_cases import config_with, gpus, keys
 
 from trainctl.config.schema import RunConfig
-from trainctl.plan.resolve import resolve
-from trainctl.plan.rules.no_effect import NEEDS
+from trainctl.rules.plan.no_effect import NEEDS
+from trainctl.rules.resolve import resolve
 
 FILES = {"data__kind": "files", "data__paths": ["a"]}
 

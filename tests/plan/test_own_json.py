@@ -5,7 +5,7 @@ from __future__ import annotations
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.errors import Severity
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 
 def test_what_is_passed_through_must_be_legal_with_what_is_derived():

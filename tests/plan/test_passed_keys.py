@@ -7,10 +7,10 @@ from plan_cases import config_with, gpus
 
 from trainctl.config.derived import Derived
 from trainctl.plan.deepspeed import render
-from trainctl.plan.deepspeed_schema import load, versions
 from trainctl.plan.deepspeed_table import WHEN, WORDS
-from trainctl.plan.passed_keys import IDLE, OWNED, PASSED, TABLES, TRAINERS, entry_of
-from trainctl.plan.resolve import resolve
+from trainctl.rules.deepspeed_schema import load, versions
+from trainctl.rules.passed_keys import IDLE, OWNED, PASSED, TABLES, TRAINERS, entry_of
+from trainctl.rules.resolve import resolve
 
 
 @pytest.mark.parametrize("version", versions())

@@ -11,8 +11,8 @@ import pytest
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 
 
 def test_the_whole_plan_of_a_small_run():
@@ -72,7 +72,7 @@ def test_a_run_of_no_steps_only_builds():
 
 def test_planning_loads_no_framework():
     code = (
-        "import sys, trainctl.plan.resolve, trainctl.plan.schedule, trainctl.hardware;"
+        "import sys, trainctl.rules.resolve, trainctl.plan.schedule, trainctl.hardware;"
         "print([n for n in ('torch', 'deepspeed', 'hydra', 'numpy') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

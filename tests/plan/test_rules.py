@@ -9,8 +9,8 @@ from plan_cases import config_with, cpus, gpus
 from trainctl.config.keys import leaf_of
 from trainctl.config.schema import Packing
 from trainctl.errors import Severity
-from trainctl.plan.resolve import resolve
-from trainctl.plan.rules import RULES
+from trainctl.rules.plan import RULES
+from trainctl.rules.resolve import resolve
 
 FP8 = {"precision__compute": "fp8"}
 OFFLOAD = {"zero_stage__stage": 3, "offload__optimizer": "cpu"}

@@ -12,9 +12,9 @@ from plan_cases import config_with, cpus
 
 from trainctl.config.registry import new_section, part_class
 from trainctl.config.schema import OnTooLong, SourceConfig
-from trainctl.plan.resolve import resolve
 from trainctl.plan.sample_order import changes_of_order, leaves_others_out, samples_in
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 
 TOKENS, DRAWN = 10_001, 90
 

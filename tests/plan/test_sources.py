@@ -13,7 +13,7 @@ from plan_cases import config_with, cpus, gpus
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.derived import Derived
 from trainctl.config.keys import leaves
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 
 SCRIPT = {"script": "train.py"}
 NVME = {"offload__optimizer": "nvme", "offload__parameters": "nvme", "offload__nvme_path": "/n"}

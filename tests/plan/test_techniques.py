@@ -7,8 +7,8 @@ from plan_cases import config_with, gpus, keys
 
 from trainctl.config.registry import names
 from trainctl.config.schema import RunConfig
-from trainctl.plan.resolve import resolve
 from trainctl.plan.techniques import not_yet
+from trainctl.rules.resolve import resolve
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from whole_recipes import WHOLE
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 SMALL = (

@@ -13,7 +13,7 @@ from trainctl.cli.console import print_json, put
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

@@ -19,10 +19,10 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.options.adapter import BaseWeights
-from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
-from trainctl.train.model import transformers_config
+from trainctl.train.models.model import transformers_config
 
 STEPS = 6
 
@@ -61,25 +61,18 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, order=True)
 class Adapting:
-    """What trains, and where.
-
-    Attributes:
-        trained: One of `TRAINED`.
-        layout: One of `LAYOUTS`.
-        stage: Of ZeRO.
-        checkpointing: Recomputation, by name.
-        offload: Of the optimizer, by name.
-        precision: fp32 or bf16.
-        model: A family, untied if so named.
-    """
+    """What trains, and where."""
 
     trained: str = "lora"
     layout: str = "1"
     stage: str = "0"
     checkpointing: str = "none"
     offload: str = "none"
+    """Of the optimizer, by name."""
     precision: str = "fp32"
+    """fp32 or bf16."""
     model: str = "llama-untied"
+    """A family, untied if so named."""
 
     def __str__(self) -> str:
         return " ".join(map(str, astuple(self)))

@@ -23,6 +23,6 @@ def read_directory(model: ModelConfig) -> ModelConfig:
     filled = fill_from_directory(model)
     if not filled.is_directory:
         return filled
-    from trainctl.train.anatomy import anatomy
+    from trainctl.train.models.anatomy import anatomy
 
     return replace(filled, anatomy=anatomy(filled).to_table())

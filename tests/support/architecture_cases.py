@@ -19,8 +19,8 @@ from transformers import AutoConfig
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 
 SHAPE = {
     "vocab_size": 260,

@@ -33,15 +33,11 @@ not outgrow them."""
 
 @dataclass(frozen=True)
 class Check:
-    """What came of a check.
-
-    Attributes:
-        sizes: By width.
-        slopes: By what was measured and where: d log(size) / d log(width).
-    """
+    """What came of a check."""
 
     sizes: Mapping[int, Sizes]
     slopes: Mapping[tuple[str, str], float]
+    """By what was measured and where: d log(size) / d log(width)."""
 
     @property
     def is_flat(self) -> bool:
@@ -105,9 +101,6 @@ def check(
     Args:
         folder: Where the runs go; empty.
         mup: Whether with muP, whose base is the smallest of `WIDTHS`.
-        family: Of the models.
-        optimizer: That trains them.
-        widths: To compare.
         seeds: Whose sizes are averaged.
     """
     cases = []

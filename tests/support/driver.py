@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainctl.errors import TrainctlError
 from trainctl.launch.choose import run_launch
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.lock import hold
 

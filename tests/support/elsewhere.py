@@ -18,10 +18,10 @@ from plain_order import sample_indices
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import DataType, OffloadDevice
+from trainctl.data.corpus import Corpus
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.corpus import Corpus
 
 SAVE_EVERY, OVERSHOOT, STEPS = 3, 2, 9
 

@@ -76,10 +76,8 @@ def mixture(
 
     Args:
         folder: To be made, unless it is there.
-        kind: One of `MIXTURES`.
         to_experts: Those that all tokens go to, where routers have a bias (gpt_oss); the others get
             none.
-        changes: Of its configuration.
     """
     if not folder.exists():
         torch.manual_seed(5)
@@ -98,26 +96,20 @@ def mixture(
 
 @dataclass(frozen=True)
 class Trial:
-    """A mixture on a layout.
-
-    Attributes:
-        kind: One of `MIXTURES`.
-        processes: All of them data-parallel but for pipeline stages.
-        expert: Size of the expert axis.
-        stage: Of ZeRO.
-        to_experts: Those that all tokens go to, as many as a token has; empty leaves the router its
-            choice.
-        settings: Others of the configuration, as `tiny_config` takes them.
-        stages: Blocks of each pipeline stage, if there are stages.
-    """
+    """A mixture on a layout."""
 
     kind: str
     processes: int = 1
+    """All of them data-parallel but for pipeline stages."""
     expert: int = 1
+    """Size of the expert axis."""
     stage: int = 0
     to_experts: tuple[int, ...] = ()
+    """Those that all tokens go to, as many as a token has; empty leaves the router its choice."""
     settings: tuple[tuple[str, Any], ...] = ()
+    """Others of the configuration, as `tiny_config` takes them."""
     stages: tuple[int, ...] = ()
+    """Blocks of each pipeline stage, if there are stages."""
 
     @property
     def reference(self) -> Trial:

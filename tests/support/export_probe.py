@@ -12,8 +12,8 @@ from memory_probe import status_bytes
 
 from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
-from trainctl.train.export import export
-from trainctl.train.model import skeleton
+from trainctl.train.checkpoint.export import export
+from trainctl.train.models.model import skeleton
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train.model import skeleton
-from trainctl.train.tensor_file import write_tensors
+from trainctl.train.checkpoint.tensor_file import write_tensors
+from trainctl.train.models.model import skeleton
 
 
 def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: float = 0.02) -> Path:

@@ -46,25 +46,21 @@ class RanksFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work for the ranks of one world.
-
-    Attributes:
-        function: ``module:function``, called on every rank with the payload.
-        payload: Its pickled argument.
-        world_size: Ranks; 0 has the server itself do it.
-        environment: Variables of the ranks, beside those that tell them who they are.
-        path: Where they find modules.
-        folder: For what they print (`0.out`, `0.err`) and return (`0.result`).
-        seconds: Limit; then the ranks are killed, after printing where they are.
-    """
+    """One piece of work for the ranks of one world."""
 
     function: str
+    """``module:function``, called on every rank with the payload."""
     payload: bytes
     world_size: int
+    """Ranks; 0 has the server itself do it."""
     environment: Mapping[str, str]
+    """Variables of the ranks, beside those that tell them who they are."""
     path: Sequence[str]
+    """Where they find modules."""
     folder: Path
+    """For what they print (`0.out`, `0.err`) and return (`0.result`)."""
     seconds: float
+    """Limit; then the ranks are killed, after printing where they are."""
 
 
 class ForkServer:
@@ -108,9 +104,7 @@ class ForkServer:
 
         Args:
             function: ``module:function``; it gets the argument, its value must be picklable.
-            argument: Anything picklable.
             world_size: Ranks.
-            seconds: Limit.
 
         Raises:
             RanksFailed: With the end of what the first failed rank printed.
@@ -124,7 +118,6 @@ class ForkServer:
         It must leave no thread behind.
 
         Args:
-            function: ``module:function``.
             argument: Anything picklable and hashable.
 
         Raises:

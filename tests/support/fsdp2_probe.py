@@ -29,15 +29,12 @@ def train(cases: list[Case], process: Process) -> None:
 
 @dataclass(frozen=True)
 class Bytes:
-    """In tensors of a rank.
-
-    Attributes:
-        resident: Alive after a step.
-        peak: Most within the next one.
-    """
+    """In tensors of a rank."""
 
     resident: int
+    """Alive after a step."""
     peak: int
+    """Most within the next one."""
 
 
 def memory(cases: list[Case], process: Process) -> list[Bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 from trainctl.config.compose import compose
 from trainctl.config.schema import Accelerator
 from trainctl.hardware import Hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from trainctl.engines.deepspeed.partition import Partitioner
-from trainctl.train.build import materialise
-from trainctl.train.model import skeleton
-from trainctl.train.weights import SeedWeights
+from trainctl.train.models.build import materialise
+from trainctl.train.models.model import skeleton
+from trainctl.train.models.weights import SeedWeights
 
 
 def status_bytes(name: str) -> int:

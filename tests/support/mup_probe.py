@@ -14,7 +14,7 @@ from torch import nn
 from trainctl.engines.process import Process
 from trainctl.plan.mixture import SOLE
 from trainctl.train.evaluation import inference
-from trainctl.train.families import blocks_of, family_of
+from trainctl.train.models.families import blocks_of, family_of
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 

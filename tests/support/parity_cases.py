@@ -27,8 +27,8 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 STEPS = 30
@@ -95,12 +95,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, order=True)
 class Combination:
-    """A choice on each axis, by name.
-
-    Attributes:
-        large: With weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe, so that on the
-            tiny model offload to NVMe would be offload to nowhere.
-    """
+    """A choice on each axis, by name."""
 
     layout: str = "1"
     stage: str = "0"
@@ -109,6 +104,8 @@ class Combination:
     precision: str = "fp32"
     model: str = "llama"
     large: bool = False
+    """With weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe, so that on the tiny
+    model offload to NVMe would be offload to nowhere."""
 
     @classmethod
     def of(cls, *choices: str) -> Combination:
@@ -138,15 +135,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the plan says of a combination.
-
-    Attributes:
-        plan: To train; None if it is refused.
-        refusal: The errors, or what would have no effect; empty if there is a plan.
-    """
+    """What the plan says of a combination."""
 
     plan: RunPlan | None
+    """To train; None if it is refused."""
     refusal: tuple[Finding, ...] = ()
+    """The errors, or what would have no effect; empty if there is a plan."""
 
 
 def judge(
@@ -163,9 +157,7 @@ def judge(
     only gets a warning, but then it is another combination under a second name.
 
     Args:
-        combination: The choices.
         steps: Optimizer steps of the run.
-        tokens: Of a sample.
         data: The corpus; None for that of the tiny recipe.
         nvme: Folder that states are swapped to.
     """
@@ -261,7 +253,6 @@ def train_all(
 
     Args:
         combinations: None is refused.
-        folder: For their runs.
         size: Steps, and tokens of a sample, of each.
         data: The corpus; None for that of the tiny recipe.
         together: Those of as many ranks share their processes, but for what is offloaded.
@@ -289,15 +280,12 @@ def train_all(
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two curves, the largest at any step; infinite if one is not a number.
-
-    Attributes:
-        loss: In nats.
-        norm: Of the gradient norm, relative to the reference's.
-    """
+    """Of two curves, the largest at any step; infinite if one is not a number."""
 
     loss: float
+    """In nats."""
     norm: float
+    """Of the gradient norm, relative to the reference's."""
 
     @classmethod
     def between(cls, reference: Curve, other: Curve) -> Difference:
@@ -357,9 +345,7 @@ def pairwise(
     then one in fp32, which takes less time, then the first of a shuffled order.
 
     Args:
-        candidates: To choose from.
         covered: Combinations whose pairs need not be had again.
-        seed: Of the order.
     """
     rest = list(candidates)
     random.Random(seed).shuffle(rest)

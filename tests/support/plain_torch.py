@@ -12,29 +12,26 @@ from rank_processes import prepare_once, tiny_plan
 from torch import nn
 
 from trainctl.config.schema import AdaptiveClipping, RunConfig
+from trainctl.data.corpora import load_corpora
 from trainctl.plan.batches import Batch
 from trainctl.runs.layout import RunPaths
-from trainctl.train.build import materialise
-from trainctl.train.corpora import load_corpora
 from trainctl.train.data import TrainingData
 from trainctl.train.gradient_changes import normal
-from trainctl.train.model import skeleton
-from trainctl.train.weights import SeedWeights
+from trainctl.train.models.build import materialise
+from trainctl.train.models.model import skeleton
+from trainctl.train.models.weights import SeedWeights
 
 
 @dataclass
 class Made:
-    """What came of it.
-
-    Attributes:
-        curve: Loss (cross entropy alone) and gradient norm by step.
-        limits: Of the norm, by step.
-        z_losses: By step.
-    """
+    """What came of it."""
 
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Loss (cross entropy alone) and gradient norm by step."""
     limits: list[float] = field(default_factory=list)
+    """Of the norm, by step."""
     z_losses: list[float] = field(default_factory=list)
+    """By step."""
 
 
 def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:

@@ -19,9 +19,9 @@ from rank_processes import Case, train_cases
 from trainctl.errors import TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
+from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.not_finite import _module_paths
 from trainctl.train.session import Session, assemble
-from trainctl.train.state import MASTER
 from trainctl.train.trainer import Trainer
 
 NAN = float("nan")
@@ -29,40 +29,31 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Poisoned(Case):
-    """A plan to train with what is wrong with its samples.
-
-    Attributes:
-        poison: Sample counters, and what the loss of a micro-batch with that sample is multiplied
-            by.
-        missing: Ranges of sample counters that the order does not have.
-        gradient_only: The loss is as it should be, and its gradient alone multiplied.
-        struck: What holds a NaN from the beginning: ``weight`` (one element), ``activation`` or
-            ``gradient`` (of the output), and the name of a linear layer.
-    """
+    """A plan to train with what is wrong with its samples."""
 
     poison: tuple[tuple[int, float], ...] = ()
+    """Sample counters, and what the loss of a micro-batch with that sample is multiplied by."""
     missing: tuple[tuple[int, int], ...] = ()
+    """Ranges of sample counters that the order does not have."""
     gradient_only: bool = False
+    """The loss is as it should be, and its gradient alone multiplied."""
     struck: str = ""
+    """What holds a NaN from the beginning: ``weight`` (one element), ``activation`` or ``gradient``
+    (of the output), and the name of a linear layer."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw of its run.
-
-    Attributes:
-        error: The message that it ended with; empty if it went well.
-        hint: Of that.
-        exit_code: Of that.
-        digest: Of the weights, whole.
-        is_finite: Whether all of them are.
-    """
+    """What a rank saw of its run."""
 
     error: str
+    """The message that it ended with; empty if it went well."""
     hint: str
     exit_code: int
     digest: str
+    """Of the weights, whole."""
     is_finite: bool
+    """Whether all of them are."""
 
 
 def train_poisoned(case: Poisoned, world_size: int = 2) -> list[Outcome]:

@@ -29,13 +29,13 @@ from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 PRELOADED = (
     "trainctl.train.rank",
-    "trainctl.train.anatomy",
-    "trainctl.train.trace",
-    "trainctl.engines.deepspeed.room",
+    "trainctl.train.models.anatomy",
+    "trainctl.train.models.trace",
+    "trainctl.engines.deepspeed.entry",
     "trainctl.cli.main",
     "trainctl.config.compose",
-    "trainctl.plan.resolve",
-    "trainctl.loggers.follower",
+    "trainctl.rules.resolve",
+    "trainctl.monitor.loggers.follower",
 )
 POLL_SECONDS = 0.02
 LARGEST_REQUEST = 1 << 20

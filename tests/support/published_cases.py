@@ -41,7 +41,7 @@ def composed(name: str) -> RunConfig:
 
 def traced(config: RunConfig, sequence_length: int) -> TracedModel:
     """Return a fresh trace."""
-    from trainctl.train.trace import trace
+    from trainctl.train.models.trace import trace
 
     with TemporaryDirectory() as folder:
         path = directory(config.model.name, Path(folder))

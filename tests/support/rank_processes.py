@@ -18,21 +18,21 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
+from trainctl.data.corpus import Corpus, cache_folder
+from trainctl.data.prepare import prepare
 from trainctl.hardware import Hardware
 from trainctl.options.adapter import low_rank
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.quantized import quantized_layers
-from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.rules.resolve import resolve
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.train.corpus import Corpus, cache_folder
-from trainctl.train.prepare import prepare
 
 PRELOAD = (
     "ranks",
-    "trainctl.engines.deepspeed.room",
+    "trainctl.engines.deepspeed.entry",
     # What DeepSpeed's engine imports only when it is built.
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",

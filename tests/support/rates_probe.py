@@ -8,7 +8,7 @@ from rank_processes import Case
 
 from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint import RunProgress
+from trainctl.train.checkpoint.content import RunProgress
 from trainctl.train.learning_rate import LearningRate
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer

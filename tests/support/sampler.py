@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainctl.config.schema import Accelerator
-from trainctl.plan.deepspeed_rules import Surroundings
-from trainctl.plan.deepspeed_schema import Key, load
+from trainctl.rules.deepspeed import Surroundings
+from trainctl.rules.deepspeed_schema import Key, load
 
 RANKS = 2
 Json = dict[str, Any]

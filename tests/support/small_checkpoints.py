@@ -31,7 +31,6 @@ def save(
 
     Args:
         run: The run, which need not have been made.
-        step: Of the checkpoint.
         files: Of as many ranks.
         numel: Elements of each parameter.
         width: Bytes that the header of each file is filled up to, in steps of 8.

@@ -14,7 +14,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
 from trainctl.plan.identity import description
-from trainctl.train.state import MASTER
+from trainctl.train.checkpoint.optimizer_state import MASTER
 
 NUMEL = 1000
 

@@ -119,7 +119,9 @@ class Launch:
         self.wait_for(lambda: len(self.events("step")) >= step)
 
     def agent(self) -> int | None:
-        pids = [pid for pid, line in carriers(self.identity).items() if "trainctl.agent" in line]
+        pids = [
+            pid for pid, line in carriers(self.identity).items() if "trainctl.launch.agent" in line
+        ]
         return pids[0] if pids else None
 
     def rank(self, rank: int) -> int | None:

@@ -17,8 +17,8 @@ from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh, derive_stages
 from trainctl.plan.types import Sketch
-from trainctl.planner.constants import OVERLAP
-from trainctl.planner.speed import step_time
+from trainctl.search.constants import OVERLAP
+from trainctl.search.speed import step_time
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "data" / "throughput.csv"
@@ -26,25 +26,21 @@ TABLE = ROOT / "tests" / "data" / "throughput.csv"
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
-
-    Attributes:
-        name: Its id.
-        table: Measurements that were made alike and may be compared with each other.
-        is_for_fit: Whether constants of the model may be read off it.
-        plan: The configuration in trainctl's terms; as much of a plan as the model reads.
-        seconds: Of an optimizer step, measured.
-        interleaved: Pieces of the model on each pipeline stage.
-        tensor_overlaps: Whether collectives of tensor parallelism ran beside matrix products.
-    """
+    """One measurement."""
 
     name: str
     table: str
+    """Measurements that were made alike and may be compared with each other."""
     is_for_fit: bool
+    """Whether constants of the model may be read off it."""
     plan: Sketch
+    """The configuration in trainctl's terms; as much of a plan as the model reads."""
     seconds: float
+    """Of an optimizer step, measured."""
     interleaved: int
+    """Pieces of the model on each pipeline stage."""
     tensor_overlaps: bool
+    """Whether collectives of tensor parallelism ran beside matrix products."""
 
     @property
     def predicted(self) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainctl.config.registry import new_section
-from trainctl.train.recompute import wrap_blocks
+from trainctl.train.models.recompute import wrap_blocks
 
 
 def partitioned(cases: list[Any], process: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.mixture import DataStage, StagedBatches
-from trainctl.train.ahead import STEPS_AHEAD, BatchesAhead
+from trainctl.train.prefetch import STEPS_AHEAD, BatchesAhead
 
 STOP = 12
 

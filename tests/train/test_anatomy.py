@@ -16,10 +16,10 @@ from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
-from trainctl.train.anatomy import anatomy, structure
-from trainctl.train.fake import way_out
-from trainctl.train.initial import Undrawn
-from trainctl.train.model import skeleton
+from trainctl.train.models.anatomy import anatomy, structure
+from trainctl.train.models.fake import way_out
+from trainctl.train.models.initial import Undrawn
+from trainctl.train.models.model import skeleton
 
 SHAPE = {
     "vocab_size": 300,

@@ -16,13 +16,13 @@ from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.export import export
+from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER
 from trainctl.train.evaluation import inference
-from trainctl.train.export import export
-from trainctl.train.loaded import load
-from trainctl.train.model import skeleton
-from trainctl.train.state import AVERAGE, MASTER
-from trainctl.train.weights import SeedWeights
+from trainctl.train.models.loaded import load
+from trainctl.train.models.model import skeleton
+from trainctl.train.models.weights import SeedWeights
 
 STEPS, HALF, DECAY = 6, 4, 0.22
 Weights = dict[str, torch.Tensor]

@@ -13,20 +13,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
+from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.contents import samples_of
+from trainctl.data.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
+from trainctl.data.infilling_settings import infilling_of
 from trainctl.data.mixture import Count, plan_data
+from trainctl.data.prepare import prepare
+from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.protocol import Engine
 from trainctl.errors import TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.train.bins import bins_of, drawn_tokens
-from trainctl.train.contents import samples_of
-from trainctl.train.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
 from trainctl.train.data import PackedDataset, TrainingData
-from trainctl.train.infilling import infilling_of
-from trainctl.train.prepare import prepare
-from trainctl.train.tokenizer import ByteTokenizer, load_tokenizer
 
 LENGTH = 64
 SENTINELS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]

@@ -11,7 +11,7 @@ from small_chat_model import write_base
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 pytestmark = pytest.mark.slow

@@ -20,12 +20,12 @@ from trainctl.config.text.conversations import (
     as_text,
     conversation_of,
 )
+from trainctl.data.bins import bins_of, drawn_tokens, in_words
+from trainctl.data.corpora import build_corpora, cached_corpora
+from trainctl.data.tokenizer import load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
-from trainctl.train.bins import bins_of, drawn_tokens, in_words
-from trainctl.train.corpora import build_corpora, cached_corpora
 from trainctl.train.data import PackedDataset
-from trainctl.train.tokenizer import load_tokenizer
 
 LENGTH = 96
 SHAPES = {

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from trainctl.config.chat_template import template_of
 from trainctl.config.text.conversations import Learn
+from trainctl.data import template_rendering as rendering
+from trainctl.data.chat import CannotRender, ChatTemplate
+from trainctl.data.tokenizer import FileTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.runs.processes import is_alive
-from trainctl.train import rendering
-from trainctl.train.chat import CannotRender, ChatTemplate
-from trainctl.train.tokenizer import FileTokenizer
 
 CONVERSATIONS = {
     "one turn": asked(("1+1?", "2")),
@@ -215,7 +215,7 @@ def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
 )
 def test_a_template_is_rendered_within_bounds(folder, named, monkeypatch, text, words):
     """Whatever `data.on_bad_text` is: it is not the conversation that is wrong."""
-    monkeypatch.setattr("trainctl.train.rendering.SECONDS", 0.5 if "0.5" in words else 60)
+    monkeypatch.setattr("trainctl.data.template_rendering.SECONDS", 0.5 if "0.5" in words else 60)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TrainctlError, match=words) as caught:
         named(folder, text).prompt(asked(("1+1?", "2")))

@@ -13,16 +13,11 @@ from rank_processes import tiny_config, tiny_plan
 from trainctl.cli.data_prepare import prepare as prepare_command
 from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.main import run
-from trainctl.cli.source_counts import plan_of_data
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OnBadText, Packing, RunConfig
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import write_json
-from trainctl.runs.checkpoints import CheckpointInfo
-from trainctl.runs.layout import RunPaths
-from trainctl.train.contents import samples_of
-from trainctl.train.corpora import (
+from trainctl.data.contents import samples_of
+from trainctl.data.corpora import (
     as_before,
     build_corpora,
     digests_of,
@@ -32,8 +27,13 @@ from trainctl.train.corpora import (
     save_corpora,
     unigram_entropy,
 )
-from trainctl.train.prepare import corpora_of, prepare
-from trainctl.train.tokenizer import ByteTokenizer
+from trainctl.data.prepare import corpora_of, prepare
+from trainctl.data.source_counts import plan_of_data
+from trainctl.data.tokenizer import ByteTokenizer
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import write_json
+from trainctl.runs.checkpoints import CheckpointInfo
+from trainctl.runs.layout import RunPaths
 
 
 @pytest.fixture(autouse=True)

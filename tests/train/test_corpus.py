@@ -19,15 +19,15 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.files import split_files
+from trainctl.data.corpora import as_before
+from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
+from trainctl.data.corpus_folder import locked
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpora import as_before
-from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
-from trainctl.train.corpus_folder import locked
-from trainctl.train.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -380,10 +380,10 @@ def texts_of(config, split):
 
 def test_a_function_that_gave_texts_in_the_first_format_is_not_asked_again(tmp_path, monkeypatch):
     config = DataConfig(factory=f"{__name__}:texts_of")
-    monkeypatch.setattr("trainctl.train.corpus.load", lambda key, name: texts_of)
+    monkeypatch.setattr("trainctl.data.corpus.load", lambda key, name: texts_of)
     corpus = build_users_corpus(config, ByteTokenizer(), tmp_path / "first")
     in_format_1(corpus, tmp_path / "old")
-    monkeypatch.setattr("trainctl.train.corpus.load", lambda key, name: 1 / 0)
+    monkeypatch.setattr("trainctl.data.corpus.load", lambda key, name: 1 / 0)
     told: list[str] = []
     again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", tell=told.append)
     assert replace(again, folder=corpus.folder) == corpus.as_without_ends()

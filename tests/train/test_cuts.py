@@ -10,9 +10,9 @@ from trainctl.config.anatomy import anatomy_of
 from trainctl.engines.mesh import Axis
 from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
-from trainctl.train.build import whole_pieces
-from trainctl.train.model import skeleton
-from trainctl.train.tensor_parallel import shard_model
+from trainctl.train.models.build import whole_pieces
+from trainctl.train.models.model import skeleton
+from trainctl.train.parallel.tensor import shard_model
 
 FEW = 4
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from plain_order import sample_indices
 
+from trainctl.data.corpus import Corpus, Split
 from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import SOLE
-from trainctl.train.corpus import Corpus, Split
 from trainctl.train.data import PackedDataset, TrainingData
 
 END = 256

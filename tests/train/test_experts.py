@@ -19,8 +19,8 @@ from trainctl.memory.phases import resident
 from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.train.anatomy import anatomy
-from trainctl.train.routers import Routers
+from trainctl.train.models.anatomy import anatomy
+from trainctl.train.parallel.routers import Routers
 
 TWO = (2, 3)
 """Experts of one rank where four share eight: the others get no token."""

@@ -23,16 +23,16 @@ from trainctl.config.schema import (
     AttentionKind,
     DataType,
 )
+from trainctl.data.corpus import Corpus
+from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.corpus import Corpus
+from trainctl.train.checkpoint.export import export
 from trainctl.train.data import PackedDataset
 from trainctl.train.evaluation import evaluate, inference
-from trainctl.train.export import export
-from trainctl.train.loaded import LoadedModel, load
-from trainctl.train.tokenizer import load_tokenizer
+from trainctl.train.models.loaded import LoadedModel, load
 
 STEPS = 3
 

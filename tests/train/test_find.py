@@ -7,10 +7,10 @@ from rank_processes import tiny_config, tiny_plan
 
 from trainctl.config.registry import new_section, part_class
 from trainctl.config.schema import SourceConfig, StageConfig
-from trainctl.train.contents import samples_of
-from trainctl.train.corpora import build_corpora
-from trainctl.train.find import AROUND, first_of, matches
-from trainctl.train.tokenizer import ByteTokenizer
+from trainctl.data.contents import samples_of
+from trainctl.data.corpora import build_corpora
+from trainctl.data.find import AROUND, first_of, matches
+from trainctl.data.tokenizer import ByteTokenizer
 
 LENGTH = 32
 STEPS = 12

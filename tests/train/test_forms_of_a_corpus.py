@@ -13,8 +13,8 @@ import pytest
 import zstandard
 
 from trainctl.config.registry import new_section
-from trainctl.train.corpus import build_corpus
-from trainctl.train.tokenizer import ByteTokenizer
+from trainctl.data.corpus import build_corpus
+from trainctl.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {n}\n" * (n % 17 + 1) + '\u00e9, "\U0001f600"' for n in range(300)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

@@ -12,11 +12,11 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
+from trainctl.data.prepare import prepare
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.prepare import prepare
 
 pytestmark = pytest.mark.slow
 

@@ -23,9 +23,9 @@ from trainctl.errors import ExitCode
 from trainctl.hardware import Hardware
 from trainctl.hardware.kernels import kernels_are_installed
 from trainctl.runs.layout import RunPaths
-from trainctl.train.kernels import apply_kernels
-from trainctl.train.model import blocks
-from trainctl.train.recompute import wrap_blocks
+from trainctl.train.models.kernels import apply_kernels
+from trainctl.train.models.model import blocks
+from trainctl.train.models.recompute import wrap_blocks
 
 COMPILED = KernelsConfig(compile=CompileKind.blocks)
 

@@ -19,10 +19,10 @@ from trainctl.engines.deepspeed.pipeline import group_of_ends
 from trainctl.engines.mesh import Axis
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.build import whole_pieces
 from trainctl.train.groups import parameter_groups
-from trainctl.train.model import skeleton, transformers_config
-from trainctl.train.pipeline import tied_weight
+from trainctl.train.models.build import whole_pieces
+from trainctl.train.models.model import skeleton, transformers_config
+from trainctl.train.parallel.pipeline import tied_weight
 
 STEPS = 4
 

@@ -15,7 +15,7 @@ from test_recompute import built
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.train.loss import LanguageModel
+from trainctl.train.objectives.loss import LanguageModel
 
 Z_LOSS = 0.02
 

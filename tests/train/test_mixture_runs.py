@@ -9,10 +9,10 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import RunConfig
+from trainctl.data.corpora import recorded
 from trainctl.data.mixture import Count, plan_data
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.train.corpora import recorded
 
 STEPS, CHANGE, SAVED, STOP = 8, 5, 6, 7
 """The second stage begins within the run, and the resume is within it."""

@@ -10,9 +10,9 @@ from trainctl.config.schema import (
 )
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import TrainctlError
-from trainctl.train.build import materialise
-from trainctl.train.model import has_flash_attention, require_all_to_train, skeleton
-from trainctl.train.weights import SeedWeights
+from trainctl.train.models.build import materialise
+from trainctl.train.models.model import has_flash_attention, require_all_to_train, skeleton
+from trainctl.train.models.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
 

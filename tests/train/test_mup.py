@@ -15,19 +15,19 @@ from trainctl.config.schema import (
     CrossEntropyKind,
     ModelConfig,
 )
+from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.model import families
 from trainctl.plan.mup import check_multipliers, multipliers
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.corpus import Corpus
+from trainctl.train.checkpoint.export import export
 from trainctl.train.data import PackedDataset
 from trainctl.train.evaluation import evaluate, inference
-from trainctl.train.export import export
-from trainctl.train.loaded import load
-from trainctl.train.model import skeleton
-from trainctl.train.weights import SeedWeights
+from trainctl.train.models.loaded import load
+from trainctl.train.models.model import skeleton
+from trainctl.train.models.weights import SeedWeights
 
 FAMILIES = [spec.name for spec in families() if spec.has_mup]
 STEPS = 3

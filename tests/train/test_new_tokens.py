@@ -16,8 +16,8 @@ from trainctl.config.compose import compose
 from trainctl.errors import TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.train.export import export
-from trainctl.train.new_tokens import add_tokens
+from trainctl.train.checkpoint.export import export
+from trainctl.train.models.new_tokens import add_tokens
 
 NEW = ["<|call|>", "<|end|>"]
 TEXT = "a <|call|>b<|end|>"
@@ -46,7 +46,7 @@ def write_base(folder: Path, *, tied: bool = False, spare_rows: int = 0) -> int:
 def test_transformers_loads_and_encodes_it(
     tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainctl.train.new_tokens.ROWS", 100)
+    monkeypatch.setattr("trainctl.train.models.new_tokens.ROWS", 100)
     base, out = tmp_path / "base", tmp_path / "out"
     ids = write_base(base, tied=tied)
     found = add_tokens(base, out, [*NEW, "<|im_end|>"], multiple_of=64)

@@ -9,12 +9,12 @@ import torch
 from fabricated import fabricate
 from rank_processes import SECONDS, server, tiny_config, tiny_plan
 
+from trainctl.data.corpus import CACHE_VARIABLE, Corpus
+from trainctl.data.prepare import prepare
 from trainctl.errors import ExitCode
 from trainctl.runs.atomic import write_json
 from trainctl.runs.directory import new_attempt
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpus import CACHE_VARIABLE, Corpus
-from trainctl.train.prepare import prepare
 
 
 def offline(task, *arguments):

@@ -15,8 +15,8 @@ from trainctl.config.registry import names
 from trainctl.config.schema import RunConfig
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.build import whole_pieces
-from trainctl.train.model import skeleton
+from trainctl.train.models.build import whole_pieces
+from trainctl.train.models.model import skeleton
 from trainctl.train.optimizers import adamw_8bit
 from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalised
 from trainctl.train.optimizers.partitioned import ParameterPart
@@ -151,7 +151,6 @@ def _train_and_resume(
 
     Args:
         ways: By kind, pairs of stages.
-        folder: For the runs.
 
     Returns:
         By kind, the curves of the runs that were not interrupted, by stage.

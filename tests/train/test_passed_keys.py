@@ -10,7 +10,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.derived import Derived
 from trainctl.plan.deepspeed import flatten, render
-from trainctl.plan.passed_keys import PASSED
+from trainctl.rules.passed_keys import PASSED
 from trainctl.runs.layout import RunPaths
 
 ZERO = "zero_optimization"

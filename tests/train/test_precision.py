@@ -13,8 +13,8 @@ from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
 from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.plan.resolve import resolve
 from trainctl.plan.schedule import Curve
+from trainctl.rules.resolve import resolve
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

@@ -21,21 +21,21 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
 from trainctl.config.text.conversations import as_text
 from trainctl.config.text.preferences import pair_of
-from trainctl.data.marks import are_learnt, with_mark, without_marks
+from trainctl.data.corpora import load_corpora
+from trainctl.data.loss_marks import are_learnt, with_mark, without_marks
+from trainctl.data.preferences import encoder_of
+from trainctl.data.prepare import prepare
+from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.dpo import PreferenceLoss
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.corpora import load_corpora
 from trainctl.train.data import TrainingData, held_out_data
-from trainctl.train.model import skeleton
-from trainctl.train.objective import ObjectiveLoss
-from trainctl.train.preference_encoder import encoder_of
-from trainctl.train.prepare import prepare
-from trainctl.train.reference import identity, reference_of, write_reference
-from trainctl.train.tokenizer import ByteTokenizer, FileTokenizer
+from trainctl.train.models.model import skeleton
+from trainctl.train.objectives.base import ObjectiveLoss
+from trainctl.train.objectives.reference import identity, reference_of, write_reference
 
 LENGTH, PAIRS, END = 64, 48, 256
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}

@@ -14,13 +14,13 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from transformers import AutoTokenizer, GenerationConfig
 
 from trainctl.config.schema import RunConfig
+from trainctl.data.tokenizer import FileTokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
+from trainctl.train.checkpoint.export import export
 from trainctl.train.evaluation import sampled_ids
-from trainctl.train.export import export
 from trainctl.train.prompts import prompts_of
-from trainctl.train.tokenizer import FileTokenizer, load_tokenizer
 
 OVER = UNMARKED.replace("<|im_end|>", "<s>")
 """A template whose turns end otherwise than documents."""

@@ -24,15 +24,15 @@ from trainctl.errors import TrainctlError
 from trainctl.plan.groups import parameter_groups as plan_groups
 from trainctl.plan.identity import description
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train.anatomy import anatomy
-from trainctl.train.build import materialise, whole_pieces
-from trainctl.train.export import export
+from trainctl.train.checkpoint.export import export
+from trainctl.train.checkpoint.tensor_file import write_tensors
 from trainctl.train.groups import parameter_groups as rank_groups
-from trainctl.train.initial import initial_laws
-from trainctl.train.model import skeleton
-from trainctl.train.tensor_file import write_tensors
-from trainctl.train.tensors import persistent_buffers
-from trainctl.train.weights import SafetensorsWeights, SeedWeights
+from trainctl.train.models.anatomy import anatomy
+from trainctl.train.models.build import materialise, whole_pieces
+from trainctl.train.models.initial import initial_laws
+from trainctl.train.models.model import skeleton
+from trainctl.train.models.tensors import persistent_buffers
+from trainctl.train.models.weights import SafetensorsWeights, SeedWeights
 
 CPU = torch.device("cpu")
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trainctl.config.registry import new_section
+from trainctl.data.corpora import load_corpora
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.quantized import BLOCK, packed_size
@@ -24,16 +25,14 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
-from trainctl.train import codecs, quantized
-from trainctl.train.adapters import initial_adapter
-from trainctl.train.codecs import codec_of
-from trainctl.train.corpora import load_corpora
+from trainctl.train.adapters.codecs import codec_of
+from trainctl.train.adapters.export import export_adapter
+from trainctl.train.adapters.layers import codecs, initial_adapter, quantized
+from trainctl.train.adapters.quantized import Dequantized, Quantized
+from trainctl.train.checkpoint.export import export
 from trainctl.train.data import TrainingData
-from trainctl.train.export import export
-from trainctl.train.export_adapter import export_adapter
-from trainctl.train.loaded import load
-from trainctl.train.loss import summed_cross_entropy
-from trainctl.train.quantized import Dequantized, Quantized
+from trainctl.train.models.loaded import load
+from trainctl.train.objectives.loss import summed_cross_entropy
 
 STEPS = 6
 KINDS = [kind for kind in BaseWeights if kind is not BaseWeights.compute]

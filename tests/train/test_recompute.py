@@ -16,12 +16,12 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.errors import TrainctlError
-from trainctl.planner.variants import with_values
 from trainctl.runs.layout import RunPaths
-from trainctl.train.build import materialise
-from trainctl.train.model import blocks, skeleton
-from trainctl.train.recompute import KEPT_OPERATIONS, wrap_blocks
-from trainctl.train.weights import SeedWeights
+from trainctl.search.variants import with_values
+from trainctl.train.models.build import materialise
+from trainctl.train.models.model import blocks, skeleton
+from trainctl.train.models.recompute import KEPT_OPERATIONS, wrap_blocks
+from trainctl.train.models.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
 LAYERS = 4

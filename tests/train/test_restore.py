@@ -16,10 +16,10 @@ from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter
-from trainctl.train.base import Whole, initial_base, recorded_base, whole_weights
+from trainctl.train.checkpoint.restore import newest_intact, weights_of
+from trainctl.train.checkpoint.saver import Saver
+from trainctl.train.models.frozen_base import Whole, initial_base, recorded_base, whole_weights
 from trainctl.train.replay import Replay
-from trainctl.train.restore import newest_intact, weights_of
-from trainctl.train.saver import Saver
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from trainctl.config.schema import (
     OffloadDevice,
 )
 from trainctl.hardware import Hardware
-from trainctl.plan.resolve import resolve
+from trainctl.rules.resolve import resolve
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

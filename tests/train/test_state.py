@@ -11,7 +11,7 @@ from trainctl.config.registry import new_section
 from trainctl.engines.deepspeed import updaters
 from trainctl.engines.deepspeed.wrappers import adapter_of
 from trainctl.engines.shards import ParameterPiece, Shard
-from trainctl.train.state import OptimizerState
+from trainctl.train.checkpoint.optimizer_state import OptimizerState
 
 
 def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:

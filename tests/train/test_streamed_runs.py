@@ -14,16 +14,16 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data import mixture
+from trainctl.data.corpora import build_corpora, load_corpora
 from trainctl.data.order import Order
+from trainctl.data.prepare import prepare
+from trainctl.data.streaming.corpora import send
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.plan.rules import data as rules
 from trainctl.plan.types import RunPlan
+from trainctl.rules.plan import data as rules
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpora import build_corpora, load_corpora
 from trainctl.train.data import TrainingData, held_out_data
-from trainctl.train.prepare import prepare
-from trainctl.train.streams import send
-from trainctl.train.tokenizer import ByteTokenizer
 
 PLACE = "s3://corpus/prepared"
 SHARD = 4096

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainctl.config.registry import new_section
+from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
-from trainctl.train.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @given(st.text())

@@ -22,13 +22,13 @@ from trainctl.cli.main import run as run_command
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
+from trainctl.data.corpus import build_corpus, cached_corpus, do_share
+from trainctl.data.corpus_file import Corpus
 from trainctl.data.in_place import Joined, Span
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType
-from trainctl.train.corpus import build_corpus, cached_corpus, do_share
-from trainctl.train.corpus_file import Corpus
 from trainctl.train.data import PackedDataset
-from trainctl.train.tokenizer import ByteTokenizer
 
 END = 256
 DOCUMENTS = [[*f"document {n} ".encode() * (n % 7 + 1), END] for n in range(400)]

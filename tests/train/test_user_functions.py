@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from trainctl.config.schema import DataConfig, ModelConfig
+from trainctl.data.corpus import build_users_corpus
+from trainctl.data.tokenizer import ByteTokenizer
+from trainctl.data.user_functions import load
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.train.corpus import build_users_corpus
-from trainctl.train.model import skeleton
-from trainctl.train.tokenizer import ByteTokenizer
-from trainctl.train.user_code import load
+from trainctl.train.models.model import skeleton
 
 OWN = """
 calls = []

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
-from trainctl.train.model import skeleton, transformers_config
-from trainctl.train.weights import CHUNK, SafetensorsWeights, SeedWeights
+from trainctl.train.models.model import skeleton, transformers_config
+from trainctl.train.models.weights import CHUNK, SafetensorsWeights, SeedWeights
 
 MATRIX = torch.Size([300, 700])
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from trainctl.cli.arguments import Json, NamedRun, Run
+from trainctl.cli.checkpoint_selection import open_or_newest, select
+from trainctl.cli.checkpoint_selection import verify as problems_of
 from trainctl.cli.console import print_json, print_table, put, say, size_text
-from trainctl.cli.intact import open_or_newest, select
-from trainctl.cli.intact import verify as problems_of
 from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.attempts import config_of

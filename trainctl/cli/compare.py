@@ -14,26 +14,22 @@ from trainctl.config.json_file import read_json
 from trainctl.config.schema import walk
 from trainctl.errors import TrainctlError
 from trainctl.plan.deepspeed import flatten
-from trainctl.plan.deepspeed_schema import load
+from trainctl.rules.deepspeed_schema import load
 
 ABSENT = "not set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two.
-
-    Attributes:
-        name: As typed.
-        values: What is set, by config key, as plain data; None for a JSON file.
-        derived: What stands for a value that is null, by config key.
-        deepspeed: The JSON, flat; None where no plan can be made.
-    """
+    """One of the two."""
 
     name: str
     values: Mapping[str, Any] | None
+    """What is set, by config key, as plain data; None for a JSON file."""
     derived: Mapping[str, Any]
+    """What stands for a value that is null, by config key."""
     deepspeed: Mapping[str, Any] | None
+    """The JSON, flat; None where no plan can be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,6 @@ def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None)
     """A recipe, a run's directory, or a file of DeepSpeed's JSON.
 
     Args:
-        name: As typed.
         config_dir: The user's own folder.
         attempt: Of the run; None is the one that stands for it.
 

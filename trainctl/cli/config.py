@@ -26,8 +26,8 @@ from trainctl.config.codec import to_plain
 from trainctl.config.json_schema import option_schema, recipe_schema
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.plan.json_schema import deepspeed_schema
 from trainctl.plan.types import RunPlan
+from trainctl.rules.deepspeed_json_schema import deepspeed_schema
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 

@@ -64,7 +64,6 @@ def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[s
 
     Args:
         pieces: Each with whether it is one of those.
-        style: Their colour.
         marks: What is before and behind one, where there is no colour.
     """
     is_plain = not _has_colour(sys.stdout)
@@ -152,8 +151,6 @@ def print_table(
 
     Args:
         heads: Names of the columns.
-        rows: Their cells.
-        right: Columns of numbers.
         whole: Columns that are never wrapped.
         wraps: Whether rows are fitted to a width where the output is no terminal.
     """

@@ -13,8 +13,8 @@ import plotext
 
 from trainctl.cli.console import printable, put
 from trainctl.cli.progress import clock
-from trainctl.reports.columns import Numbers
-from trainctl.reports.history import History
+from trainctl.monitor.report.columns import Numbers
+from trainctl.monitor.report.history import History
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise
 
@@ -57,14 +57,7 @@ def follow_curves(run: RunPaths) -> None:
 
 
 def picture(history: History, summary: RunSummary, columns: int, rows: int) -> list[str]:
-    """What is shown, in lines that fit: how the run stands, its curves, what happened last.
-
-    Args:
-        history: Of the run.
-        summary: How it stands.
-        columns: Of the terminal.
-        rows: Of the terminal.
-    """
+    """What is shown, in lines that fit: how the run stands, its curves, what happened last."""
     head = [_cut(line, columns) for line in _head(history, summary)]
     events = [_cut(line, columns) for line in _events(history)]
     across = 2 if columns >= 2 * LEAST_COLUMNS else 1

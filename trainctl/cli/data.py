@@ -22,9 +22,9 @@ from trainctl.runs.directory import read_plan
 from trainctl.runs.records import steps_from_end
 
 if TYPE_CHECKING:
+    from trainctl.data.contents import ChatStretch, Passage, Sample
+    from trainctl.data.corpora import Corpora
     from trainctl.plan.types import RunPlan
-    from trainctl.train.contents import ChatStretch, Passage, Sample
-    from trainctl.train.corpora import Corpora
 
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
 
@@ -72,9 +72,9 @@ def show(
     trainctl data show my-recipe data.paths=[chat.jsonl] --samples 0;
     trainctl data show my-recipe --dropped
     """
-    from trainctl.train.contents import counters_of_step, parse_counters, samples_of
-    from trainctl.train.prepare import corpora_of
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.contents import counters_of_step, parse_counters, samples_of
+    from trainctl.data.prepare import corpora_of
+    from trainctl.data.tokenizer import load_tokenizer
 
     name, overrides = split_target(target)
     if dropped:
@@ -116,8 +116,8 @@ def _before_a_run(
     Raises:
         TrainctlError: There is no plan, or no text that gives a sample.
     """
-    from trainctl.train.prepare import corpora_of_plan
-    from trainctl.train.streams import opened
+    from trainctl.data.prepare import corpora_of_plan
+    from trainctl.data.streaming.corpora import opened
 
     composed = compose_target(name, overrides, config_dir)
     data_prepare.require_text(composed)
@@ -130,7 +130,7 @@ def _before_a_run(
 
 def _planned_counters(plan: RunPlan, step: int) -> list[int]:
     """Return the samples that an optimizer step of a plan draws."""
-    from trainctl.train.contents import parse_counters
+    from trainctl.data.contents import parse_counters
 
     for stage in stages_of_plan(plan):
         if stage.first_step < step <= stage.end_step:

@@ -14,7 +14,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import sources_of
 
 if TYPE_CHECKING:
-    from trainctl.data.quality.shown import Shown
+    from trainctl.data.quality.dropped_text import Shown
 
 
 def show_dropped(config: RunConfig, *, as_json: bool) -> None:
@@ -64,9 +64,9 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
     Raises:
         TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
     """
+    from trainctl.data.corpus import cached_corpus
     from trainctl.data.dropped import read_dropped
-    from trainctl.train.corpus import cached_corpus
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.tokenizer import load_tokenizer
 
     if not asks(config.data) or config.data.factory is not None:
         raise TrainctlError(

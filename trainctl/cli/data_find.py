@@ -17,7 +17,7 @@ from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
-    from trainctl.train.find import Match
+    from trainctl.data.find import Match
 
 SHOWN = 4
 """Steps of a document that are named."""
@@ -36,9 +36,9 @@ def find(
 
     Example: trainctl data find runs/NAME "the quick brown fox"
     """
-    from trainctl.train.find import first_of, matches
-    from trainctl.train.prepare import corpora_of
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.find import first_of, matches
+    from trainctl.data.prepare import corpora_of
+    from trainctl.data.tokenizer import load_tokenizer
 
     if not text:
         raise TrainctlError("there is nothing to look for", hint="trainctl data find RUN TEXT")

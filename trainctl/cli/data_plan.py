@@ -13,10 +13,10 @@ from trainctl.cli.console import print_json, put, rich_console, say
 from trainctl.cli.findings import findings_to_json, show_findings
 from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.planning import plan as make_plan
-from trainctl.cli.source_counts import count_sources
 from trainctl.config.text.check import check_text
+from trainctl.data.source_counts import count_sources
 from trainctl.errors import TrainctlError
-from trainctl.reports.mixture import chart
+from trainctl.monitor.report.mixture import chart
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import Count, DataPlan, SourceUse, StageUse
@@ -48,7 +48,7 @@ def plan(
     from trainctl.data.mixture import plan_data
 
     if plot is not None:
-        from trainctl.reports.figure import check_target
+        from trainctl.monitor.report.figure import check_target
 
         check_target(plot)
     name, overrides = split_target(target)
@@ -66,7 +66,7 @@ def plan(
     show_findings(name_sources(planned.composed, files))
     errors = [problem for problem in problems if problem.is_error]
     if plot is not None and found.stages:
-        from trainctl.reports.figure import save_chart
+        from trainctl.monitor.report.figure import save_chart
 
         title = f"Data of {made.config.recipe or made.config.model.name}"
         save_chart(lambda: chart(found, title), plot, title=title)

@@ -20,14 +20,14 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import caches_are_roots_own
 from trainctl.plan.mixture import sources_of
-from trainctl.plan.resolve import resolve
-from trainctl.planner.tokenizer_files import check_tokenizer_files
+from trainctl.rules.resolve import resolve
+from trainctl.search.tokenizer_files import check_tokenizer_files
 
 if TYPE_CHECKING:
+    from trainctl.data.corpora import Corpora
+    from trainctl.data.corpus import Corpus
     from trainctl.data.progress import PreparationStanding
-    from trainctl.train.corpora import Corpora
-    from trainctl.train.corpus import Corpus
-    from trainctl.train.tokenizer import Tokenizer
+    from trainctl.data.tokenizer import Tokenizer
 
 
 def prepare(
@@ -67,11 +67,11 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
+    from trainctl.data.bins import drawn_tokens
+    from trainctl.data.corpora import build_corpora, do_shares
+    from trainctl.data.prepare import TokenizingProgress, say
     from trainctl.data.progress import PreparationStanding
-    from trainctl.train.bins import drawn_tokens
-    from trainctl.train.corpora import build_corpora, do_shares
-    from trainctl.train.prepare import TokenizingProgress, say
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.tokenizer import load_tokenizer
 
     share = _share(task) if task is not None else None
     if share is not None and to is not None:
@@ -138,9 +138,9 @@ def _written(
     corpora: Corpora, tokenizer: Tokenizer, to: str, *, is_mixture: bool
 ) -> dict[str, str]:
     """Write each corpus elsewhere: where each is; of several, in a folder of its source's name."""
-    from trainctl.data.legs import SHARD_TOKENS
-    from trainctl.train.prepare import say
-    from trainctl.train.streams import send
+    from trainctl.data.prepare import say
+    from trainctl.data.source_sampler import SHARD_TOKENS
+    from trainctl.data.streaming.corpora import send
 
     base = to.rstrip("/")
     places = {name: f"{base}/{name}" if is_mixture else base for name in corpora}

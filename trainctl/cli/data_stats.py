@@ -13,13 +13,13 @@ from trainctl.cli.console import print_json, print_table, say
 from trainctl.cli.meter import Meter
 from trainctl.cli.planning import compose_target
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.monitor.report.corpus import chart
 from trainctl.plan.mixture import sources_of
-from trainctl.reports.corpus import chart
 
 if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
     from trainctl.data.statistics import SourceStatistics, SourceText
-    from trainctl.train.tokenizer import Tokenizer
+    from trainctl.data.tokenizer import Tokenizer
 
 
 def stats(
@@ -36,10 +36,10 @@ def stats(
     Examples: trainctl data stats recipe=tiny; trainctl data stats runs/NAME --plot corpus.html
     """
     from trainctl.data.statistics import statistics_of
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.tokenizer import load_tokenizer
 
     if plot is not None:
-        from trainctl.reports.figure import check_target
+        from trainctl.monitor.report.figure import check_target
 
         check_target(plot)
     name, overrides = split_target(target)
@@ -53,7 +53,7 @@ def stats(
             lambda done, total: meter("looking through the tokens", done, total),
         )
     if plot is not None:
-        from trainctl.reports.figure import save_chart
+        from trainctl.monitor.report.figure import save_chart
 
         title = f"Text of {config.recipe or config.model.name}"
         save_chart(lambda: chart(found, title), plot, title=title)
@@ -72,8 +72,8 @@ def _prepared(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
         TrainctlError: One has not, or was before the ends of documents were kept (exit code 5); or
             one lies elsewhere.
     """
+    from trainctl.data.corpora import cached_corpora
     from trainctl.data.statistics import SourceText
-    from trainctl.train.corpora import cached_corpora
 
     if config.data.factory is not None:
         raise TrainctlError("data.factory gives its texts when a run starts, and no earlier")

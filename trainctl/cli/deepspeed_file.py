@@ -13,25 +13,22 @@ from trainctl.config.json_file import JsonDocument, read_json
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.deepspeed_rules import Surroundings, check
-from trainctl.plan.deepspeed_schema import Schema, load, versions
+from trainctl.rules.deepspeed import Surroundings, check
+from trainctl.rules.deepspeed_schema import Schema, load, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedFile:
-    """A DeepSpeed JSON and what is wrong with it.
-
-    Attributes:
-        document: As read, with its lines.
-        findings: What is wrong, by severity, then by line; each names its line.
-        schema: What it was checked by.
-        installed: The version of DeepSpeed that is installed; empty if none is.
-    """
+    """A DeepSpeed JSON and what is wrong with it."""
 
     document: JsonDocument
+    """As read, with its lines."""
     findings: tuple[Finding, ...]
+    """What is wrong, by severity, then by line; each names its line."""
     schema: Schema
+    """What it was checked by."""
     installed: str
+    """The version of DeepSpeed that is installed; empty if none is."""
 
     @property
     def has_error(self) -> bool:
@@ -61,7 +58,6 @@ def surroundings(
     Args:
         overrides: `hardware=...` at most: kind and number of devices.
         world_size: Ranks; by default those of the hardware.
-        model: A transformers directory.
 
     Raises:
         TrainctlError: Something else is overridden, or the model cannot be read.

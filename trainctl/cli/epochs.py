@@ -18,7 +18,7 @@ from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.mixture import SOLE
 
 if TYPE_CHECKING:
-    from trainctl.train.corpus import Corpus
+    from trainctl.data.corpus import Corpus
 
 COUNTED = "counted in the corpus"
 """What set `training.epoch_tokens`, as `config why` names it."""
@@ -28,9 +28,8 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     """The configuration with `training.epoch_tokens`, where the length of the run needs it.
 
     Args:
-        composed: The configuration.
-        tokenize: Read the corpus if nobody has yet, as whoever is about to train on it may; else
-            it is counted only if the cache has it, and the plan says that it is not known (TC067).
+        tokenize: Read the corpus if nobody has yet, as whoever is about to train on it may; else it
+            is counted only if the cache has it, and the plan says that it is not known (TC067).
 
     Raises:
         TrainctlError: A file is missing or cannot be read, where it is to be tokenized.
@@ -45,7 +44,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
-    from trainctl.train.bins import drawn_tokens  # with numpy, which few plans need
+    from trainctl.data.bins import drawn_tokens  # with numpy, which few plans need
 
     tokens = drawn_tokens(config, corpus)
     key = "training.epoch_tokens"
@@ -55,8 +54,8 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
 
 
 def _cached(config: RunConfig) -> Corpus | None:
-    from trainctl.train.corpora import cached_corpora
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.corpora import cached_corpora
+    from trainctl.data.tokenizer import load_tokenizer
 
     try:
         return cached_corpora(config, load_tokenizer(config.tokenizer))[SOLE]
@@ -65,9 +64,9 @@ def _cached(config: RunConfig) -> Corpus | None:
 
 
 def _tokenized(config: RunConfig) -> Corpus:
-    from trainctl.train.corpora import build_corpora
-    from trainctl.train.prepare import TokenizingProgress
-    from trainctl.train.tokenizer import load_tokenizer
+    from trainctl.data.corpora import build_corpora
+    from trainctl.data.prepare import TokenizingProgress
+    from trainctl.data.tokenizer import load_tokenizer
 
     if _cached(config) is None:
         say("reading the corpus, to know how long training.epochs is; it is kept for the training")

@@ -88,7 +88,7 @@ def estimate_memory(
     if force:
         raise TrainctlError("--force starts the steps of --measure, and there is no --measure")
     if plot is not None:
-        from trainctl.reports.figure import check_target
+        from trainctl.monitor.report.figure import check_target
 
         check_target(plot)
     compared = compare_memory(overrides or [], config_dir, exact=exact, calibrated=calibration)

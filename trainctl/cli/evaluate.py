@@ -18,6 +18,7 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
+from trainctl.cli.checkpoint_selection import choose_checkpoint, open_or_newest
 from trainctl.cli.console import print_json, put
 from trainctl.cli.evaluate_tasks import (
     Tasks,
@@ -26,7 +27,6 @@ from trainctl.cli.evaluate_tasks import (
     require_harness,
     show,
 )
-from trainctl.cli.intact import choose_checkpoint, open_or_newest
 from trainctl.cli.meter import Meter
 from trainctl.cli.offline import run_offline
 from trainctl.errors import TrainctlError

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
+from trainctl.cli.checkpoint_selection import choose_checkpoint
 from trainctl.cli.console import print_json, put, say, short_count, size_text
-from trainctl.cli.intact import choose_checkpoint
 from trainctl.cli.meter import Meter
 from trainctl.cli.offline import require_new, run_offline
 from trainctl.config.quantities import in_unit

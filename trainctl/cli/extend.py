@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainctl.cli.console import say
-from trainctl.cli.source_counts import count_sources
+from trainctl.data.source_counts import count_sources
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
 from trainctl.plan.mixture import sources_of, stages_of_plan
@@ -23,7 +23,6 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
     """Compare the schedule and data of a plan with those that a checkpoint was trained with.
 
     Args:
-        run: The run.
         checkpoint: That the plan goes on from.
         made: The plan of the next attempt.
 
@@ -88,10 +87,10 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     Raises:
         TrainctlError: With all that would.
     """
+    from trainctl.data.bins import drawn_tokens
+    from trainctl.data.compatibility import changes_of_past
+    from trainctl.data.corpora import recorded
     from trainctl.data.mixture import order_of
-    from trainctl.data.past import changes_of_past
-    from trainctl.train.bins import drawn_tokens
-    from trainctl.train.corpora import recorded
 
     if not run.corpus.is_file():
         return

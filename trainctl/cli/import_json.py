@@ -16,9 +16,9 @@ from trainctl.cli.findings import show_findings
 from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.json_file import read_json
 from trainctl.errors import TrainctlError
-from trainctl.plan.deepspeed_rules import Surroundings
-from trainctl.planner.import_json import Imported, ranks_of
-from trainctl.planner.import_json import import_json as imported_from
+from trainctl.rules.deepspeed import Surroundings
+from trainctl.search.import_json import Imported, ranks_of
+from trainctl.search.import_json import import_json as imported_from
 
 
 def import_json(

@@ -27,19 +27,15 @@ FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One configuration of a comparison.
-
-    Attributes:
-        name: What distinguishes it.
-        values: The same, by key.
-        planned: Its plan and budget; none where it is not legal.
-        errors: Why it is not.
-    """
+    """One configuration of a comparison."""
 
     name: str
     values: Mapping[str, str]
+    """The same, by key."""
     planned: Planned | None = None
+    """Its plan and budget; none where it is not legal."""
     errors: tuple[str, ...] = ()
+    """Why it is not."""
 
     def to_json(self) -> dict[str, Any]:
         """The budget, or the errors."""
@@ -121,7 +117,7 @@ def save_chart(compared: Sequence[Compared], path: Path) -> None:
     Raises:
         TrainctlError: None has one, too many have, or the file cannot be written.
     """
-    from trainctl.reports.memory_chart import MOST_CONFIGURATIONS, save_memory_chart
+    from trainctl.monitor.report.memory_chart import MOST_CONFIGURATIONS, save_memory_chart
 
     budgets = {
         item.name or item.planned.composed.config.model.name: item.planned.assessment.budget

@@ -23,10 +23,10 @@ from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.memory.constants import GIB
-from trainctl.planner.compute import rates
-from trainctl.planner.search import FoundPlan, Rejected, Search, search
-from trainctl.planner.speed import StepTime
-from trainctl.planner.variants import overrides
+from trainctl.search.compute import rates
+from trainctl.search.search import FoundPlan, Rejected, Search, search
+from trainctl.search.speed import StepTime
+from trainctl.search.variants import overrides
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
 Write = Annotated[
@@ -61,15 +61,12 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What can be said of plans.
-
-    Attributes:
-        rates_are_known: Whether the hardware says how fast it is; else only the order is.
-        has_length: Whether the configuration says how long it trains.
-    """
+    """What can be said of plans."""
 
     rates_are_known: bool
+    """Whether the hardware says how fast it is; else only the order is."""
     has_length: bool
+    """Whether the configuration says how long it trains."""
 
 
 def plan(
@@ -97,7 +94,7 @@ def plan(
     if write is not None:
         _check_target(write, is_open and training.epochs is None, config_dir)
     if plot is not None:
-        from trainctl.reports.figure import check_target
+        from trainctl.monitor.report.figure import check_target
 
         check_target(plot)
     hardware = resolve_hardware(composed.config.hardware)
@@ -120,7 +117,7 @@ def plan(
         for line in _lines(result, hardware, price, show):
             put(line)
     if plot is not None:
-        from trainctl.reports.plan_chart import save_plan_chart
+        from trainctl.monitor.report.plan_chart import save_plan_chart
 
         save_plan_chart(result, hardware, plot, is_absolute=show.rates_are_known)
         say(f"wrote {plot}", style="good")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
-from trainctl.cli.source_counts import plan_of_data
-from trainctl.cli.standing import passed_over_findings
+from trainctl.cli.ignored_config import passed_over_findings
 from trainctl.config.anatomy import shape_in
 from trainctl.config.compose import NO_EFFECT, SAVED, Composed, examine, recompose
 from trainctl.config.files import missing_files
@@ -19,19 +18,20 @@ from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
 from trainctl.config.tracing import anatomy_in_child, trace_in_child
 from trainctl.config.user_code import check_user_code
+from trainctl.data.source_counts import plan_of_data
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.refusals import refusals
 from trainctl.memory.traced import TracedModel
-from trainctl.plan.resolve import resolve
 from trainctl.plan.shapes import head_dim
-from trainctl.planner.assess import Assessment, assess
-from trainctl.planner.model_files import check_model_files
-from trainctl.planner.suggest import Suggestion, what_fits, what_slack_buys
-from trainctl.planner.tokenizer_files import check_corpus_is_meant, check_tokenizer_files
+from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
+from trainctl.search.assess import Assessment, assess
+from trainctl.search.model_files import check_model_files
+from trainctl.search.suggest import Suggestion, what_fits, what_slack_buys
+from trainctl.search.tokenizer_files import check_corpus_is_meant, check_tokenizer_files
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
@@ -44,23 +44,20 @@ FACTORY = "model.factory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A composed configuration and what it amounts to.
-
-    Attributes:
-        composed: The configuration and what set each key.
-        hardware: Declared or detected machines.
-        assessment: Plan, budget and findings; the plan is none when it cannot be made.
-        findings: Those of the composition and of the assessment, each naming what set its key.
-        traced: What a trace found of the model, if it was asked for.
-        data: What the run sees of each source, where files were looked for and can be counted.
-    """
+    """A composed configuration and what it amounts to."""
 
     composed: Composed
+    """The configuration and what set each key."""
     hardware: Hardware
+    """Declared or detected machines."""
     assessment: Assessment
+    """Plan, budget and findings; the plan is none when it cannot be made."""
     findings: tuple[Finding, ...]
+    """Those of the composition and of the assessment, each naming what set its key."""
     traced: TracedModel | None = None
+    """What a trace found of the model, if it was asked for."""
     data: DataPlan | None = None
+    """What the run sees of each source, where files were looked for and can be counted."""
 
     @property
     def errors(self) -> list[Finding]:
@@ -107,7 +104,6 @@ def plan(
     """Resolve, check and budget a composed configuration.
 
     Args:
-        composed: The configuration.
         tokenize: Read the corpus where the length of the run depends on it.
         with_files: Also look for the files that it names, as whoever starts from here must.
         folder: Where the user's own code is looked for; None is the current folder.
@@ -160,7 +156,6 @@ def read_factory(
     A saved configuration keeps what was read, unless an override changes the model.
 
     Args:
-        composed: The configuration.
         folder: Where the function is looked for; None is the current folder.
 
     Returns:
@@ -225,7 +220,6 @@ def compose_target(
     Args:
         target: Name of a recipe, path of a run directory, or of one of its `attempts/N`; none
             composes the overrides alone.
-        overrides: As typed.
         config_dir: The user's own folder.
         attempt: Of the run; None is the one that stands for it (`trainctl.runs.attempts`).
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainctl.cli.arguments import Json
+from trainctl.cli.checkpoint_selection import open_or_newest
 from trainctl.cli.console import print_json, say
-from trainctl.cli.intact import open_or_newest
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
 from trainctl.runs.directory import open_run
 from trainctl.runs.sweeps import is_sweep, made_runs
 
 if TYPE_CHECKING:
-    from trainctl.reports.history import History
+    from trainctl.monitor.report.history import History
 
 DEFAULT_FILE = Path("report.html")
 MOST_RUNS = 50
@@ -83,8 +83,8 @@ def report(
 
     Examples: trainctl report runs/A runs/B -o report.html; trainctl report sweeps/125m
     """
-    from trainctl.reports.document import report_document, rows
-    from trainctl.reports.page import page
+    from trainctl.monitor.report.document import report_document, rows
+    from trainctl.monitor.report.page import page
 
     form = _form(as_json=as_json, as_csv=as_csv, output=output)
     if buckets is not None and 0 < buckets < 64:
@@ -142,7 +142,7 @@ def _read(runs: list[Path]) -> list[History]:
     Raises:
         TrainctlError: One is no run (exit code 5), or there are too many (exit code 2).
     """
-    from trainctl.reports.history import History
+    from trainctl.monitor.report.history import History
 
     opened = [
         run for path in runs for run in (made_runs(path) if is_sweep(path) else [open_run(path)])

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainctl.cli.checkpoint_selection import check_goes_on, select
 from trainctl.cli.console import go_on_without_reader, say
 from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import show_findings
-from trainctl.cli.intact import check_goes_on, select
+from trainctl.cli.ignored_config import changes_text, passed_over_findings
 from trainctl.cli.planning import Planned, plan
 from trainctl.cli.readiness import checkpoint_bytes
-from trainctl.cli.standing import changes_text, passed_over_findings
 from trainctl.cli.start import accept, check_machine, program_name, run_attempt, show_start
 from trainctl.config.compose import Composed
 from trainctl.config.diff import Change, diff
@@ -46,16 +46,13 @@ def resume_run(
     A run that has never saved anything is started again, as it was.
 
     Args:
-        root: The run's directory.
         configure: Gives the attempt's configuration from that of the run.
-        dry_run: Only show.
         force: Start although the budget does not fit.
         as_json: Records on stdout as JSON lines, nothing else.
         verbose: Show the whole plan and budget.
         step: Of the checkpoint to go on from; those after it are left behind.
         attempt: Whose configuration it is; None is the one that stands for the run.
         from_start: Begin anew, leaving all checkpoints behind.
-        detach: Only start it.
 
     Raises:
         TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.

@@ -13,8 +13,8 @@ import typer
 
 from trainctl.cli.arguments import Json, NamedRuns, Run
 from trainctl.cli.attach import follow_run
+from trainctl.cli.checkpoint_selection import open_or_newest
 from trainctl.cli.console import go_on_without_reader, print_json, print_table, printable, put, say
-from trainctl.cli.intact import open_or_newest
 from trainctl.cli.progress import PLAIN_TERMINALS, record_lines
 from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError

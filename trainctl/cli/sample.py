@@ -17,8 +17,8 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
+from trainctl.cli.checkpoint_selection import choose_checkpoint
 from trainctl.cli.console import print_json, printable, put
-from trainctl.cli.intact import choose_checkpoint
 from trainctl.cli.meter import Meter
 from trainctl.cli.offline import run_offline
 from trainctl.runs.directory import open_run

@@ -15,10 +15,10 @@ from trainctl.cli.planning import compose_target
 from trainctl.cli.planning import plan as make_plan
 from trainctl.config.codec import to_plain
 from trainctl.errors import TrainctlError
+from trainctl.monitor.report.schedule import CurvePoint, chart, points_of, title_of
 from trainctl.options.schedule import WithPatience
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
-from trainctl.reports.schedule import CurvePoint, chart, points_of, title_of
 
 ROWS = 18
 """Of a chart in the terminal."""
@@ -54,7 +54,7 @@ def show(
     training.steps=2000 --plot schedule.png
     """
     if plot is not None:
-        from trainctl.reports.figure import check_target, save_chart
+        from trainctl.monitor.report.figure import check_target, save_chart
 
         check_target(plot)
     name, overrides = split_target(target)

@@ -23,17 +23,17 @@ from trainctl.config.user_code import not_applied
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.background import start_in_background
 from trainctl.launch.choose import has_scheduler, render, run_launch
+from trainctl.launch.launch_request import Launch, Start, cores
 from trainctl.launch.local import require_space
-from trainctl.launch.order import Launch, Start, cores
 from trainctl.launch.outcome import Outcome
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import DEFAULT_ROOT, create_run, last_attempt, new_attempt
-from trainctl.runs.going_on import GoingOn
 from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.records import read_events
+from trainctl.runs.resume_point import GoingOn
 from trainctl.runs.status import State
 from trainctl.runs.stragglers import account, still_slow
 

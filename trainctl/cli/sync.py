@@ -10,8 +10,8 @@ from trainctl.cli.arguments import NamedRuns
 from trainctl.cli.console import put, say
 from trainctl.config.registry import load
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.loggers.cursor import read_cursor
-from trainctl.loggers.sending import ALERTS, send
+from trainctl.monitor.loggers.cursor import read_cursor
+from trainctl.monitor.loggers.sending import ALERTS, send
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths

@@ -15,7 +15,7 @@ import typer
 
 from trainctl.cli.console import go_on_without_reader, put, say
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.reports.live.server import PageServer
+from trainctl.monitor.report.live.server import PageServer
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.sweeps import RECORD
@@ -58,7 +58,7 @@ def watch(
 
     Ctrl-C ends it; the runs go on. Example: trainctl watch sweeps/NAME
     """
-    from trainctl.reports.live.watching import Watching
+    from trainctl.monitor.report.live.watching import Watching
 
     if price is not None and not math.isfinite(price):
         raise TrainctlError(f"--price {price} is no price")

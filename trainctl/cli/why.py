@@ -13,35 +13,32 @@ from trainctl.config.suggest import nearest
 from trainctl.errors import TrainctlError
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.types import RunPlan
-from trainctl.planner.influence import depending_on
+from trainctl.search.influence import depending_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The answer to `config why`; values as plain data.
-
-    Attributes:
-        key: A config key, a key of DeepSpeed's JSON, or a quantity of the plan.
-        value: As it is used.
-        reason: How it was derived; empty where it was not.
-        layers: Each place that set a config key and the value it gave; the last one won.
-        default: The schema's value of a config key.
-        is_key: Whether it is a config key.
-        became: Keys of the JSON, and other derived values, that come from a config key, with their
-            values.
-        sources: The config keys that a derived value follows from, each explained.
-        doc: What a config key means.
-    """
+    """The answer to `config why`; values as plain data."""
 
     key: str
+    """A config key, a key of DeepSpeed's JSON, or a quantity of the plan."""
     value: Any
+    """As it is used."""
     reason: str = ""
+    """How it was derived; empty where it was not."""
     layers: tuple[dict[str, Any], ...] = ()
+    """Each place that set a config key and the value it gave; the last one won."""
     default: Any = None
+    """The schema's value of a config key."""
     is_key: bool = False
+    """Whether it is a config key."""
     became: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Keys of the JSON, and other derived values, that come from a config key, with their
+    values."""
     sources: tuple[Explanation, ...] = ()
+    """The config keys that a derived value follows from, each explained."""
     doc: str = ""
+    """What a config key means."""
 
     def _origin(self) -> str:
         """What gave the value: the last place that set it, unless that left it to be derived."""
@@ -94,10 +91,8 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
     """What is known of a key or quantity.
 
     Args:
-        key: As typed.
-        composed: The configuration.
-        plan: What it amounts to; None where it amounts to nothing, and then only what was typed
-            can be explained.
+        plan: What it amounts to; None where it amounts to nothing, and then only what was typed can
+            be explained.
 
     Returns:
         None if there is no such key or quantity.

@@ -1,6 +1,6 @@
 """What a model is made of, without torch: tensors, blocks, experts, what attention multiplies.
 
-Made once from transformers' own class (`trainctl.train.anatomy`), in a process of its own
+Made once from transformers' own class (`trainctl.train.models.anatomy`), in a process of its own
 (`trainctl.config.tracing`), and kept in the configuration as a short list of text
 (`model.anatomy`): every count of a model without a closed form follows from it.
 """
@@ -37,22 +37,18 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter tensor.
-
-    Attributes:
-        name: Canonical name: transformers' own.
-        shape: Its sizes.
-        role: What it is for.
-        block: Number of its block; None is outside of them.
-        shares: Equal parts that tensor ranks may divide among themselves: heads, or columns of a
-            feed-forward layer; 0 where each rank has all of it.
-    """
+    """A parameter tensor."""
 
     name: str
+    """Canonical name: transformers' own."""
     shape: tuple[int, ...]
     role: Role
+    """What it is for."""
     block: int | None = None
+    """Number of its block; None is outside of them."""
     shares: int = 0
+    """Equal parts that tensor ranks may divide among themselves: heads, or columns of a
+    feed-forward layer; 0 where each rank has all of it."""
 
     @property
     def numel(self) -> int:
@@ -71,12 +67,7 @@ move it, and no gradient does."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBuffer:
-    """A tensor that is saved and has no gradient, such as the bias of a router.
-
-    Attributes:
-        name: Name in transformers.
-        shape: Its sizes.
-    """
+    """A tensor that is saved and has no gradient, such as the bias of a router."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,19 +75,15 @@ class SavedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What one attention multiplies, for each token.
-
-    Attributes:
-        heads: Query heads.
-        key_width: Width of a query and a key; with latent attention, of what scores are made of.
-        value_width: Width of a value.
-        window: Tokens that one attends to; None attends to everything.
-    """
+    """What one attention multiplies, for each token."""
 
     heads: int
     key_width: int
+    """Width of a query and a key; with latent attention, of what scores are made of."""
     value_width: int
+    """Width of a value."""
     window: int | None = None
+    """Tokens that one attends to; None attends to everything."""
 
     def products(self, sequence_length: int) -> int:
         """Multiplications for one token: its scores, and the weighted sum of values."""
@@ -106,21 +93,18 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A decoder block.
-
-    Attributes:
-        name: Name of the module.
-        kind: Blocks of one kind are made equal, and do the same.
-        experts: Experts that a token chooses from; 0 in a dense block.
-        experts_per_token: Those that it goes to.
-        attention: What its attention multiplies; more than one in unusual architectures.
-    """
+    """A decoder block."""
 
     name: str
+    """Name of the module."""
     kind: int
+    """Blocks of one kind are made equal, and do the same."""
     experts: int = 0
+    """Experts that a token chooses from; 0 in a dense block."""
     experts_per_token: int = 0
+    """Those that it goes to."""
     attention: tuple[Attention, ...] = ()
+    """What its attention multiplies; more than one in unusual architectures."""
 
     @property
     def active_share(self) -> float:
@@ -132,35 +116,32 @@ class Block:
 class Anatomy:
     """A causal language model of transformers. One of two equal ones is not the other: they are
     keys of caches.
-
-    Attributes:
-        parameters: Tied ones once, in the model's order.
-        blocks: Decoder blocks, in order.
-        ties: Names that are another parameter, and which.
-        buffers: The persistent ones.
-        attentions: What `model.attention` may be, as transformers' class says.
-        is_recurrent: Whether a state is carried from token to token, besides keys and values.
-        turns_by_length: Whether rotary embeddings depend on the largest position that there is.
-        has_experts_apart: Whether a layer's experts are multiplied by the model's own code, and not
-            by the function that transformers calls for experts joined to one parameter.
-        has_routers_apart: Whether a layer's experts have no router beside them that is known by its
-            form: what it decides is not seen.
-        drawn_whole: The first parameter that starts by what cannot be done for a part of it, if any
-            does: a run cannot draw its first weights.
-        code: Digest of the user's files that made it (`model.factory`); empty of a directory's.
     """
 
     parameters: tuple[Parameter, ...]
+    """Tied ones once, in the model's order."""
     blocks: tuple[Block, ...]
+    """Decoder blocks, in order."""
     ties: tuple[tuple[str, str], ...] = ()
+    """Names that are another parameter, and which."""
     buffers: tuple[SavedBuffer, ...] = ()
     attentions: tuple[str, ...] = field(default=("eager",))
+    """What `model.attention` may be, as transformers' class says."""
     is_recurrent: bool = False
+    """Whether a state is carried from token to token, besides keys and values."""
     turns_by_length: bool = False
+    """Whether rotary embeddings depend on the largest position that there is."""
     has_experts_apart: bool = False
+    """Whether a layer's experts are multiplied by the model's own code, and not by the function
+    that transformers calls for experts joined to one parameter."""
     has_routers_apart: bool = False
+    """Whether a layer's experts have no router beside them that is known by its form: what it
+    decides is not seen."""
     drawn_whole: str = ""
+    """The first parameter that starts by what cannot be done for a part of it, if any does: a run
+    cannot draw its first weights."""
     code: str = ""
+    """Digest of the user's files that made it (`model.factory`); empty of a directory's."""
 
     @cached_property
     def total(self) -> int:
@@ -223,11 +204,11 @@ class Anatomy:
         return len(biased) == sum(block.experts > 0 for block in self.blocks)
 
     def numel(self, role: Role) -> int:
-        """Elements of the parameters of a role."""
+        """Return elements of the parameters of a role."""
         return sum(parameter.numel for parameter in self.parameters if parameter.role is role)
 
     def active_share(self, parameter: Parameter) -> float:
-        """The share of a parameter's elements that one token meets."""
+        """Return the share of a parameter's elements that one token meets."""
         if parameter.role is not Role.expert or parameter.block is None:
             return 1.0
         return self.blocks[parameter.block].active_share
@@ -282,7 +263,7 @@ _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
 
 def anatomy_of(table: Sequence[str]) -> Anatomy:
-    """The anatomy that a configuration keeps.
+    """Return the anatomy that a configuration keeps.
 
     Raises:
         TrainctlError: An entry is none.
@@ -383,10 +364,9 @@ def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBu
 
 
 def block_of(name: str, blocks: dict[str, int]) -> int | None:
-    """Number of the block that a name belongs to.
+    """Return number of the block that a name belongs to.
 
     Args:
-        name: Of a parameter.
         blocks: Number of each block, by the name of its module.
     """
     ends = (match.start() for match in re.finditer(r"\.", name))

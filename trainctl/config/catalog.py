@@ -21,19 +21,16 @@ COUNTED = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that is searched for options (`GROUP/NAME.yaml`) and recipes (`NAME.yaml`).
-
-    Attributes:
-        path: The folder, absolute.
-        shown: How it is named to the user.
-        is_shipped: Whether it came with trainctl.
-        has_recipes: Whether YAML files straight inside are recipes.
-    """
+    """A folder that is searched for options (`GROUP/NAME.yaml`) and recipes (`NAME.yaml`)."""
 
     path: Path
+    """The folder, absolute."""
     shown: str
+    """How it is named to the user."""
     is_shipped: bool
+    """Whether it came with trainctl."""
     has_recipes: bool
+    """Whether YAML files straight inside are recipes."""
 
     def name_of(self, path: Path) -> str:
         return f"{self.shown}/{path.relative_to(self.path).as_posix()}"
@@ -41,46 +38,36 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """One option of a group.
-
-    Attributes:
-        group: Its group.
-        name: As typed: `GROUP=NAME`.
-        summary: First line of the file's comment.
-        path: The file.
-        is_users: Whether it lies in a folder of the user's.
-    """
+    """One option of a group."""
 
     group: str
     name: str
     summary: str
+    """First line of the file's comment."""
     path: Path
     is_users: bool
+    """Whether it lies in a folder of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeInfo:
-    """One recipe.
-
-    Attributes:
-        name: As typed: `recipe=NAME`.
-        summary: First line of the file's comment: what it is.
-        description: The rest of that comment: hardware, and the source of the hyperparameters.
-        hardware: As typed, such as `8x8xh100-80g`; empty if the recipe leaves it open.
-        path: The file.
-        is_users: Whether it lies in a folder of the user's.
-    """
+    """One recipe."""
 
     name: str
     summary: str
+    """First line of the file's comment: what it is."""
     description: str
+    """The rest of that comment: hardware, and the source of the hyperparameters."""
     hardware: str
+    """As typed, such as `8x8xh100-80g`; empty if the recipe leaves it open."""
     path: Path
     is_users: bool
+    """Whether it lies in a folder of the user's."""
 
 
 def shipped_root() -> Path:
-    """The folder that holds the shipped `conf/` and `recipes/`: in the package, else the repo."""
+    """Return the folder that holds the shipped `conf/` and `recipes/`: in the package, else the
+    repo."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "_shipped"
     return inside if inside.is_dir() else package.parent
@@ -112,7 +99,8 @@ def search_folders(config_dir: Path | None = None) -> list[Folder]:
 
 
 def recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
-    """Every recipe, the user's first, then by name; of a shadowed one only what is in force."""
+    """Return every recipe, the user's first, then by name; of a shadowed one only what is in
+    force."""
     folders = search_folders(config_dir)
     found: dict[str, RecipeInfo] = {}
     for folder in folders:
@@ -123,7 +111,7 @@ def recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
 
 
 def options(group: str, config_dir: Path | None = None) -> list[OptionInfo]:
-    """Every option of a group, by name; of a shadowed one only what is in force."""
+    """Return every option of a group, by name; of a shadowed one only what is in force."""
     return options_in(search_folders(config_dir), group)
 
 
@@ -141,7 +129,8 @@ def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
 
 
 def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
-    """The file of a config path such as `model/llama-7b`: the first folder that has it wins."""
+    """Return the file of a config path such as `model/llama-7b`: the first folder that has it
+    wins."""
     for folder in folders:
         path = folder.path / f"{config_path}.yaml"
         if path.is_file():
@@ -150,13 +139,13 @@ def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
 
 
 def option_names(folders: list[Folder], group: str) -> list[str]:
-    """Names of a group's options, without reading the files."""
+    """Return names of a group's options, without reading the files."""
     names = {path.stem for folder in folders for path in (folder.path / group).glob("*.yaml")}
     return sorted(names, key=_natural)
 
 
 def recipe_names(folders: list[Folder]) -> list[str]:
-    """Names of the recipes, without reading the files."""
+    """Return names of the recipes, without reading the files."""
     kept = [folder for folder in folders if folder.has_recipes]
     names = {path.stem for folder in kept for path in folder.path.glob("*.yaml")}
     return sorted(names - {BASE}, key=_natural)
@@ -193,7 +182,7 @@ def split_hardware(written: str) -> tuple[int | None, int | None, str]:
 def unknown_option(
     folders: list[Folder], group: str, option: str, source: str, count: str = ""
 ) -> Finding:
-    """The finding for an option that its group lacks: the nearest ones, and all of them.
+    """Return the finding for an option that its group lacks: the nearest ones, and all of them.
 
     `count` stands before the option as typed: `8x` of `hardware=8xh100`.
     """
@@ -213,7 +202,7 @@ def unknown_option(
 
 
 def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
-    """The finding for a recipe that does not exist: the nearest ones, and all of them."""
+    """Return the finding for a recipe that does not exist: the nearest ones, and all of them."""
     names = recipe_names(folders)
     hint = did_you_mean([f"recipe={close}" for close in nearest(name, names)])
     return Finding(
@@ -226,7 +215,7 @@ def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
 
 
 def shadows(folders: list[Folder], config_path: str) -> Finding | None:
-    """A warning when the user's file of this name hides another of a different content."""
+    """Return a warning when the user's file of this name hides another of a different content."""
     holders = [
         (folder, path)
         for folder in folders
@@ -248,7 +237,7 @@ def shadows(folders: list[Folder], config_path: str) -> Finding | None:
 
 
 def not_read(folders: list[Folder]) -> list[Finding]:
-    """A warning for each of the user's files that is not read for its ending `.yml`."""
+    """Return a warning for each of the user's files that is not read for its ending `.yml`."""
     found = []
     for folder in folders:
         places = [] if folder.is_shipped else ["", *(f"{group}/" for group in GROUPS)]
@@ -304,7 +293,7 @@ def _recipe(path: Path, folder: Folder, folders: list[Folder]) -> RecipeInfo:
 
 
 def _hardware(name: str, folders: list[Folder]) -> str:
-    """The hardware that a recipe, or the one it extends, is declared for."""
+    """Return the hardware that a recipe, or the one it extends, is declared for."""
     option = chosen_options(folders, name).get("hardware") or OPEN
     nodes, devices = _declared(name, folders, frozenset())
     if option == OPEN:

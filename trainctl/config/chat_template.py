@@ -19,7 +19,7 @@ _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def template_of(tokenizer: Path | None, named: str | None = None) -> str:
-    """A chat template, in Jinja.
+    """Return a chat template, in Jinja.
 
     Args:
         tokenizer: A file of the tokenizers library; None for a tokenizer that has none.
@@ -59,7 +59,7 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
 
 
 def _by_name(tokenizer: Path) -> dict[str, str]:
-    """The templates of a tokenizer that has several."""
+    """Return the templates of a tokenizer that has several."""
     said = beside(tokenizer, _CONFIG).get("chat_template")
     objects = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
     found = {

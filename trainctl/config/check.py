@@ -24,19 +24,16 @@ UNKNOWN_KEY, WRONG_VALUE, OUT_OF_RANGE, REFUSED = "TC101", "TC102", "TC103", "TC
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key that a file or an override sets.
-
-    Attributes:
-        path: Components of the key.
-        value: Its value, as parsed.
-        source: The override, or `file:line`.
-        text: How a scalar was written; none for the rest.
-    """
+    """One key that a file or an override sets."""
 
     path: tuple[str, ...]
+    """Components of the key."""
     value: Any
+    """Its value, as parsed."""
     source: str
+    """The override, or `file:line`."""
     text: str | None = None
+    """How a scalar was written; none for the rest."""
 
     @property
     def key(self) -> str:
@@ -90,7 +87,7 @@ def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def unknown_key(setting: Setting) -> Finding:
-    """The finding for a key that the schema lacks, with the keys that were perhaps meant."""
+    """Return the finding for a key that the schema lacks, with the keys that were perhaps meant."""
     key = setting.key
     if key in leaves():
         message, hint = (
@@ -153,7 +150,7 @@ def _refused(setting: Setting) -> Iterator[Finding]:
 
 
 def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
-    """The finding for a value that its key does not accept."""
+    """Return the finding for a value that its key does not accept."""
     is_variable = f"{key}.".startswith(f"{ENVIRONMENT}.")
     message, hint = problem.message, problem.hint
     if is_variable:  # a value that was meant for a variable may be a secret

@@ -46,7 +46,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any, key: str = "") -> T:
-    """An instance of the dataclass `cls` from what `to_plain` gave.
+    """Return an instance of the dataclass `cls` from what `to_plain` gave.
 
     Keys that `data` lacks keep their defaults (an older file), so that a newer version reads it. In
     a section whose options are units, keys of other kinds are left out, as an older file has all.
@@ -73,7 +73,8 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
 
 
 def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The class of the kind that the section has, and its data without the keys of other kinds."""
+    """Return the class of the kind that the section has, and its data without the keys of other
+    kinds."""
     key = chooser(group)
     kind = data.get(key, kind_of(cls))
     if not isinstance(kind, str):

@@ -30,11 +30,11 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory
 from trainctl.config.keys import as_override
-from trainctl.config.kinds import keep_own_keys
 from trainctl.config.layers import TAKEN_BACK, Layer, Stack
-from trainctl.config.literals import literal_secrets
+from trainctl.config.literal_secrets import literal_secrets
+from trainctl.config.named_sections import complete_parts
+from trainctl.config.option_keys import keep_own_keys
 from trainctl.config.overrides import Choice, Overrides, read_overrides
-from trainctl.config.parts import complete_parts
 from trainctl.config.registry import load
 from trainctl.config.schema import GROUPS, RunConfig, TokenizerFromPath
 from trainctl.config.secrets import redact_setting
@@ -51,20 +51,17 @@ NO_EFFECT, NOT_THE_DIRECTORYS, DROPPED = "TC112", "TC146", "TC420"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A configuration and how it came about.
-
-    Attributes:
-        config: The configuration, typed and in range.
-        layers: Every place that set a key, by that key, in the order of
-            application; the last one won. Keys of free-form mappings have layers of their own.
-        findings: Warnings; also errors, in what `examine` gives.
-        overrides: The overrides, as typed.
-    """
+    """A configuration and how it came about."""
 
     config: RunConfig
+    """The configuration, typed and in range."""
     layers: Mapping[str, tuple[Layer, ...]]
+    """Every place that set a key, by that key, in the order of application; the last one won. Keys
+    of free-form mappings have layers of their own."""
     findings: tuple[Finding, ...]
+    """Warnings; also errors, in what `examine` gives."""
     overrides: tuple[str, ...]
+    """The overrides, as typed."""
 
     @property
     def has_error(self) -> bool:
@@ -133,8 +130,6 @@ def recompose(
     An option chosen for a group replaces that section; a recipe cannot be chosen again.
 
     Args:
-        saved: The configuration.
-        overrides: As typed.
         config_dir: The user's own folder.
         source: Where it was saved, as it is shown.
 

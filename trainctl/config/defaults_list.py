@@ -47,7 +47,8 @@ class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
         return SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The defaults list and the package of a file; nothing for Hydra's own configuration."""
+        """Return the defaults list and the package of a file; nothing for Hydra's own
+        configuration."""
         self.asked.add(config_path)
         found = find(self.folders, config_path)
         written: list[Any] = []

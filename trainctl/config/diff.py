@@ -18,7 +18,8 @@ class Change:
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[Change]:
-    """Every key whose value differs, in the schema's order; what a kind does not have is null."""
+    """Return every key whose value differs, in the schema's order; what a kind does not have is
+    null."""
     left, right = ({key: value for key, _, value in walk(each)} for each in (a, b))
     return [
         Change(key, left.get(key), right.get(key))

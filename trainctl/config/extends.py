@@ -35,7 +35,6 @@ def check_extends(folders: list[Folder], recipe: str, chosen: Mapping[str, str])
     """Problems of a recipe, of the chosen options, and of all that they start from.
 
     Args:
-        folders: Where to look.
         recipe: The recipe, or `base`; empty checks no recipe.
         chosen: Option chosen for a group on the command line; the recipe's is not read then.
     """

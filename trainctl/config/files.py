@@ -20,10 +20,10 @@ NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
 
 
 def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
-    """A finding for each path without a file, missing code, and what is wrong with the corpus.
+    """Return a finding for each path without a file, missing code, and what is wrong with the
+    corpus.
 
     Args:
-        config: The configuration.
         folder: Where the user's code is looked for; None is the current folder.
     """
     findings = [*check_user_code(config, folder), *_no_python(config)]

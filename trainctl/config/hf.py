@@ -60,7 +60,7 @@ REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
 
 LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "PreTraining", "ConditionalGeneration")
 """What follows `For` in the name of a class with a head over the vocabulary. Whether it predicts
-the next token is asked of transformers' own class (`trainctl.train.anatomy`)."""
+the next token is asked of transformers' own class (`trainctl.train.models.anatomy`)."""
 
 OTHER_INPUTS = {
     "vision_config": "vision-language",
@@ -87,7 +87,8 @@ POSITIVE_ROPE_KEYS = (
 
 
 def fill_from_directory(model: ModelConfig) -> ModelConfig:
-    """The model with the shape that `model.path`/config.json gives, and the weights beside it.
+    """Return the model with the shape that `model.path`/config.json gives, and the weights beside
+    it.
 
     The family becomes that of the directory where it is exactly of one that is known (llama or
     gpt2, say); the shape then says it all, and only an export reads the directory again (token ids,
@@ -153,7 +154,6 @@ def other_task(path: Path, raw: Mapping[str, Any]) -> Finding | None:
 
     Args:
         path: The file, as the message names it.
-        raw: Its content.
     """
     listed = raw.get("architectures")
     classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
@@ -276,7 +276,8 @@ def _incomplete(path: Path, shape: Mapping[str, Any]) -> list[Finding]:
 
 
 def _family(kind: str) -> Any:
-    """The spec of the family that an architecture is, by transformers' name; None of others."""
+    """Return the spec of the family that an architecture is, by transformers' name; None of
+    others."""
     spec = load("model", kind) if kind in names("model") else None
     return None if spec is None or spec.is_directory else spec
 

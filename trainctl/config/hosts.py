@@ -22,17 +22,14 @@ _SLOTS = re.compile(r"slots=(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that is reached by ssh.
-
-    Attributes:
-        name: As ssh takes it: a name or address, with `user@` before it or not.
-        slots: Devices that it offers; None if it was not said.
-        devices: Those of them to use, by number; None uses the first that are needed.
-    """
+    """A machine that is reached by ssh."""
 
     name: str
+    """As ssh takes it: a name or address, with `user@` before it or not."""
     slots: int | None = None
+    """Devices that it offers; None if it was not said."""
     devices: tuple[int, ...] | None = None
+    """Those of them to use, by number; None uses the first that are needed."""
 
     @property
     def address(self) -> str:
@@ -41,19 +38,15 @@ class Host:
 
 
 class HostChoice(Protocol):
-    """The keys of a launcher that choose hosts.
-
-    Attributes:
-        hosts: Names.
-        hostfile: A file of them instead.
-        include: Those to use, and devices of each; None is all.
-        exclude: Those to leave out, or devices of them.
-    """
+    """The keys of a launcher that choose hosts."""
 
     hosts: list[str]
     hostfile: str | None
+    """A file of them instead."""
     include: str | None
+    """Those to use, and devices of each; None is all."""
     exclude: str | None
+    """Those to leave out, or devices of them."""
 
 
 def is_host_name(text: str) -> bool:
@@ -67,12 +60,10 @@ def is_interface_name(text: str) -> bool:
 
 
 def chosen_hosts(launcher: HostChoice, nodes: int, devices_per_node: int) -> tuple[Host, ...]:
-    """The hosts that a plan's nodes run on, in order.
+    """Return the hosts that a plan's nodes run on, in order.
 
     Args:
         launcher: Has the hosts, or the name of their file, and what to include or exclude.
-        nodes: Of the plan.
-        devices_per_node: Of the plan.
 
     Raises:
         TrainctlError: The file is missing or wrong, or it has other than `nodes` hosts.

@@ -28,10 +28,9 @@ def is_hub_name(text: str) -> bool:
 
 
 def local_folder(name: str, key: str = "model.path") -> str:
-    """The folder of a model's small files, downloaded where they are not in the hub's cache.
+    """Return the folder of a model's small files, downloaded where they are not in the hub's cache.
 
     Args:
-        name: `ORG/NAME`.
         key: The configuration's key that has it.
 
     Raises:

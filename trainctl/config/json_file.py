@@ -33,24 +33,21 @@ LONGEST_NUMBER = 400
 
 @dataclass(frozen=True, slots=True)
 class JsonDocument:
-    """A JSON object, as far as it could be read.
-
-    Attributes:
-        value: The object; of a key that is given twice, the last.
-        lines: Line of each key, by its path.
-        findings: What is wrong with the text itself; an error where no object could be read.
-    """
+    """A JSON object, as far as it could be read."""
 
     value: Mapping[str, Any] = field(default_factory=dict)
+    """The object; of a key that is given twice, the last."""
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    """Line of each key, by its path."""
     findings: tuple[Finding, ...] = ()
+    """What is wrong with the text itself; an error where no object could be read."""
 
     @property
     def is_readable(self) -> bool:
         return not any(finding.rule == NO_JSON for finding in self.findings)
 
     def line_of(self, key: str) -> int | None:
-        """The line of a dotted key, or of the innermost section of it that the file has."""
+        """Return the line of a dotted key, or of the innermost section of it that the file has."""
         path = tuple(key.split("."))
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
@@ -79,7 +76,6 @@ def parse_json(text: str, *, shown: str) -> JsonDocument:
     """Parse a JSON object; problems become findings that name the line.
 
     Args:
-        text: The document.
         shown: How it is named to the user.
     """
     parser = _Parser(text, shown)

@@ -115,7 +115,7 @@ def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
 
 
 def types_of(leaf: Leaf) -> list[dict[str, Any]]:
-    """The JSON types of a key's values."""
+    """Return the JSON types of a key's values."""
     if leaf.metadata.get("units"):
         choice = {"enum": list(leaf.choices)}
         is_list = get_origin(leaf.hint) is list
@@ -128,7 +128,7 @@ def types_of(leaf: Leaf) -> list[dict[str, Any]]:
 
 
 def _section_of(group: str, name: str) -> dict[str, Any]:
-    """The keys of an option's section; null takes it out."""
+    """Return the keys of an option's section; null takes it out."""
     keys = {key: value_schema(leaf) for key, leaf in option_leaves(group, name).items()}
     return {"type": ["object", "null"], "properties": keys, "additionalProperties": False}
 

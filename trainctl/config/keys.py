@@ -36,21 +36,16 @@ SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key of the schema.
-
-    Attributes:
-        key: Dotted key.
-        hint: Its type, resolved.
-        default: Its default, as plain data.
-        metadata: Doc, unit and range, from `schema.option`.
-        kinds: Options of its group, where its options are units: those that have the key.
-    """
+    """One key of the schema."""
 
     key: str
     hint: Any
     default: Any
+    """Its default, as plain data."""
     metadata: Mapping[str, Any]
+    """Doc, unit and range, from `schema.option`."""
     kinds: tuple[str, ...] = ()
+    """Options of its group, where its options are units: those that have the key."""
 
     @property
     def is_mapping(self) -> bool:
@@ -97,7 +92,7 @@ class ValueProblem(Exception):
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of the schema, by its dotted name, in the schema's order.
+    """Return every key of the schema, by its dotted name, in the schema's order.
 
     Of a group whose options are units: the keys of all kinds. A key that several have is described
     as the default kind has it, or else the first.
@@ -108,7 +103,7 @@ def leaves() -> dict[str, Leaf]:
 
 
 def keys_of(group: str, kind: str) -> dict[str, Leaf]:
-    """The keys of a section under one kind, as that has them."""
+    """Return the keys of a section under one kind, as that has them."""
     section = new_section(group, kind)
     hints = hints_of(section.__class__)
     leaves = (
@@ -124,7 +119,8 @@ def keys_of(group: str, kind: str) -> dict[str, Leaf]:
 
 
 def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The keys of a configuration, given as plain data, under the kinds that its sections have."""
+    """Return the keys of a configuration, given as plain data, under the kinds that its sections
+    have."""
     table = {key: leaf for key, leaf in leaves().items() if not leaf.kinds}
     for group in unit_groups():
         table |= keys_of(group, plain[group][chooser(group)])
@@ -133,12 +129,12 @@ def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
 
 @cache
 def sections() -> frozenset[str]:
-    """Names of the sections: the groups, and `training`."""
+    """Return names of the sections: the groups, and `training`."""
     return frozenset(key.partition(".")[0] for key in leaves() if "." in key)
 
 
 def leaf_of(path: tuple[str, ...]) -> Leaf | None:
-    """The key that a path is, or the free-form mapping that it lies in; none if unknown."""
+    """Return the key that a path is, or the free-form mapping that it lies in; none if unknown."""
     for length in range(len(path), 0, -1):
         leaf = leaves().get(".".join(path[:length]))
         if leaf is not None and leaf.key.count(".") == length - 1:
@@ -150,7 +146,7 @@ def leaf_of(path: tuple[str, ...]) -> Leaf | None:
 
 @cache
 def part_leaves(part: type) -> dict[str, Leaf]:
-    """The keys of a section that is one of several, by their names: those of all kinds."""
+    """Return the keys of a section that is one of several, by their names: those of all kinds."""
     found: dict[str, Leaf] = {}
     for kind in names(part.units):  # type: ignore[attr-defined]
         for name, leaf in part_leaves_of(part, kind).items():
@@ -161,7 +157,7 @@ def part_leaves(part: type) -> dict[str, Leaf]:
 
 @cache
 def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
-    """The keys of such a section under one kind, by their names."""
+    """Return the keys of such a section under one kind, by their names."""
     cls = part_class(part, kind)
     hints, section = hints_of(cls), cls()
     return {
@@ -177,7 +173,7 @@ def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
 
 @cache
 def option_leaves(group: str, name: str) -> dict[str, Leaf]:
-    """The keys of the section that an option has by its name, such as `data.filters.c4`."""
+    """Return the keys of the section that an option has by its name, such as `data.filters.c4`."""
     cls = section_class(group, name)
     hints, section = hints_of(cls), cls()
     return {
@@ -189,7 +185,8 @@ def option_leaves(group: str, name: str) -> dict[str, Leaf]:
 
 
 def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None:
-    """The key that a path is, of which the first `length` names are one in such a section."""
+    """Return the key that a path is, of which the first `length` names are one in such a
+    section."""
     leaf = part_leaves(part).get(path[length - 1])
     if leaf is None or (len(path) > length and not leaf.is_mapping):
         return None
@@ -197,10 +194,9 @@ def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None
 
 
 def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
-    """The value as its key's type, as plain data.
+    """Return the value as its key's type, as plain data.
 
     Args:
-        leaf: The key.
         value: As the YAML or override parser read it.
         text: How it was written: a string key keeps `007` as it is.
 
@@ -232,7 +228,7 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
 
 
 def as_written(value: Any) -> str:
-    """A value as YAML and overrides have it."""
+    """Return a value as YAML and overrides have it."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, bool):
@@ -246,7 +242,7 @@ def as_written(value: Any) -> str:
 
 
 def as_override(value: Any) -> str:
-    """A value in the grammar of overrides."""
+    """Return a value in the grammar of overrides."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}: {as_override(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -257,7 +253,8 @@ def as_override(value: Any) -> str:
 
 
 def _as_typed(leaf: Leaf, value: Any) -> str:
-    """How a value of a key is written: what was perhaps meant, else an example or its kind."""
+    """Return how a value of a key is written: what was perhaps meant, else an example or its
+    kind."""
     example, unit = leaf.metadata.get("example"), leaf.metadata.get("unit") or ""
     if example:
         return f"as in '{leaf.key}={example}'"
@@ -290,7 +287,7 @@ def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | Non
 
 
 def _with_suffix(text: str) -> Any:
-    """A count of tokens written as 4M or 1.5B; anything else as it is."""
+    """Return a count of tokens written as 4M or 1.5B; anything else as it is."""
     number = COUNT.fullmatch(text.strip())
     return float(number[1]) * SUFFIXES[number[2].upper()] if number else text
 
@@ -355,7 +352,7 @@ def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
 
 
 def _accept_any(value: Any) -> Any:
-    """A value of DeepSpeed's JSON."""
+    """Return a value of DeepSpeed's JSON."""
     if isinstance(value, dict):
         return {str(name): _accept_any(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -376,7 +373,7 @@ def _accept_list(hint: Any, value: Any) -> list[Any]:
 
 
 def _in_a_list(inner: Any, value: Any) -> str:
-    """The hint for a value that stands where a list of such does."""
+    """Return the hint for a value that stands where a list of such does."""
     if value == "":
         return "write [] for none"
     try:
@@ -407,7 +404,8 @@ def _accept_part(part: Any, value: Any) -> dict[str, Any]:
 
 
 def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
-    """An entry of a list, which has keys of its own; those that it lacks keep their defaults."""
+    """Return an entry of a list, which has keys of its own; those that it lacks keep their
+    defaults."""
     hints = hints_of(hint)
     if not isinstance(value, dict):
         raise ValueProblem(f"expected a mapping, got {value!r}", f"its keys: {', '.join(hints)}")
@@ -443,7 +441,7 @@ def _accept_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
 
 
 def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
-    """The name of a unit, or a list of some."""
+    """Return the name of a unit, or a list of some."""
     if get_origin(leaf.hint) is not list:
         return _accept_name(leaf.choices, value, text)
     written = _accept(leaf.hint, value, text, leaf.default)

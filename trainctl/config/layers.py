@@ -171,7 +171,7 @@ class Stack:
         return findings
 
     def _without_secrets(self) -> dict[str, Any]:
-        """The configuration without the variables that only a launch resolves."""
+        """Return the configuration without the variables that only a launch resolves."""
         plain = deepcopy(self.plain)
         variables = plain["launcher"]["environment"]
         plain["launcher"]["environment"] = {

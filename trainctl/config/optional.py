@@ -9,10 +9,9 @@ from trainctl.errors import ExitCode, TrainctlError
 
 
 def optional(module: str, what: str, extra: str = "data") -> Any:
-    """A module of a package that trainctl's own installation need not have.
+    """Return a module of a package that trainctl's own installation need not have.
 
     Args:
-        module: Dotted name.
         what: That needs it, as an error begins: ``reading Parquet``.
         extra: Part of trainctl's package that brings it.
 

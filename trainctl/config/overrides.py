@@ -40,19 +40,16 @@ class Choice:
 
 @dataclass(slots=True)
 class Overrides:
-    """What a command line asks for.
-
-    Attributes:
-        recipe: Name of the recipe and its override; none without one.
-        choices: Option chosen for each group.
-        settings: Keys set, in order, as their keys' types.
-        findings: Everything that is wrong; what is wrong is left out of the rest.
-    """
+    """What a command line asks for."""
 
     recipe: Choice | None = None
+    """Name of the recipe and its override; none without one."""
     choices: dict[str, Choice] = field(default_factory=dict)
+    """Option chosen for each group."""
     settings: list[Setting] = field(default_factory=list)
+    """Keys set, in order, as their keys' types."""
     findings: list[Finding] = field(default_factory=list)
+    """Everything that is wrong; what is wrong is left out of the rest."""
 
 
 def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
@@ -82,10 +79,7 @@ def _parse(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
     """Hydra's parsed override, or the finding that says why it is refused.
 
     Args:
-        parser: Hydra's.
-        override: As typed.
         text: The same as it may be shown.
-        folders: Where recipes are.
     """
     from hydra.errors import HydraException
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
-from trainctl.config.parts import kind_of_paths
+from trainctl.config.named_sections import kind_of_paths
 from trainctl.config.registry import load, new_section
 from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords, Dedup
 from trainctl.config.user_code import find_module
@@ -36,12 +36,12 @@ def threshold_of(whole: DataConfig) -> float | None:
 
 
 def precedence_of(whole: DataConfig) -> list[str]:
-    """All sources by name, those first whose documents stay."""
+    """Return all sources by name, those first whose documents stay."""
     return list(dict.fromkeys([*whole.dedup_precedence, *whole.sources]))
 
 
 def filters_of(section: DataConfig) -> dict[str, Any]:
-    """The filters of a source with their keys: `{name: FilterConfig}`."""
+    """Return the filters of a source with their keys: `{name: FilterConfig}`."""
     filters: Mapping[str, Any] = section.filters
     return {
         name: from_plain(load("filter", name).keys, keys, f"filters.{name}")
@@ -51,7 +51,7 @@ def filters_of(section: DataConfig) -> dict[str, Any]:
 
 
 def lists_of(section: DataConfig) -> list[str]:
-    """A digest of each list and function of a source's filters, in the order of their names.
+    """Return a digest of each list and function of a source's filters, in the order of their names.
 
     Of a function it is its module's file: what that imports is not looked at.
 

@@ -17,7 +17,8 @@ _COUNTS |= {"b": 10**9, "g": 10**9, "bn": 10**9, "billion": 10**9, "t": 10**12, 
 
 
 def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
-    """The number in a key's unit that a text of number and unit says; none if it says nothing.
+    """Return the number in a key's unit that a text of number and unit says; none if it says
+    nothing.
 
     Args:
         text: As written: 4h, 1.5 GiB, 10k, or a number in quotes.
@@ -43,7 +44,7 @@ def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
 
 
 def memory_text(size: float) -> str:
-    """Bytes of memory with one decimal, in a unit in which they do not vanish.
+    """Return bytes of memory with one decimal, in a unit in which they do not vanish.
 
     >>> memory_text(17 << 30), memory_text(300 << 10), memory_text(0)
     ('17.0 GiB', '0.3 MiB', '0 B')
@@ -52,7 +53,7 @@ def memory_text(size: float) -> str:
 
 
 def disk_text(size: float) -> str:
-    """Bytes on a disk, likewise, in units of a thousand.
+    """Return bytes on a disk, likewise, in units of a thousand.
 
     >>> disk_text(2e9), disk_text(1e7), disk_text(12)
     ('2.0 GB', '10.0 MB', '12 B')

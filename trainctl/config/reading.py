@@ -46,7 +46,7 @@ def _kernel_devices() -> set[int]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """An ordinary file, to be read from its beginning.
+    """Return an ordinary file, to be read from its beginning.
 
     Raises:
         OSError: It cannot be read, or is a pipe, a device or a folder.
@@ -60,7 +60,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of an ordinary file.
+    """Return the content of an ordinary file.
 
     Raises:
         OSError: As `open_file`.
@@ -74,7 +74,7 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
-    """The value in a JSON file.
+    """Return the value in a JSON file.
 
     Raises:
         OSError: As `read_bytes`.
@@ -84,7 +84,7 @@ def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: It is no UTF-8, no JSON, nested too deeply, or has a NaN.

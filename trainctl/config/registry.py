@@ -14,7 +14,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -37,25 +38,22 @@ those that have keys have them in a section each."""
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What an option of any group says of itself.
-
-    Attributes:
-        name: The kind: the value of the section's key that `chooser` gives.
-        keys: The dataclass of its section: what all kinds of the group share, and its own keys.
-        build: `module:function` that makes it, loaded when it is called; empty where there is
-            nothing to build.
-        extra: Part of trainctl's package: what has the packages that `build` needs.
-    """
+    """What an option of any group says of itself."""
 
     name: str
+    """The kind: the value of the section's key that `chooser` gives."""
     keys: type
+    """The dataclass of its section: what all kinds of the group share, and its own keys."""
     build: str = ""
+    """`module:function` that makes it, loaded when it is called; empty where there is nothing to
+    build."""
     extra: str = ""
+    """Part of trainctl's package: what has the packages that `build` needs."""
 
 
 @cache
 def unit_groups() -> tuple[str, ...]:
-    """The groups whose options are units, and the kinds of a section."""
+    """Return the groups whose options are units, and the kinds of a section."""
     return tuple(group for group in _groups() if group not in WITHOUT_A_SECTION)
 
 
@@ -85,24 +83,24 @@ def trust(folder: Path) -> None:
 
 
 def trusted_folder() -> Path | None:
-    """The folder of the user's that options are taken from, if there is one."""
+    """Return the folder of the user's that options are taken from, if there is one."""
     named = os.environ.get(FOLDER_VARIABLE)
     return Path(named).expanduser().absolute() if named else None
 
 
 def trusted_options() -> dict[str, str]:
-    """The variable that tells another process of that folder, which has to be there too."""
+    """Return the variable that tells another process of that folder, which has to be there too."""
     folder = trusted_folder()
     return {FOLDER_VARIABLE: str(folder)} if folder else {}
 
 
 def code_in(folder: Path) -> list[Path]:
-    """The Python files of a folder that would be options."""
+    """Return the Python files of a folder that would be options."""
     return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
 
 
 def own_file(group: str, name: str) -> Path | None:
-    """The file of an option that came from the user's folder."""
+    """Return the file of an option that came from the user's folder."""
     folder = trusted_folder()
     path = folder / group / f"{name}.py" if folder and name not in _shipped(group) else None
     return path if path is not None and path.is_file() else None
@@ -110,7 +108,7 @@ def own_file(group: str, name: str) -> Path | None:
 
 @cache
 def load(group: str, name: str) -> Any:
-    """The spec of an option.
+    """Return the spec of an option.
 
     Raises:
         TrainctlError: There is none of that name, or what registered it cannot be loaded.
@@ -126,14 +124,9 @@ def load(group: str, name: str) -> Any:
             f"`trainctl --trust-code ... --config-dir DIR`, or {FOLDER_VARIABLE}=DIR/options",
             exit_code=ExitCode.environment,
         )
-    _own_modules.add(
-        f"trainctl.options.{group}.{name}"
-        if isinstance(source, Path)
-        else source.module.partition(".")[0]
-    )
-    os._exit = _exit_unless_own
     try:
-        spec = _load_own(source) if isinstance(source, Path) else source.load()
+        with _exit_raises():
+            spec = _load_own(source) if isinstance(source, Path) else source.load()
     except (Exception, SystemExit) as error:  # whatever the code does when it is imported
         raise _unusable(source, describe_exception(error)) from error
     if not isinstance(spec, Spec) or spec.name != name:
@@ -144,17 +137,18 @@ def load(group: str, name: str) -> Any:
     return spec
 
 
-_own_modules: set[str] = set()
-"""Modules, and packages, that options of the user's have come from."""
-_exit = os._exit
+@contextmanager
+def _exit_raises() -> Iterator[None]:
+    """Let `os._exit` raise while code of the user is imported: it would end the command."""
 
+    def refuse(status: int) -> NoReturn:
+        raise SystemExit(f"os._exit({status})")
 
-def _exit_unless_own(status: int) -> NoReturn:
-    """Stand for `os._exit`: in an option's code it would end a command with no word and code 0."""
-    caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-    if any(caller == name or caller.startswith(f"{name}.") for name in _own_modules):
-        raise SystemExit(f"os._exit({status}) in {caller}")
-    _exit(status)
+    own, os._exit = os._exit, refuse
+    try:
+        yield
+    finally:
+        os._exit = own
 
 
 def _why_not_built(build: str) -> str:
@@ -181,7 +175,8 @@ def _why_not_built(build: str) -> str:
 
 
 def _load_own(path: Path) -> Any:
-    """The spec in a file of the user's: a module called as if it lay beside the shipped ones."""
+    """Return the spec in a file of the user's: a module called as if it lay beside the shipped
+    ones."""
     package = f"trainctl.options.{path.parent.name}"
     importlib.import_module(package).__path__.append(str(path.parent))
     return importlib.import_module(f"{package}.{path.stem}").SPEC
@@ -198,20 +193,20 @@ def _unusable(source: Path | EntryPoint, why: str) -> TrainctlError:
 
 
 def specs(group: str) -> tuple[Any, ...]:
-    """All specs of a group, by name."""
+    """Return all specs of a group, by name."""
     return tuple(load(group, name) for name in names(group))
 
 
 def section_class(group: str, kind: str) -> type:
-    """The dataclass of a group's section under a kind."""
+    """Return the dataclass of a group's section under a kind."""
     keys: type = load(group, kind).keys
     return keys
 
 
 @cache
 def with_parts(cls: type) -> type:
-    """A section's dataclass with a section in it for each option that has keys, of the group that
-    its `parts` names: `logging.NAME.KEY`."""
+    """Return a section's dataclass with a section in it for each option that has keys, of the group
+    that its `parts` names: `logging.NAME.KEY`."""
     own = [
         (spec.name, spec.keys, field(default_factory=spec.keys, metadata={"section": spec.keys}))
         for spec in specs(cls.parts)  # type: ignore[attr-defined]
@@ -222,7 +217,7 @@ def with_parts(cls: type) -> type:
 
 @cache
 def part_class(part: Any, kind: str) -> type:
-    """The dataclass of one of several sections of a group, such as `data.sources.NAME`.
+    """Return the dataclass of one of several sections of a group, such as `data.sources.NAME`.
 
     Args:
         part: What all such sections share: a class with a group of `units`.
@@ -232,18 +227,19 @@ def part_class(part: Any, kind: str) -> type:
 
 
 def own_fields(cls: Any) -> tuple[Field[Any], ...]:
-    """The fields of a section's class, or of a section, that are keys of it."""
+    """Return the fields of a section's class, or of a section, that are keys of it."""
     is_part = getattr(cls, "is_part", False)
     return tuple(item for item in fields(cls) if not (is_part and item.metadata.get("whole")))
 
 
 def new_section(group: str, kind: str, **values: Any) -> Any:
-    """A section of that kind, with its defaults where nothing else is given."""
+    """Return a section of that kind, with its defaults where nothing else is given."""
     return section_class(group, kind)(**{chooser(group): kind}, **values)
 
 
 def changed_section(section: Any, **values: Any) -> Any:
-    """A section with other values; where they choose another kind, what that has of the rest."""
+    """Return a section with other values; where they choose another kind, what that has of the
+    rest."""
     group = getattr(section, "units", "")
     kind = values.get(chooser(group)) if group else None
     if kind is None or kind == kind_of(section):
@@ -255,20 +251,20 @@ def changed_section(section: Any, **values: Any) -> Any:
 
 @cache
 def chooser(group: str) -> str:
-    """The key of a group's section that names the kind: `kind` in most."""
+    """Return the key of a group's section that names the kind: `kind` in most."""
     shared = fields(section_class(group, _shipped(group)[0]))
     return next(item.name for item in shared if item.metadata.get("units") == group)
 
 
 def kind_of(section: Any) -> str:
-    """The kind that a section of units has."""
+    """Return the kind that a section of units has."""
     kind: str = getattr(section, chooser(section.units))
     return kind
 
 
 @cache
 def own_keys(group: str) -> frozenset[str]:
-    """Names of the keys that some kind of the group has, those that all share among them."""
+    """Return names of the keys that some kind of the group has, those that all share among them."""
     return frozenset(item.name for spec in specs(group) for item in fields(spec.keys))
 
 
@@ -276,8 +272,6 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     """What one of a kind's entries names, imported.
 
     Args:
-        group: The group.
-        kind: Its kind.
         entry: The attribute of its spec, a `module:function`.
 
     Raises:

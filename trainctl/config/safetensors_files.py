@@ -35,16 +35,12 @@ READABLE = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        file: Name of the file, in its directory.
-        dtype: As the format names it: `BF16`.
-        shape: Its sizes.
-    """
+    """A tensor in a file."""
 
     file: str
+    """Name of the file, in its directory."""
     dtype: str
+    """As the format names it: `BF16`."""
     shape: tuple[int, ...]
 
     @property
@@ -57,7 +53,7 @@ SHOWN = 3
 
 
 def some(items: list[str]) -> str:
-    """The first of them, and how many others there are."""
+    """Return the first of them, and how many others there are."""
     shown = "; ".join(items[:SHOWN])
     return shown if len(items) <= SHOWN else f"{shown}; and {len(items) - SHOWN:,} more"
 
@@ -73,7 +69,7 @@ def has_pickled_weights(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a directory's safetensors, one file or sharded, by its name there.
+    """Return every tensor of a directory's safetensors, one file or sharded, by its name there.
 
     Raises:
         TrainctlError: There are none, or one of the files is missing, cut short or no safetensors;
@@ -93,7 +89,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, of a sharded directory.
+    """Return the file of each tensor, of a sharded directory.
 
     Raises:
         TrainctlError: The index is unreadable, or names a file outside the directory.
@@ -148,7 +144,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
-    """A tensor, and where its bytes begin and end."""
+    """Return a tensor, and where its bytes begin and end."""
     try:
         tensor = StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         start, end = map(int, entry["data_offsets"])

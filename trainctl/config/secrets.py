@@ -126,7 +126,6 @@ def is_plain_variable(name: str, plain: Iterable[str] = ()) -> bool:
     """Whether the value of a variable may be written.
 
     Args:
-        name: Of the variable.
         plain: Globs of the user's; the whole name in it makes a name plain that looks secret.
     """
     own = tuple(plain)
@@ -156,7 +155,7 @@ def is_kept_list(value: object) -> bool:
 
 
 def resolve_text(text: str, environment: Mapping[str, str]) -> str:
-    """The text with the values of the variables that it refers to.
+    """Return the text with the values of the variables that it refers to.
 
     Raises:
         TrainctlError: A variable is not set (exit code 4).
@@ -205,7 +204,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_setting(text: str) -> str:
-    """An override, or a word of a command line, as it may be shown.
+    """Return an override, or a word of a command line, as it may be shown.
 
     >>> redact_setting("launcher.environment.HF_TOKEN=abc")
     'launcher.environment.HF_TOKEN=redacted'
@@ -228,7 +227,7 @@ def redact_setting(text: str) -> str:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """A command line as it may be shown: `--name value` of secret names too."""
+    """Return a command line as it may be shown: `--name value` of secret names too."""
     return [
         REDACTED if follows and not is_kept(word) else redact_setting(word)
         for word, follows in _with_options(words)
@@ -236,7 +235,8 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def resolve_words(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """A program's arguments, with what those refer to that are secrets by their option's name.
+    """Return a program's arguments, with what those refer to that are secrets by their option's
+    name.
 
     Others are the program's own, also where they look like references.
 
@@ -258,7 +258,8 @@ def secret_words(words: Sequence[str]) -> list[bool]:
 
 
 def _with_options(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Each word, and whether it is the value of an option before it that has a secret name."""
+    """Yield each word, and whether it is the value of an option before it that has a secret
+    name."""
     is_value = False
     for word in words:
         yield word, is_value and not word.startswith("-")

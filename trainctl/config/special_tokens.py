@@ -37,19 +37,15 @@ thousand."""
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What is known of a tokenizer without its library.
-
-    Attributes:
-        vocab_size: All ids are below it; ids may leave gaps.
-        end_of_document: Id put after each document; None if there is none.
-        end_token: Its text.
-        found_in: What says so; empty if nothing does.
-    """
+    """What is known of a tokenizer without its library."""
 
     vocab_size: int
+    """All ids are below it; ids may leave gaps."""
     end_of_document: int | None = None
+    """Id put after each document; None if there is none."""
     end_token: str = ""
     found_in: str = ""
+    """What says so; empty if nothing does."""
 
     def in_words(self, rows: int) -> str:
         """Describe its ids, of a model with so many rows in its embedding, and its document end."""
@@ -131,7 +127,7 @@ def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int,
 
 
 def end_ids(path: Path) -> list[int]:
-    """All ids that `generation_config.json` beside a tokenizer says an answer ends with.
+    """Return all ids that `generation_config.json` beside a tokenizer says an answer ends with.
 
     Raises:
         TrainctlError: It cannot be read.
@@ -145,7 +141,7 @@ def _end_ids(path: Path, name: str) -> list[int]:
 
 
 def beside(path: Path, name: str) -> dict[str, Any]:
-    """The object in a file beside the tokenizer's; empty if there is none.
+    """Return the object in a file beside the tokenizer's; empty if there is none.
 
     Raises:
         TrainctlError: It cannot be read.

@@ -15,7 +15,7 @@ from trainctl.errors import ExitCode, TrainctlError
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration as YAML, every key in the schema's order.
+    """Return the whole configuration as YAML, every key in the schema's order.
 
     What is not ASCII is escaped: YAML reads some characters (U+0085) as line breaks otherwise.
     """

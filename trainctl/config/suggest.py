@@ -108,7 +108,7 @@ def nearest(typed: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 
 def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list[str]:
-    """The keys or groups that were perhaps meant, the likeliest first; at most three.
+    """Return the keys or groups that were perhaps meant, the likeliest first; at most three.
 
     Looked up in turn: other trainers' names for the same thing, the last component anywhere in the
     schema (`lr` is `optimizer.lr`), then spelling, of the whole key and of its last component. A
@@ -154,11 +154,11 @@ def first_line(error: Exception) -> str:
 
 
 def did_you_mean(names: list[str]) -> str:
-    """The names as a question; empty without names."""
+    """Return the names as a question; empty without names."""
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Names as alternatives: ``a, b or c``."""
+    """Return names as alternatives: ``a, b or c``."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last

@@ -17,19 +17,16 @@ MOST_RUNS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: Those of its configuration, each with one value.
-        values: What distinguishes it: the swept keys and groups, and its value of each, as text.
-    """
+    """One run of a sweep."""
 
     overrides: tuple[str, ...]
+    """Those of its configuration, each with one value."""
     values: dict[str, str]
+    """What distinguishes it: the swept keys and groups, and its value of each, as text."""
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
-    """Every combination of the values; what is named first varies slowest.
+    """Return every combination of the values; what is named first varies slowest.
 
     Args:
         overrides: In Hydra's grammar: `key=1,2`, `key=choice(a,b)`, `key=range(1,4)` have several
@@ -59,7 +56,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
 
 
 def _choices(text: str) -> tuple[list[str], bool]:
-    """The override with each of its values; whether it has several."""
+    """Return the override with each of its values; whether it has several."""
     parsed = _parse(text)
     if parsed is None or not parsed.is_sweep_override():
         return [text], False

@@ -26,7 +26,7 @@ Entry = tuple[str, str]
 
 
 def to_table(entries: Iterable[Entry]) -> list[str]:
-    """The table of names and what is said of each."""
+    """Return the table of names and what is said of each."""
     merged = list(entries)
     most = max((len(_NUMBER.findall(name)) for name, _ in merged), default=0)
     # The rightmost number first: what is left of it then distinguishes entries like any text.
@@ -63,7 +63,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
-    """The entries of a table: what stands before the blocks, block by block, the rest.
+    """Return the entries of a table: what stands before the blocks, block by block, the rest.
 
     Raises:
         TrainctlError: An entry is none.

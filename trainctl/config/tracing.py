@@ -2,8 +2,9 @@
 
 Published models that many plan with need no process: `trainctl.config.published` has the answers.
 
-Two questions are asked of its own code: what it is made of (`trainctl.train.anatomy`), and what
-autograd keeps of its blocks (`trainctl.train.trace`). The answers are kept in the user's cache
+Two questions are asked of its own code: what it is made of
+(`trainctl.train.models.anatomy`), and what autograd keeps of its blocks
+(`trainctl.train.models.trace`). The answers are kept in the user's cache
 folder under a digest of all that they depend on: the anatomy of the directory's `config.json` and
 code and of transformers' version; the trace also of the length of the sequences, the number formats
 and the other packages' versions.
@@ -62,7 +63,6 @@ def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]
     """What a model is made of that its own code makes, as `model.anatomy` keeps it.
 
     Args:
-        config: The configuration.
         folder: Where the user's own code is looked for; None is the current folder.
 
     Raises:
@@ -77,7 +77,6 @@ def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, A
     """What a trace of the model finds, as JSON (`trainctl.memory.traced.TracedModel`).
 
     Args:
-        config: The configuration.
         folder: Where the user's own code is looked for; None is the current folder.
 
     Raises:
@@ -132,7 +131,7 @@ def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
     _say(f"{what} {config.model.name} by its own code, once: torch and transformers are imported")
     asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "trainctl.train.trace_entry"],
+        [sys.executable, "-P", "-m", "trainctl.train.models.trace_entry"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -184,7 +183,8 @@ def _finding(told: dict[str, Any]) -> Finding:
 
 
 def _key(question: Question, config: RunConfig) -> str:
-    """A digest of all that an answer depends on; the anatomy names the code of a function."""
+    """Return a digest of all that an answer depends on; the anatomy names the code of a
+    function."""
     files, model = _files(config.model), config.model
     parts: list[Any]
     if question is Question.anatomy:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainctl.config.layers import Layer
-from trainctl.config.literals import literal_secrets
+from trainctl.config.literal_secrets import literal_secrets
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
@@ -66,12 +66,11 @@ TRAINERS_OWN = (
 
 
 def with_words(composed: Composed, words: list[str] | None) -> Composed:
-    """The configuration with a script's arguments, and the script's path made absolute.
+    """Return the configuration with a script's arguments, and the script's path made absolute.
 
     A resume from another folder then starts the same file.
 
     Args:
-        composed: The configuration.
         words: What followed `--` on the command line; None where there was no `--`.
 
     Raises:
@@ -119,7 +118,6 @@ def check_user_code(config: RunConfig, folder: Path | None = None) -> list[Findi
     """What is wrong with the script and the functions, as far as files tell.
 
     Args:
-        config: The configuration.
         folder: Where the ranks will run; None is the current folder.
     """
     folder = folder or Path.cwd()
@@ -196,7 +194,8 @@ def _check_function(key: str, reference: str, folder: Path) -> Iterator[Finding]
 
 
 def find_module(module: str, folder: Path) -> Path | str | None:
-    """The file of a module, looked up as `python -m` run in a folder would, importing nothing.
+    """Return the file of a module, looked up as `python -m` run in a folder would, importing
+    nothing.
 
     Returns:
         The source file; None for a module without one (a namespace, an extension); or, as text,
@@ -218,7 +217,8 @@ def find_module(module: str, folder: Path) -> Path | str | None:
 
 
 def parse(file: Path) -> ast.Module | None:
-    """The syntax tree of a Python file; None if it cannot be read or parsed, as the ranks will say.
+    """Return the syntax tree of a Python file; None if it cannot be read or parsed, as the ranks
+    will say.
 
     They say Python's warnings too, such as one of a wrong escape sequence, with the file's name.
     """
@@ -231,7 +231,8 @@ def parse(file: Path) -> ast.Module | None:
 
 
 def names_of(file: Path) -> set[str] | None:
-    """Names that a module's file binds at its top level; None where only running it would tell."""
+    """Return names that a module's file binds at its top level; None where only running it would
+    tell."""
     tree = parse(file)
     if tree is None:
         return None

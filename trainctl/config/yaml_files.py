@@ -29,19 +29,15 @@ EXPONENT = re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.[\d_]+)[eE][-+]?\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """One line of a defaults list: a file to start from (no group), or an option of a group.
-
-    Attributes:
-        group: The group, as written; empty for a file to start from.
-        option: The option, or the file's name.
-        source: `file:line`.
-        written: The whole line, with Hydra's keywords.
-    """
+    """One line of a defaults list: a file to start from (no group), or an option of a group."""
 
     group: str
+    """The group, as written; empty for a file to start from."""
     option: Any
+    """The option, or the file's name."""
     source: str
     written: Any
+    """The whole line, with Hydra's keywords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,8 @@ class YamlDocument:
 
 
 def leading_comment(path: Path) -> list[str]:
-    """Lines of the comment that a file starts with; empty when it has none or cannot be read."""
+    """Return lines of the comment that a file starts with; empty when it has none or cannot be
+    read."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError):
@@ -68,7 +65,7 @@ def leading_comment(path: Path) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """The text of an option or a recipe, read once as long as the file stays what it is.
+    """Return the text of an option or a recipe, read once as long as the file stays what it is.
 
     Raises:
         OSError: It cannot be read.
@@ -87,7 +84,6 @@ def read_document(path: Path, shown: str) -> YamlDocument:
     """Read an option or a recipe; problems become findings that name the line.
 
     Args:
-        path: The file.
         shown: How the file is named to the user.
     """
     try:
@@ -142,7 +138,7 @@ def _yaml_hint(problem: str, written: str) -> str:
 
 
 def compose_bounded(text: str) -> yaml.Node | None:
-    """The tree of a YAML text, unless it is out of all bounds.
+    """Return the tree of a YAML text, unless it is out of all bounds.
 
     A few lines of aliases (`*name`) unfold to billions of values, and a value that is nested ten
     thousand times ends the process where libyaml's binding descends into it.
@@ -180,7 +176,7 @@ def compose_bounded(text: str) -> yaml.Node | None:
 
 
 def read_scalar(text: str) -> Any:
-    """The number or switch that a text stands for in YAML; the text itself otherwise."""
+    """Return the number or switch that a text stands for in YAML; the text itself otherwise."""
     if len(text) > _SCALAR_LENGTH:
         return text
     try:

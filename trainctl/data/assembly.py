@@ -19,23 +19,19 @@ from trainctl.data.tasks import Task
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Documents that follow each other on a side.
-
-    Attributes:
-        side: `train` or `held_out`.
-        ids: Their tokens.
-        ends: Tokens of the chunk up to the end of each document.
-        files: Number of each one's file among those of the corpus; None where there is none.
-        lines: Line of each in its file, from 1, or 0.
-        span: Where the tokens are, if they stay there; `ids` are then some of them, to be counted.
-    """
+    """Documents that follow each other on a side."""
 
     side: str
     ids: npt.NDArray[np.integer]
+    """Their tokens."""
     ends: npt.NDArray[np.integer]
+    """Tokens of the chunk up to the end of each document."""
     files: npt.NDArray[np.integer] | None = None
+    """Number of each one's file among those of the corpus; None where there is none."""
     lines: npt.NDArray[np.integer] | None = None
+    """Line of each in its file, from 1, or 0."""
     span: Span | None = None
+    """Where the tokens are, if they stay there; `ids` are then some of them, to be counted."""
 
 
 def chunks(
@@ -45,11 +41,10 @@ def chunks(
     fraction: float,
     keep: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[Chunk]:
-    """All documents of the tasks, each side in their order.
+    """Yield all documents of the tasks, each side in their order.
 
     Args:
         store: Whose tasks are all done.
-        tasks: In order.
         files: Which file is on which side; or that documents are divided.
         fraction: Of these, held out.
         keep: Which documents of a task are taken, by its key, [documents]; None takes all.
@@ -84,9 +79,6 @@ def held_out_of(
 
     Args:
         store: As for `chunks`; so are the others.
-        tasks: Likewise.
-        files: Likewise.
-        fraction: Likewise.
 
     Raises:
         DamagedPart: Likewise.

@@ -26,12 +26,11 @@ _UNPACKED = 3.0
 
 
 def space_needed(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> int:
-    """Bytes that the tasks that are left will take, with the corpus made of all; about.
+    """Return bytes that the tasks that are left will take, with the corpus made of all; about.
 
     A part takes its tokens, and the corpus has them a second time.
 
     Args:
-        store: Whose.
         tasks: All of the corpus.
         left: Those to be done.
     """

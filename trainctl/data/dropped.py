@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainctl.data.quality.dropped_text import Shown, shown
 from trainctl.data.quality.selection import Example, example_of
-from trainctl.data.quality.shown import Shown, shown
 from trainctl.data.selecting import DROPPED
 from trainctl.data.store import lines_before, read_documents
 from trainctl.data.tasks import Task
@@ -37,7 +37,7 @@ def read_dropped(corpus: Path) -> dict[str, Any] | None:
 
 
 def examples_of(dropped: Mapping[str, Any]) -> Iterator[Shown]:
-    """The examples of a source, each file read once.
+    """Return the examples of a source, each file read once.
 
     Raises:
         TrainctlError: A file is not there any more, or has changed.

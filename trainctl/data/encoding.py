@@ -38,15 +38,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Separated:
-    """An encoder that puts a text after each document.
-
-    Attributes:
-        encoder: What gives the ids.
-        separator: The text; it is encoded with the document, as it stands there.
-    """
+    """An encoder that puts a text after each document."""
 
     encoder: Encoder
+    """What gives the ids."""
     separator: str
+    """The text; it is encoded with the document, as it stands there."""
 
     @property
     def vocab_size(self) -> int:
@@ -71,10 +68,6 @@ class Separated:
 def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
     """What makes the ids of a source's documents.
 
-    Args:
-        section: Of the source.
-        tokenizer: Of the run.
-
     Raises:
         TrainctlError: The source needs something of the tokenizer that it does not have.
     """
@@ -97,7 +90,8 @@ def dtype_for(vocab_size: int) -> str:
 def encoded(
     texts: Iterable[tuple[T, str]], tokenizer: Encoder
 ) -> Iterator[tuple[T, str, npt.NDArray[np.int64]]]:
-    """Each text with what came with it and its ids, its end among them, in the order of the texts.
+    """Yield each text with what came with it and its ids, its end among them, in the order of the
+    texts.
 
     Args:
         texts: Each with anything that belongs to it.

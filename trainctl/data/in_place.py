@@ -35,28 +35,24 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ids that follow one another in a file.
-
-    Attributes:
-        file: Its path.
-        dtype: numpy name of their type.
-        offset: Bytes of the file before its ids.
-        first: The span's first id, counted from there.
-        tokens: Ids.
-        size: Bytes of the file.
-        limit: All ids are below it.
-        fingerprint: SHA-256 of ids at places all over it, and of how many there are: nobody reads
-            a corpus through that he has not written, at each start.
-    """
+    """Ids that follow one another in a file."""
 
     file: str
+    """Its path."""
     dtype: str
+    """numpy name of their type."""
     offset: int
+    """Bytes of the file before its ids."""
     first: int
+    """The span's first id, counted from there."""
     tokens: int
     size: int
+    """Bytes of the file."""
     limit: int
+    """All ids are below it."""
     fingerprint: str = ""
+    """SHA-256 of ids at places all over it, and of how many there are: nobody reads a corpus
+    through that he has not written, at each start."""
 
     def ids(self) -> Ids:
         """Its ids, mapped.
@@ -83,7 +79,7 @@ class Span:
         return "" if size == self.size else f"{self.file} has {size:,} bytes, not {self.size:,}"
 
     def problem(self) -> str:
-        """The same, or that other ids are there now, as far as its fingerprint sees."""
+        """Return the same, or that other ids are there now, as far as its fingerprint sees."""
         found = self.size_problem()
         if not found and fingerprint(self.ids()) != self.fingerprint:
             found = f"{self.file} has other ids"
@@ -106,7 +102,7 @@ class Joined:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, place: slice) -> Ids:
-        """The ids of a slice, a copy where it goes over the end of a file.
+        """Return the ids of a slice, a copy where it goes over the end of a file.
 
         Raises:
             TrainctlError: One of them is none of the vocabulary's: at a start they are not all
@@ -159,7 +155,6 @@ def digest_of_spans(spans: Sequence[Span], ends: str) -> str:
     """SHA-256 of what a side has, as far as fingerprints see, wherever its files are.
 
     Args:
-        spans: In order.
         ends: SHA-256 of the ends of its documents.
     """
     return hashlib.sha256(

@@ -32,25 +32,22 @@ _RANDOM = 4
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """How documents of a source are rearranged.
-
-    Attributes:
-        key: That of the source, with the seed in it.
-        rate: Share of the documents.
-        spm_rate: The share of these in the form SPM.
-        prefix: Id before a prefix.
-        middle: Id before a middle.
-        suffix: Id before a suffix.
-        end_of_document: Id that closes a document and stays last; None if nothing does.
-    """
+    """How documents of a source are rearranged."""
 
     key: Words
+    """That of the source, with the seed in it."""
     rate: float
+    """Share of the documents."""
     spm_rate: float
+    """The share of these in the form SPM."""
     prefix: int
+    """Id before a prefix."""
     middle: int
+    """Id before a middle."""
     suffix: int
+    """Id before a suffix."""
     end_of_document: int | None
+    """Id that closes a document and stays last; None if nothing does."""
 
     def apply(
         self,
@@ -65,8 +62,6 @@ class Infilling:
         Args:
             row: The ids of the range, as the text has them.
             start: Its first token in the text.
-            tokens: The text.
-            ends: Of its documents.
             epoch: Of the source, from 0.
         """
         if not len(row):

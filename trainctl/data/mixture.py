@@ -9,8 +9,8 @@ from fractions import Fraction
 from functools import partial
 
 from trainctl.config.schema import RunConfig, SourceConfig
-from trainctl.data.legs import samples_of
 from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.data.source_sampler import samples_of
 from trainctl.errors import Finding, Severity
 from trainctl.plan.mixture import (
     DataStage,
@@ -33,34 +33,26 @@ SHORT, OFF, LEFT_OUT, REPEATED = "TC345", "TC346", "TC347", "TC411"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How long a source is.
-
-    Attributes:
-        tokens: Length of its training text.
-        is_estimate: Whether it is guessed from the size of its files, which nobody has tokenized.
-    """
+    """How long a source is."""
 
     tokens: int
+    """Length of its training text."""
     is_estimate: bool = False
+    """Whether it is guessed from the size of its files, which nobody has tokenized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceUse:
-    """What is seen of a source in a stage, or in the whole run.
-
-    Attributes:
-        tokens: Drawn.
-        samples: Drawn.
-        share: Part of all tokens of the stage or run.
-        epochs: Passes over its training text.
-        unseen: Tokens of its text that come in no sample; only of the whole run.
-    """
+    """What is seen of a source in a stage, or in the whole run."""
 
     tokens: int
     samples: int
     share: float
+    """Part of all tokens of the stage or run."""
     epochs: float
+    """Passes over its training text."""
     unseen: int | None = None
+    """Tokens of its text that come in no sample; only of the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,26 +71,22 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    """What a run will see.
-
-    Attributes:
-        stages: One after the other.
-        run: All of it, by source, those that are never drawn from among them.
-        counts: How long each source is.
-        problems: What a source cannot give, and what will not be as it was asked for.
-    """
+    """What a run will see."""
 
     stages: tuple[StageUse, ...]
+    """One after the other."""
     run: Mapping[str, SourceUse]
+    """All of it, by source, those that are never drawn from among them."""
     counts: Mapping[str, Count]
+    """How long each source is."""
     problems: tuple[Finding, ...]
+    """What a source cannot give, and what will not be as it was asked for."""
 
 
 def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
-    """The order of a run's samples.
+    """Return the order of a run's samples.
 
     Args:
-        plan: Of the run.
         tokens: Of each source's training text, by name.
 
     Raises:
@@ -130,7 +118,6 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
     """What a run will see of its sources.
 
     Args:
-        plan: Of the run.
         counts: How long each source is, by name.
     """
     stages = stages_of_plan(plan)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.legs import SHARD_TOKENS, Leg, located, samples_of, source_key
 from trainctl.data.permutation import Integers, key_of, permute
-from trainctl.data.turns import Turns, quotas_of, turns_of
+from trainctl.data.source_sampler import SHARD_TOKENS, Leg, located, samples_of, source_key
+from trainctl.data.source_turns import Turns, quotas_of, turns_of
 
 _DEALT = -2
 """In place of a source's name: how a batch is dealt to its ranks."""
@@ -27,49 +27,40 @@ _DEALT = -2
 
 @dataclass(frozen=True, slots=True)
 class OrderedSource:
-    """What the order knows of a source.
-
-    Attributes:
-        name: Its permutations follow from it, so that sources may come and go beside it.
-        tokens: Length of its training text.
-        window: Shards that are shuffled together; None shuffles the whole text.
-    """
+    """What the order knows of a source."""
 
     name: str
+    """Its permutations follow from it, so that sources may come and go beside it."""
     tokens: int
+    """Length of its training text."""
     window: int | None = None
+    """Shards that are shuffled together; None shuffles the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedStage:
-    """Samples of one mixture and one length.
-
-    Attributes:
-        first: Counter of its first sample.
-        length: Tokens of a sample.
-        weights: Shares of the tokens, by name of the source, above 0 and of any sum.
-    """
+    """Samples of one mixture and one length."""
 
     first: int
+    """Counter of its first sample."""
     length: int
+    """Tokens of a sample."""
     weights: Mapping[str, Fraction]
+    """Shares of the tokens, by name of the source, above 0 and of any sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What counters stand for: each an array of their shape.
-
-    Attributes:
-        stage: Number of the stage.
-        source: Number of the source, in the order of `Order.names`.
-        epoch: Number of the epoch of its source, from 0.
-        index: Place in its source, in samples of that length: its tokens begin at index x length.
-    """
+    """What counters stand for: each an array of their shape."""
 
     stage: Integers
+    """Number of the stage."""
     source: Integers
+    """Number of the source, in the order of `Order.names`."""
     epoch: Integers
+    """Number of the epoch of its source, from 0."""
     index: Integers
+    """Place in its source, in samples of that length: its tokens begin at index x length."""
 
 
 class Seen(NamedTuple):
@@ -162,7 +153,7 @@ class Order:
         )
 
     def dealt(self, first: int, size: int) -> Integers:
-        """The counters of a batch in the order in which it is dealt to the ranks.
+        """Return the counters of a batch in the order in which it is dealt to the ranks.
 
         Turns are regular: of a 1:1 mixture every second sample would be of the same source, and so
         all of a rank's. With one source the order stays: it is at random, or the text's own.
@@ -188,12 +179,10 @@ class Order:
         return total
 
     def when(self, source: str, token: int, until: int) -> list[Seen]:
-        """The samples before a counter that a token of a source is in: the inverse of `at`.
+        """Return the samples before a counter that a token of a source is in: the inverse of `at`.
 
         Args:
-            source: Its name.
             token: Position in the source's training text.
-            until: A counter.
         """
         number = self.names.index(source)
         ends = [*(stage.first for stage in self.stages[1:]), until]

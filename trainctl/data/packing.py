@@ -18,39 +18,33 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.marks import LearntTokens
+from trainctl.data.loss_marks import LearntTokens
 
 Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What is packed, in the order of the text.
-
-    Attributes:
-        starts: First token of each piece, in the text.
-        lengths: Its tokens, from one to a sample's.
-    """
+    """What is packed, in the order of the text."""
 
     starts: Array
+    """First token of each piece, in the text."""
     lengths: Array
+    """Its tokens, from one to a sample's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Which pieces a sample has.
-
-    Attributes:
-        starts: First token of each piece in the text, bin after bin.
-        lengths: Tokens of each.
-        firsts: Number of each bin's first piece; one more is the end of the last.
-        counts: How many conversations were packed, cut and left out; empty of other texts.
-    """
+    """Which pieces a sample has."""
 
     starts: Array
+    """First token of each piece in the text, bin after bin."""
     lengths: Array
+    """Tokens of each."""
     firsts: Array
+    """Number of each bin's first piece; one more is the end of the last."""
     counts: Mapping[str, int] = field(default_factory=dict)
+    """How many conversations were packed, cut and left out; empty of other texts."""
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
@@ -61,7 +55,7 @@ class Bins:
         return self.starts[place].tolist(), self.lengths[place].tolist()
 
     def bin_of(self, token: int) -> int | None:
-        """The bin that has a token of the text: all pieces are looked through.
+        """Return the bin that has a token of the text: all pieces are looked through.
 
         None has one of a conversation that was left out, or of what was cut off.
         """
@@ -76,7 +70,6 @@ def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
 
     Args:
         ends: Of the documents, one past the last token of each; empty ones have no piece.
-        length: Of a sample.
     """
     ends = ends.astype(np.int64)
     begins = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
@@ -88,28 +81,24 @@ def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Conversations that are packed, and those that are not.
-
-    Attributes:
-        pieces: One of each that stays, its beginning where it is too long.
-        counts: How many there are, and why others are not as they were, by reason.
-    """
+    """Conversations that are packed, and those that are not."""
 
     pieces: Pieces
+    """One of each that stays, its beginning where it is too long."""
     counts: dict[str, int]
+    """How many there are, and why others are not as they were, by reason."""
 
 
 def conversations_of(
     ends: npt.NDArray[np.integer], length: int, learnt: LearntTokens, *, cuts: bool
 ) -> Conversations:
-    """Each conversation in one piece; those that are too long are cut or left out.
+    """Return each conversation in one piece; those that are too long are cut or left out.
 
     One that is cut is left out too if nothing of what is left is learnt; so is one that its
     template could not write, which has no token.
 
     Args:
         ends: One past the last token of each.
-        length: Of a sample.
         learnt: Which tokens are learnt, by slices.
         cuts: Whether the beginning of those that are too long stays.
     """
@@ -131,18 +120,13 @@ def conversations_of(
 
 
 def each_alone(pieces: Pieces) -> Bins:
-    """A bin of its own for every piece, in the order of the text."""
+    """Return a bin of its own for every piece, in the order of the text."""
     firsts = np.arange(len(pieces.starts) + 1, dtype=np.int64)
     return Bins(pieces.starts, pieces.lengths, firsts)
 
 
 def pack(pieces: Pieces, length: int) -> Bins:
-    """Best-fit decreasing: a function of the lengths alone, in the time of a sort.
-
-    Args:
-        pieces: What is packed.
-        length: Of a bin.
-    """
+    """Best-fit decreasing: a function of the lengths alone, in the time of a sort."""
     order = np.argsort(-pieces.lengths, kind="stable")
     bin_of = np.empty(len(order), dtype=np.int64)
     placed = count = 0
@@ -188,7 +172,7 @@ class _Rooms:
             self._bins[room].append(bins)
 
     def least(self, size: int) -> int:
-        """The least room of a bin with at least so much; 0 where none has it."""
+        """Return the least room of a bin with at least so much; 0 where none has it."""
         place = bisect_left(self._rooms, size)
         return self._rooms[place] if place < len(self._rooms) else 0
 

@@ -40,55 +40,44 @@ _NOTHING = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a document of a part came from.
-
-    Attributes:
-        piece: Number of the piece in its task.
-        line: Its line in that piece, from 1; 0 where the file is the document.
-    """
+    """Where a document of a part came from."""
 
     piece: int
+    """Number of the piece in its task."""
     line: int
+    """Its line in that piece, from 1; 0 where the file is the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceFacts:
-    """What is kept of a piece beside its documents.
-
-    Attributes:
-        lines: Line feeds in it: how far the lines of the next piece of the same file are.
-        replaced: Its documents in which something is replaced.
-        skipped: Those left out.
-        examples: Places of such, each after the file's path.
-    """
+    """What is kept of a piece beside its documents."""
 
     lines: int = 0
+    """Line feeds in it: how far the lines of the next piece of the same file are."""
     replaced: int = 0
+    """Its documents in which something is replaced."""
     skipped: int = 0
     examples: tuple[str, ...] = ()
+    """Places of such, each after the file's path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `part.json` says.
-
-    Attributes:
-        folder: Where its files are.
-        dtype: numpy name of the ids' type.
-        tokens: Their number.
-        documents: Likewise.
-        text_bytes: Length of its documents in UTF-8.
-        files: Bytes and CRC-32 of each file.
-        pieces: One for each of its task.
-    """
+    """What `part.json` says."""
 
     folder: Path
+    """Where its files are."""
     dtype: str
+    """numpy name of the ids' type."""
     tokens: int
+    """Their number."""
     documents: int
     text_bytes: int
+    """Length of its documents in UTF-8."""
     files: dict[str, tuple[int, int]]
+    """Bytes and CRC-32 of each file."""
     pieces: tuple[PieceFacts, ...]
+    """One for each of its task."""
 
     @classmethod
     def load(cls, folder: Path) -> Part:
@@ -123,7 +112,7 @@ class Part:
         return self._read("hash.bin", "u1").reshape(-1, HASH_BYTES)
 
     def _read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
-        """An array of the part.
+        """Return an array of the part.
 
         Raises:
             DamagedPart: It is not what was written.
@@ -164,7 +153,6 @@ def write_part(
 
     Args:
         folder: To make; it gets its final name by who calls.
-        tokenizer: Gives the ids.
         documents: Each with where it came from.
         pieces: What is kept of them, asked when the documents have ended.
         progress: Called after each document with the length of its text.

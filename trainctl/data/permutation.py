@@ -38,7 +38,7 @@ def unpermute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) ->
 
 
 def mix(value: npt.ArrayLike) -> Words:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -47,7 +47,7 @@ def mix(value: npt.ArrayLike) -> Words:
 
 
 def key_of(key: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
-    """A key made of another and of numbers; each change of one gives another key."""
+    """Return a key made of another and of numbers; each change of one gives another key."""
     made = np.asarray(key, dtype=np.uint64)
     for part in parts:
         made = mix(made ^ mix(np.asarray(part, dtype=np.int64).astype(np.uint64)))
@@ -72,7 +72,7 @@ def _walk(
 
 
 def _feistel(values: Words, half_bits: Words, key: Words, *, backward: bool) -> Words:
-    """One walk; backward the rounds come in the reverse order with the halves exchanged."""
+    """Return one walk; backward the rounds come in the reverse order with the halves exchanged."""
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left: Words = values >> half_bits
     right: Words = values & mask
@@ -93,7 +93,7 @@ def _half_bits(sizes: Words) -> Words:
 
 
 def _one_or_each(value: npt.ArrayLike, like: Integers) -> Words:
-    """One number where it is the same for all, which is much less work; else one of each."""
+    """Return one number where it is the same for all, which is much less work; else one of each."""
     array: Words = np.asarray(value).astype(np.uint64)
     if array.ndim == 0:
         return array

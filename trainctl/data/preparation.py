@@ -40,8 +40,6 @@ def do_tasks(
     """Have every task done; what is done already is left alone.
 
     Args:
-        store: Whose.
-        tasks: Which.
         section: Of the tokenizer, for other processes to load; None does all in this one.
         workers: Processes; None is one for each core, as far as they are worth their start.
         show: Called with how far it has come.
@@ -91,7 +89,6 @@ def processes_for(tasks: Sequence[Task], workers: int | None) -> int:
     """Processes that are worth their start; 1 at least.
 
     Args:
-        tasks: That they do.
         workers: As many as are wanted; None is one for each core.
     """
     if workers is not None:

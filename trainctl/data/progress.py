@@ -11,21 +11,16 @@ TOKENIZING = "tokenizing"
 
 @dataclass(frozen=True, slots=True)
 class PreparationStanding:
-    """How far it has come.
-
-    Attributes:
-        documents: Tokenized so far.
-        size: Bytes of files that they were read from, about.
-        whole: Bytes of all files that were left to read when it began; 0 where nobody knows.
-        seconds: Since then.
-        doing: What is done, in words.
-    """
+    """How far it has come."""
 
     documents: int
     size: int = 0
+    """Bytes of files that they were read from, about."""
     whole: int = 0
+    """Bytes of all files that were left to read when it began; 0 where nobody knows."""
     seconds: float = 0.0
     doing: str = TOKENIZING
+    """What is done, in words."""
 
     @property
     def is_tokenizing(self) -> bool:
@@ -58,21 +53,17 @@ def unseen(standing: PreparationStanding) -> None:
 
 @dataclass(slots=True)
 class PreparationMeter:
-    """Counts what one process has done.
-
-    Attributes:
-        whole: Bytes of the files that are left.
-        show: Called after each document.
-        documents: Done.
-        size: Bytes of the tasks that are finished.
-        doing: What is done, in words.
-    """
+    """Counts what one process has done."""
 
     whole: int
+    """Bytes of the files that are left."""
     show: Progress
+    """Called after each document."""
     documents: int = 0
     size: int = 0
+    """Bytes of the tasks that are finished."""
     doing: str = TOKENIZING
+    """What is done, in words."""
     _of_task: int = 0
     _began: float = field(default_factory=time.monotonic)
 

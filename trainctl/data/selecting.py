@@ -35,8 +35,8 @@ from trainctl.data.preparation import processes_for
 from trainctl.data.progress import PreparationMeter, Progress, unseen
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.hashing import Bool
-from trainctl.data.quality.judge import judge
 from trainctl.data.quality.measure import PartToMeasure
+from trainctl.data.quality.pipeline import judge
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
 from trainctl.data.tasks import Task
@@ -49,34 +49,27 @@ DROPPED = "dropped.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A source whose tasks are done.
-
-    Attributes:
-        name: Its name; that of a corpus of one source is `data`.
-        config: Its section.
-        store: Where its tokens are.
-        tasks: All of it, in order.
-        files: Which are held out.
-    """
+    """A source whose tasks are done."""
 
     name: str
+    """Its name; that of a corpus of one source is `data`."""
     config: DataConfig
     store: Store
+    """Where its tokens are."""
     tasks: Sequence[Task]
+    """All of it, in order."""
     files: TextFiles
+    """Which are held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What stays of the sources.
-
-    Attributes:
-        keep: Which documents stay, by source and by the key of a task, [documents] each.
-        dropped: What `DROPPED` says, by source, as plain JSON.
-    """
+    """What stays of the sources."""
 
     keep: Mapping[str, Mapping[str, Bool]]
+    """Which documents stay, by source and by the key of a task, [documents] each."""
     dropped: Mapping[str, Mapping[str, Any]]
+    """What `DROPPED` says, by source, as plain JSON."""
 
 
 def identity_of_choice(
@@ -149,7 +142,6 @@ def choose(
     Args:
         whole: The `data` of the run: copies, precedence, held-out texts.
         sources: All of them; each has its own filters.
-        folder: Of the columns.
         workers: Processes; None is one for each core, as far as they are worth their start.
         show: Called with how far measuring has come.
 
@@ -210,7 +202,7 @@ def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object])
 
 
 def _entries(section: Mapping[str, Any], task: Mapping[str, Any]) -> Iterator[Entry]:
-    """The documents of a task, numbered as they are in its part."""
+    """Yield the documents of a task, numbered as they are in its part."""
     documents = read_documents(Task.from_plain(dict(task)), read_section(section))
     for number, (_, text) in enumerate(documents):
         yield Entry(number, text)
@@ -243,7 +235,7 @@ def _held_out_texts(
     task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
     fixed: Mapping[tuple[str, str], Bool],
 ) -> Iterator[Entry]:
-    """The texts that are looked for, numbered through."""
+    """Yield the texts that are looked for, numbered through."""
     number = 0
     for section in held_out_sections(whole):
         for document in Reader(section).documents(split_files(section).train):
@@ -317,7 +309,7 @@ def _examples(
     name: str,
     task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
 ) -> dict[str, Any]:
-    """The examples of a source, and where their texts are."""
+    """Return the examples of a source, and where their texts are."""
     of = selection.examples.get(name, {})
     every = [each for some in of.values() for each in some]
     named = {(each.source, each.part) for each in every}

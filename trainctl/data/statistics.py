@@ -25,48 +25,40 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """What is looked at of a source.
-
-    Attributes:
-        tokens: Ids that are trained on.
-        ends: Tokens up to the end of each document, (documents,).
-        held_out_documents: Number of documents that are held out.
-        held_out_tokens: Theirs.
-    """
+    """What is looked at of a source."""
 
     tokens: Tokens
+    """Ids that are trained on."""
     ends: npt.NDArray[np.uint64]
+    """Tokens up to the end of each document, (documents,)."""
     held_out_documents: int
+    """Number of documents that are held out."""
     held_out_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStatistics:
-    """What is trained on of a source.
-
-    Attributes:
-        documents: Their number.
-        tokens: Theirs, with the ends of documents.
-        held_out_documents: Number of those that are held out.
-        held_out_tokens: Theirs.
-        bytes_per_token: Bytes of text in UTF-8, by documents all over the source; None without any.
-        mean_length: Tokens of a document.
-        percentiles: Length that so many of a hundred documents have at most, in tokens.
-        longest: Tokens of the longest document.
-        lengths: Documents of up to so many tokens, a power of two, and more than half as many.
-        copies: Documents with the same tokens as an earlier one, of this source or of one before.
-    """
+    """What is trained on of a source."""
 
     documents: int
+    """Their number."""
     tokens: int
+    """Theirs, with the ends of documents."""
     held_out_documents: int
+    """Number of those that are held out."""
     held_out_tokens: int
     bytes_per_token: float | None
+    """Bytes of text in UTF-8, by documents all over the source; None without any."""
     mean_length: float
+    """Tokens of a document."""
     percentiles: Mapping[int, int]
+    """Length that so many of a hundred documents have at most, in tokens."""
     longest: int
+    """Tokens of the longest document."""
     lengths: Mapping[int, int]
+    """Documents of up to so many tokens, a power of two, and more than half as many."""
     copies: int
+    """Documents with the same tokens as an earlier one, of this source or of one before."""
 
 
 def statistics_of(

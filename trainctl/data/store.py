@@ -26,7 +26,6 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import digest_of, order
 from trainctl.config.text.remote import File, RemoteFile
-from trainctl.data.claims import Claims
 from trainctl.data.encoding import Encoder
 from trainctl.data.part import (
     DamagedPart,
@@ -37,6 +36,7 @@ from trainctl.data.part import (
     write_part,
     writing,
 )
+from trainctl.data.task_claims import Claims
 from trainctl.data.tasks import FilePiece, Task, tasks_of
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
@@ -48,26 +48,22 @@ _BLOCK = 1 << 20
 
 @dataclass
 class Store:
-    """One store, as one process works on it.
-
-    Attributes:
-        folder: Where it is.
-        config: How its source reads, and what is done with bad text.
-        tokenizer: Its tokenizer.
-        claims: Who is at which task.
-    """
+    """One store, as one process works on it."""
 
     folder: Path
     config: DataConfig
+    """How its source reads, and what is done with bad text."""
     tokenizer: Encoder
     claims: Claims = field(init=False)
+    """Who is at which task."""
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.folder / "claims")
 
     @classmethod
     def of(cls, cache: Path, config: DataConfig, tokenizer: Encoder) -> Store:
-        """The store of a source and a tokenizer, in a folder of caches; made if it is not there.
+        """Return the store of a source and a tokenizer, in a folder of caches; made if it is not
+        there.
 
         Raises:
             TrainctlError: It cannot be written (exit code 4).
@@ -104,7 +100,7 @@ class Store:
         return content is not None and (self._part_folder(content) / "part.json").is_file()
 
     def part(self, task: Task) -> Part:
-        """The part of a task that is done.
+        """Return the part of a task that is done.
 
         Raises:
             DamagedPart: It is not there, or its manifest is not.
@@ -128,10 +124,6 @@ class Store:
         """Make the part of a task, unless its content has been tokenized before.
 
         Only who holds the claim does it; who has lost that to another does no harm.
-
-        Args:
-            task: Which.
-            progress: As `write_part`.
 
         Raises:
             TrainctlError: A file cannot be read, has bad text or has changed; or the store cannot
@@ -207,12 +199,13 @@ class Store:
 
 
 def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File]:
-    """All files of a corpus, so that each side's are in its own order: tasks know no sides."""
+    """Return all files of a corpus, so that each side's are in its own order: tasks know no
+    sides."""
     return sorted({*train, *held_out}, key=order) if held_out else list(train)
 
 
 def lines_before(piece: FilePiece) -> int:
-    """Lines of a file before one of its ranges; all that is before it is read."""
+    """Return lines of a file before one of its ranges; all that is before it is read."""
     found, left = 0, piece.start
     with piece.file.open("rb") as stream:
         while left > 0 and (block := stream.read(min(_BLOCK, left))):
@@ -226,7 +219,6 @@ def in_file(text: str, piece: FilePiece, before: int) -> str:
 
     Args:
         text: With the line of its range.
-        piece: The range.
         before: Lines of the file before it.
     """
     match = re.match(rf"((?:{re.escape(str(piece.file))})?:)(\d+)(?!\d)", text)
@@ -234,11 +226,7 @@ def in_file(text: str, piece: FilePiece, before: int) -> str:
 
 
 def read_documents(task: Task, config: DataConfig) -> Iterator[tuple[Origin, str]]:
-    """The documents of a task once more, as they are in its part.
-
-    Args:
-        task: Which.
-        config: Of its source.
+    """Yield the documents of a task once more, as they are in its part.
 
     Raises:
         TrainctlError: A file cannot be read, or has changed since.
@@ -268,7 +256,8 @@ def _facts(piece: FilePiece, reader: Reader, lines: int) -> PieceFacts:
 
 
 def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
-    """A digest of the bytes that a task reads, and how many lines to count on for each piece.
+    """Return a digest of the bytes that a task reads, and how many lines to count on for each
+    piece.
 
     The names are of it, as a source goes by a file's ending; the folders are not. So is where a
     range begins, unless lines are counted from there; but a byte order mark has to come first.
@@ -304,7 +293,7 @@ def _lines_in(piece: FilePiece) -> int:
 
 
 def _blocks(piece: FilePiece) -> Iterator[bytes]:
-    """The bytes of a piece."""
+    """Yield the bytes of a piece."""
     left = piece.size if piece.end is None else piece.end - piece.start
     with piece.file.open("rb") as stream:
         stream.seek(piece.start)

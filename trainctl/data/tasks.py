@@ -27,21 +27,18 @@ numbers are the source's own."""
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A file, or a range of it.
-
-    Attributes:
-        file: Absolute, or of a URL.
-        size: Length of the file in bytes.
-        version: When the file was modified, in nanoseconds; of a URL what its server calls it.
-        start: First of the range, in the source's own units; 0 for a whole file.
-        end: One past its last; None for a whole file.
-    """
+    """A file, or a range of it."""
 
     file: File
+    """Absolute, or of a URL."""
     size: int
+    """Length of the file in bytes."""
     version: str
+    """When the file was modified, in nanoseconds; of a URL what its server calls it."""
     start: int = 0
+    """First of the range, in the source's own units; 0 for a whole file."""
     end: int | None = None
+    """One past its last; None for a whole file."""
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -60,17 +57,14 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is tokenized by one process at a time, and is there whole or not at all.
-
-    Attributes:
-        pieces: What it reads, in order.
-        size: Bytes that it reads, about.
-        key: Names it in a store: other files, or files that have changed, are other tasks.
-    """
+    """What is tokenized by one process at a time, and is there whole or not at all."""
 
     pieces: tuple[FilePiece, ...]
+    """What it reads, in order."""
     size: int
+    """Bytes that it reads, about."""
     key: str = field(init=False)
+    """Names it in a store: other files, or files that have changed, are other tasks."""
 
     def __post_init__(self) -> None:
         text = json.dumps([piece.to_plain() for piece in self.pieces])
@@ -87,10 +81,9 @@ class Task:
 
 
 def tasks_of(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
-    """The tasks that read all documents of files, in their order.
+    """Return the tasks that read all documents of files, in their order.
 
     Args:
-        files: In order.
         ranges: Of their source, which divides what is larger than a task; None divides no file.
 
     Raises:
@@ -123,7 +116,7 @@ def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
 
 
 def _of(file: File, start: int = 0, end: int | None = None) -> FilePiece:
-    """A file, or a range of it, as it is now."""
+    """Return a file, or a range of it, as it is now."""
     if isinstance(file, RemoteFile):
         return FilePiece(file, file.size, file.version, start, end)
     status = file.stat()
@@ -137,5 +130,6 @@ def _piece(name: str, size: int, version: str, start: int, end: int | None) -> F
 
 
 def _ends_a_group(file: File) -> bool:
-    """One file in `_FEWEST`, by its name: where it does, the groups after it are as they were."""
+    """Return one file in `_FEWEST`, by its name: where it does, the groups after it are as they
+    were."""
     return int(digest_of(file.name)[:8], 16) % _FEWEST == 0

@@ -54,22 +54,18 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A file of ids.
-
-    Attributes:
-        file: The ids' file.
-        ids: All of them, mapped, shape (tokens,).
-        ends: Where each document ends, one past its last id, ascending, shape (documents,); None
-            where no index tells.
-        tokenizer: Its name, if the file's maker has left it; else empty.
-        offset: Bytes of the file before the first id.
-    """
+    """A file of ids."""
 
     file: Path
     ids: Ids
+    """All of them, mapped, shape (tokens,)."""
     ends: Ends | None
+    """Where each document ends, one past its last id, ascending, shape (documents,); None where no
+    index tells."""
     tokenizer: str = ""
+    """Its name, if the file's maker has left it; else empty."""
     offset: int = 0
+    """Bytes of the file before the first id."""
 
     def problems(
         self, vocab_size: int, end_of_document: int | None, *, whole: bool = False
@@ -107,12 +103,12 @@ class Tokenized:
 
 
 def open_of(section: Any, file: Path) -> Tokenized:
-    """A file of a source of `options.data.tokens`; errors as `open_tokenized`."""
+    """Return a file of a source of `options.data.tokens`; errors as `open_tokenized`."""
     return open_tokenized(file, section.id_type.value if section.id_type else None)
 
 
 def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
-    """A file of ids with its index, which is found by the names that its maker gives.
+    """Return a file of ids with its index, which is found by the names that its maker gives.
 
     Args:
         file: Of Megatron the `.bin`, of datatrove the `.ds`; else any array.
@@ -146,7 +142,6 @@ def ends_by_id(ids: Ids, end_of_document: int) -> Ends:
 
     Args:
         ids: Shape (tokens,). All are read, in order.
-        end_of_document: The id.
     """
     found = [
         np.flatnonzero(ids[start : start + _CHUNK] == end_of_document) + start + 1
@@ -267,7 +262,7 @@ def _given(file: Path, dtype: str | None) -> str:
 
 
 def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
-    """A file's ids; the kernel is told that they are read here and there, not in order.
+    """Return a file's ids; the kernel is told that they are read here and there, not in order.
 
     Args:
         file: Of ids alone, after what comes first.

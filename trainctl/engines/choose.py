@@ -8,7 +8,7 @@ from trainctl.plan.types import RunPlan
 
 
 def engine_room(plan: RunPlan) -> Room:
-    """The engine that a plan names; its package is loaded now.
+    """Return the engine that a plan names; its package is loaded now.
 
     Raises:
         TrainctlError: The package that brings it, or one that it needs, is not installed here.

@@ -23,14 +23,14 @@ def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Findin
     """What a run of the configuration needs and the installed packages have otherwise.
 
     Args:
-        config: The configuration.
         at: The processes that are asked about.
     """
     return [finding for table in TABLES for finding in table.differences(config, at)]
 
 
 def examine(config: RunConfig) -> list[Examined]:
-    """A check for each of the packages, of what a run of the configuration uses of its inside."""
+    """Return a check for each of the packages, of what a run of the configuration uses of its
+    inside."""
     examined = []
     for table in TABLES:
         needed = table.needed(config, TRAINING) if table.is_installed else []
@@ -43,7 +43,7 @@ def examine(config: RunConfig) -> list[Examined]:
 
 
 def listed(config: RunConfig) -> list[dict[str, Any]]:
-    """Every entry of every table, as a JSON object, with what is installed."""
+    """Return every entry of every table, as a JSON object, with what is installed."""
     return [
         {
             "package": table.package,

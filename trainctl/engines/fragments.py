@@ -19,28 +19,25 @@ from trainctl.engines.shards import ParameterPiece, Shard
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A range of one parameter (of this rank's shard) inside one of the optimizer's tensors.
-
-    Attributes:
-        name: Canonical name of the parameter.
-        start: First element, in this rank's shard of the parameter, flattened.
-        numel: Number of elements.
-        tensor: Index of the optimizer's tensor on this rank.
-        offset: First element in that tensor, flattened.
-        owned: Whether this rank is the one that saves it.
-        shard: The part of the parameter that this rank has; None means all of it.
-        columns: If not 0, the range is a block of that many columns of a matrix, and lies
-            transposed in the optimizer's tensor.
-    """
+    """A range of one parameter (of this rank's shard) inside one of the optimizer's tensors."""
 
     name: str
+    """Canonical name of the parameter."""
     start: int
+    """First element, in this rank's shard of the parameter, flattened."""
     numel: int
+    """Number of elements."""
     tensor: int
+    """Index of the optimizer's tensor on this rank."""
     offset: int
+    """First element in that tensor, flattened."""
     owned: bool
+    """Whether this rank is the one that saves it."""
     shard: Shard | None = None
+    """The part of the parameter that this rank has; None means all of it."""
     columns: int = 0
+    """If not 0, the range is a block of that many columns of a matrix, and lies transposed in the
+    optimizer's tensor."""
 
     @classmethod
     def of_piece(
@@ -53,10 +50,9 @@ class Fragment:
         *,
         dealt: bool = True,
     ) -> Fragment:
-        """A range of what this rank has of a parameter.
+        """Return a range of what this rank has of a parameter.
 
         Args:
-            piece: What it has.
             start: First element, in the piece, flattened.
             numel: Number of elements.
             tensor: Index of the optimizer's tensor.
@@ -74,19 +70,16 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where some elements of a gradient are in the whole parameter.
-
-    Attributes:
-        name: Canonical name of the parameter.
-        shard: The part of it that this rank has; None means all of it.
-        start: First element, in the flattened shard.
-        numel: Number of elements.
-    """
+    """Where some elements of a gradient are in the whole parameter."""
 
     name: str
+    """Canonical name of the parameter."""
     shard: Shard | None
+    """The part of it that this rank has; None means all of it."""
     start: int
+    """First element, in the flattened shard."""
     numel: int
+    """Number of elements."""
 
     def indices(self, device: torch.device) -> torch.Tensor:
         """Index of each element in the whole, flattened parameter, (numel,)."""
@@ -103,7 +96,6 @@ def cut(
     """Something of the geometry of an optimizer's tensor by fragments.
 
     Args:
-        fragments: Of the tensor.
         parts: Flat tensors that follow each other, from the tensor's first element on.
 
     Yields:
@@ -121,7 +113,8 @@ def cut(
 
 
 def of_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
-    """A range of a transposed matrix: the end of a column, whole columns, the start of one."""
+    """Yield a range of a transposed matrix: the end of a column, whole columns, the start of
+    one."""
     if len(shape) < 2:
         yield fragment
         return

@@ -15,16 +15,12 @@ from trainctl.plan.types import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """This rank among those that differ from it in one coordinate (or two) only.
-
-    Attributes:
-        index: Its place among them.
-        ranks: Their global ranks, in order.
-        group: Their process group.
-    """
+    """This rank among those that differ from it in one coordinate (or two) only."""
 
     index: int
+    """Its place among them."""
     ranks: tuple[int, ...]
+    """Their global ranks, in order."""
     group: dist.ProcessGroup
 
     @property
@@ -42,25 +38,22 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMesh:
-    """This rank on each axis of the plan's mesh.
-
-    Attributes:
-        data: Ranks with the same parameters and other samples.
-        sequence: Ranks with the same parameters and another part of the same samples.
-        tensor: Ranks with another shard of the same matrices.
-        pipeline: Ranks with other blocks.
-        replicas: data and sequence together: over these ZeRO partitions and gradients are averaged.
-        expert: Ranks next to each other on the data axis, each with other experts of every layer.
-        expert_replicas: Those of the replicas that have the same experts.
-    """
+    """This rank on each axis of the plan's mesh."""
 
     data: Axis
+    """Ranks with the same parameters and other samples."""
     sequence: Axis
+    """Ranks with the same parameters and another part of the same samples."""
     tensor: Axis
+    """Ranks with another shard of the same matrices."""
     pipeline: Axis
+    """Ranks with other blocks."""
     replicas: Axis
+    """data and sequence together: over these ZeRO partitions and gradients are averaged."""
     expert: Axis
+    """Ranks next to each other on the data axis, each with other experts of every layer."""
     expert_replicas: Axis
+    """Those of the replicas that have the same experts."""
 
     @property
     def is_data_only(self) -> bool:

@@ -14,32 +14,29 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass of one data-parallel rank sees; every tensor is (samples, length).
-
-    Attributes:
-        input_ids: Token ids.
-        labels: The next token at each position (already shifted), or IGNORED_LABEL.
-        position_ids: Position in the sample, or in its document with `data.mask_documents`.
-        document_ids: Number of the document within the sample, from 0: its boundaries.
-        sample_ids: Index of each sample in the dataset, shape (samples,).
-        is_masked: Whether attention keeps to the documents, as the positions tell the model.
-        is_paired: Whether each sample is a pair of answers: its first two documents.
-        reference: Log-probabilities of these two before the first step, (samples, 2), fp32; None
-            where nothing asks for them.
-    """
+    """What one forward pass of one data-parallel rank sees; every tensor is (samples, length)."""
 
     input_ids: torch.Tensor
+    """Token ids."""
     labels: torch.Tensor
+    """The next token at each position (already shifted), or IGNORED_LABEL."""
     position_ids: torch.Tensor
+    """Position in the sample, or in its document with `data.mask_documents`."""
     document_ids: torch.Tensor
+    """Number of the document within the sample, from 0: its boundaries."""
     sample_ids: torch.Tensor
+    """Index of each sample in the dataset, shape (samples,)."""
     is_masked: bool = False
+    """Whether attention keeps to the documents, as the positions tell the model."""
     is_paired: bool = False
+    """Whether each sample is a pair of answers: its first two documents."""
     reference: torch.Tensor | None = None
+    """Log-probabilities of these two before the first step, (samples, 2), fp32; None where nothing
+    asks for them."""
 
     @classmethod
     def of_context(cls, ids: list[int], *, samples: int = 1) -> MicroBatch:
-        """The same token ids in each sample, without labels: to see what comes next."""
+        """Return the same token ids in each sample, without labels: to see what comes next."""
         inputs = torch.tensor([ids]).repeat(samples, 1)
         return cls(
             input_ids=inputs,
@@ -50,7 +47,7 @@ class MicroBatch:
         )
 
     def part(self, index: int, count: int) -> MicroBatch:
-        """One of `count` equal parts of every sequence."""
+        """Return one of `count` equal parts of every sequence."""
         if count == 1:
             return self
         return replace(
@@ -62,7 +59,7 @@ class MicroBatch:
         )
 
     def pinned(self) -> MicroBatch:
-        """The same in pinned memory, from which a GPU is given it while it computes."""
+        """Return the same in pinned memory, from which a GPU is given it while it computes."""
         return replace(
             self,
             **{
@@ -84,7 +81,6 @@ class MicroBatch:
         pass, and turn them for each sample rather than once. Those of a part do not begin at 0.
 
         Args:
-            device: Of the tensors.
             part: Index and number of the part of every sequence that is wanted.
             flash_attention: Whether the model's attention is FlashAttention, which sees the whole.
         """
@@ -124,7 +120,6 @@ def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str,
 
     Args:
         positions: Of each token in its document, (samples, length).
-        device: Of the tensors.
     """
     begins = (positions.flatten() == 0).nonzero().flatten()
     bounds = F.pad(begins, (0, 1), value=positions.numel()).int()

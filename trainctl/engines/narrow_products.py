@@ -33,7 +33,6 @@ def widen_narrow_products(section: PrecisionConfig, device: torch.device) -> Non
     """Widen them from now on in this process, if it computes on such a processor in such a format.
 
     Args:
-        section: Names the format.
         device: Where the model is.
     """
     narrow = precision_of(section).format.value

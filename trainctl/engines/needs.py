@@ -21,15 +21,12 @@ from trainctl.plan.mixture import sources_of
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The configurations that need something.
-
-    Attributes:
-        key: Configuration key that decides; empty for all of them.
-        holds: Whether one does.
-    """
+    """The configurations that need something."""
 
     key: str
+    """Configuration key that decides; empty for all of them."""
     holds: Callable[[RunConfig], bool]
+    """Whether one does."""
 
 
 ALWAYS = Need("", lambda config: True)

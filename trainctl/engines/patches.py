@@ -51,35 +51,32 @@ class At(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One definition in another package; exactly one of `signature`, `body` and `contains` is set.
-
-    Attributes:
-        target: Module and name, such as ``package.module:Class.method``.
-        how: What is done with it.
-        why: The reason, in a sentence.
-        signature: Its parameters and their defaults, where it is called or replaced.
-        body: Digest of what it does, where that is what trainctl's code relies on.
-        contains: A statement or expression in it.
-        names: As trainctl's code writes them, where that is not the last part of the target.
-        at: Which processes need it.
-        need: Which configurations do.
-        apply: The function that makes the change, for the whole process, at the start of a rank.
-        upstream: Address of the issue about it, if one is known.
-        fallback: What happens where it is another one; empty: nothing starts.
-    """
+    """One definition in another package; exactly one of `signature`, `body` and `contains` is
+    set."""
 
     target: str
+    """Module and name, such as ``package.module:Class.method``."""
     how: How
+    """What is done with it."""
     why: str
+    """The reason, in a sentence."""
     signature: str = ""
+    """Its parameters and their defaults, where it is called or replaced."""
     body: str = ""
+    """Digest of what it does, where that is what trainctl's code relies on."""
     contains: str = ""
+    """A statement or expression in it."""
     names: tuple[str, ...] = ()
+    """As trainctl's code writes them, where that is not the last part of the target."""
     at: At = At.rank
+    """Which processes need it."""
     need: Need = ALWAYS
     apply: str = ""
+    """The function that makes the change, for the whole process, at the start of a rank."""
     upstream: str = ""
+    """Address of the issue about it, if one is known."""
     fallback: str = ""
+    """What happens where it is another one; empty: nothing starts."""
 
     @property
     def name(self) -> str:
@@ -94,7 +91,8 @@ class Use:
 
 @cache
 def difference(use: Use) -> str:
-    """How the installed definition differs from the one that is known; empty if it does not."""
+    """Return how the installed definition differs from the one that is known; empty if it does
+    not."""
     found = source.definition(use.target)
     if found is None:
         return "is not there"
@@ -111,19 +109,16 @@ def difference(use: Use) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All uses of one package.
-
-    Attributes:
-        package: As it is installed and imported.
-        read_in: Versions whose code has been read.
-        uses: What is used of it.
-        need: Which configurations use it at all.
-    """
+    """All uses of one package."""
 
     package: str
+    """As it is installed and imported."""
     read_in: tuple[str, ...]
+    """Versions whose code has been read."""
     uses: tuple[Use, ...]
+    """What is used of it."""
     need: Need = ALWAYS
+    """Which configurations use it at all."""
 
     @property
     def version(self) -> str | None:
@@ -139,7 +134,7 @@ class Table:
         return source.package_folder(self.package) is not None
 
     def is_needed(self, use: Use, config: RunConfig) -> bool:
-        """One of the uses, by a run of the configuration."""
+        """Return one of the uses, by a run of the configuration."""
         return self.need.holds(config) and use.is_needed(config)
 
     def needed(self, config: RunConfig, at: Collection[At]) -> list[Use]:
@@ -179,7 +174,8 @@ class Table:
 
 
 def _foreign_origin(target: str) -> str:
-    """The file of a function that is neither of its own package nor of those that it works with."""
+    """Return the file of a function that is neither of its own package nor of those that it works
+    with."""
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -198,7 +194,7 @@ def _folders() -> list[Path]:
 
 
 def load(reference: str) -> Callable[[], None]:
-    """A function by ``module:name``."""
+    """Return a function by ``module:name``."""
     module, _, name = reference.partition(":")
     loaded: ModuleType = importlib.import_module(module)
     function: Callable[[], None] = getattr(loaded, name)

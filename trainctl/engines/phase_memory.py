@@ -45,7 +45,7 @@ class PhaseMemory:
             self.peaks[name] = max(self.peaks.get(name, 0), self._peak())
 
     def take(self) -> int:
-        """The peak since the last call, in whatever part: of a step."""
+        """Return the peak since the last call, in whatever part: of a step."""
         self._reset()
         peak, self._since = self._since, 0
         return peak

@@ -17,29 +17,26 @@ from trainctl.runs.processes import STORE_VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """This rank.
-
-    Attributes:
-        rank: Its number in the world.
-        world_size: Ranks of the run.
-        device: Device of this rank's tensors.
-        control: A gloo group of all ranks for decisions and small host data, so that these never
-            wait behind, or need memory on, the device.
-        timeout: Limit of a collective.
-    """
+    """This rank."""
 
     rank: int
+    """Its number in the world."""
     world_size: int
+    """Ranks of the run."""
     device: torch.device
+    """Device of this rank's tensors."""
     control: dist.ProcessGroup
+    """A gloo group of all ranks for decisions and small host data, so that these never wait behind,
+    or need memory on, the device."""
     timeout: timedelta
+    """Limit of a collective."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks, in double precision."""
+        """Return each value summed over all ranks, in double precision."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.control)
         return tensor.tolist()
@@ -49,13 +46,13 @@ class Process:
         return self.sum(float(flag))[0] > 0
 
     def gather(self, value: Any) -> list[Any]:
-        """A small value of each rank, by rank: the same list on all."""
+        """Return a small value of each rank, by rank: the same list on all."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's value, on all ranks."""
+        """Return the first rank's value, on all ranks."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
@@ -65,7 +62,8 @@ class Process:
         self.sum(0.0)
 
     def apart(self) -> Process:
-        """The same rank with a control group of its own, for another thread; on all ranks."""
+        """Return the same rank with a control group of its own, for another thread; on all
+        ranks."""
         return replace(self, control=dist.new_group(backend="gloo", timeout=self.timeout))
 
 

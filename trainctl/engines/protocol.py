@@ -43,32 +43,29 @@ that: the real parameter."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What an engine is built of.
-
-    Attributes:
-        plan: The plan of the run.
-        process: This rank.
-        mesh: Its place on the mesh.
-        module: What is trained, with its loss: `trainctl.train.loss.LanguageModel`, or on a
-            pipeline's rank `trainctl.train.pipeline.Stage`.
-        pieces: What this rank has of its parameters.
-        groups: The optimizer's parameter groups; a group's rate is `peak_lr` times a factor.
-        optimizer: The one that makes the update; None if the engine makes it by the plan.
-        tied: The weight that the two ends of a pipeline share, on these ends.
-        flash_attention: Whether attention is told where documents begin.
-        blocks: The decoder's, in order.
-    """
+    """What an engine is built of."""
 
     plan: RunPlan
+    """The plan of the run."""
     process: Process
+    """This rank."""
     mesh: ProcessMesh
+    """Its place on the mesh."""
     module: nn.Module
+    """What is trained, with its loss: `LanguageModel` of `train.objectives`; on a pipeline's rank
+    `trainctl.train.parallel.pipeline.Stage`."""
     pieces: Pieces
+    """What this rank has of its parameters."""
     groups: list[dict[str, Any]]
+    """The optimizer's parameter groups; a group's rate is `peak_lr` times a factor."""
     optimizer: Optimizer | None
+    """The one that makes the update; None if the engine makes it by the plan."""
     tied: nn.Parameter | None = None
+    """The weight that the two ends of a pipeline share, on these ends."""
     flash_attention: bool = False
+    """Whether attention is told where documents begin."""
     blocks: tuple[nn.Module, ...] = ()
+    """The decoder's, in order."""
 
 
 class LossScale(Protocol):
@@ -94,23 +91,23 @@ class States(ABC):
     """The optimizer's tensors on this rank, their states and gradients, by canonical names.
 
     Attributes:
-        optimizer: The one that makes the update.
-        tensors: Those that it updates, flat.
-        fragments: Which elements of which parameters lie where in them, and in their gradients.
         are_partitioned: Whether each replica has another part of the parameters.
-        show_gradients: Whether the gradients of a step can be looked at before its update: not
-            where another process has them.
+        show_gradients: Whether the gradients of a step can be looked at before its update:
+            not where another process has them.
     """
 
     optimizer: Optimizer
+    """The one that makes the update."""
     tensors: list[torch.Tensor]
+    """Those that it updates, flat."""
     fragments: list[Fragment]
+    """Which elements of which parameters lie where in them, and in their gradients."""
     are_partitioned = True
     show_gradients = True
 
     @abstractmethod
     def group(self, index: int) -> dict[str, Any]:
-        """The parameter group of one of the tensors."""
+        """Return the parameter group of one of the tensors."""
 
     @abstractmethod
     def updater(self, index: int) -> Updater:
@@ -138,14 +135,13 @@ class States(ABC):
 
     @abstractmethod
     def numel(self, index: int) -> int:
-        """Elements of one of the tensors, wherever it lies."""
+        """Return elements of one of the tensors, wherever it lies."""
 
     @abstractmethod
     def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         """Within it one of the tensors and its states are in memory.
 
         Args:
-            index: Of the tensor.
             changes: Whether to write them back to NVMe, if they come from there.
         """
 
@@ -180,17 +176,17 @@ class Engine(ABC):
     Attributes:
         mesh: This rank's place on it.
         pieces: What this rank has of the parameters.
-        states: Where its optimizer keeps what.
         times: Where the time of a step goes.
-        loss_scale: Factor of the loss of fp16 weights; None for other formats.
         z_loss: That of the last step, beside its loss and in its units; None without one.
-        measures: What the objective records of the last step beside its loss: means over what is
-            counted, by name.
+        measures: What the objective records of the last step beside its loss: means over
+            what is counted, by name.
         summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
     """
 
     states: States
+    """Where its optimizer keeps what."""
     loss_scale: LossScale | None = None
+    """Factor of the loss of fp16 weights; None for other formats."""
     updates_early = False
     """Whether some weights are updated in the backward pass, before anything can be judged."""
 
@@ -294,7 +290,8 @@ class Engine(ABC):
 
     @abstractmethod
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """The summed loss over what a batch counts, its number, and what the objective records.
+        """Return the summed loss over what a batch counts, its number, and what the objective
+        records.
 
         Of what this rank counts: summed over all ranks they are those of the data-parallel ranks'
         batches.
@@ -307,7 +304,8 @@ class Engine(ABC):
 
     @abstractmethod
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
-        """The first sample's scores at a position of the whole sequence, if this rank has it."""
+        """Return the first sample's scores at a position of the whole sequence, if this rank has
+        it."""
 
     def next_scores(self, ids: list[int]) -> torch.Tensor:
         """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU: the same on all ranks.
@@ -337,7 +335,8 @@ class Room(Protocol):
         """Join the ranks that the agent started, from the environment that it set."""
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
-        """The plan with what of the engine's only the machine tells; on all ranks together."""
+        """Return the plan with what of the engine's only the machine tells; on all ranks
+        together."""
 
     def parameter_maker(
         self, plan: RunPlan, skeleton: nn.Module, device: torch.device, mesh: ProcessMesh
@@ -347,9 +346,8 @@ class Room(Protocol):
         Args:
             plan: The plan of the run.
             skeleton: Cut to this rank's stage and shards.
-            device: Of the parameters.
             mesh: This rank's.
         """
 
     def build(self, job: Job) -> Engine:
-        """The engine of a job. A process may build one only."""
+        """Return the engine of a job. A process may build one only."""

@@ -34,21 +34,20 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: torch.Size) -> Shard:
-        """All of a parameter of that shape."""
+        """Return all of a parameter of that shape."""
         return cls(shape.numel(), 0, shape.numel())
 
     @classmethod
     def split(
         cls, shape: torch.Size, *, dim: int, index: int, count: int, fused: int = 1
     ) -> tuple[Shard, torch.Size]:
-        """One of `count` parts along a dimension, and the shape of the part.
+        """Return one of `count` parts along a dimension, and the shape of the part.
 
         They are equal, but for a last one that is smaller where `count` does not divide.
 
         Args:
             shape: Sizes of the whole parameter.
             dim: The dimension that is split.
-            index: Which part.
             count: Number of parts; without remainder if anything is fused.
             fused: Equal pieces that lie one after the other along the dimension, each of which is
                 split: 3 for queries, keys and values in one matrix.
@@ -62,32 +61,27 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPiece:
-    """What a parameter of this rank is.
-
-    Attributes:
-        name: Canonical name.
-        shape: Sizes of the whole parameter.
-        shard: The part of it that the rank has.
-        has_partial_gradient: Whether each tensor rank computes only a part of the gradient,
-            although it has the whole parameter.
-        is_saved_here: Whether this rank's replicas save it, and not those of another tensor rank or
-            pipeline stage that has the same.
-        is_embedding: Whether it is looked up (also where it is the output projection as well).
-        is_head: Whether it is the weight of the output projection.
-        inputs_first: Whether the rows of the matrix are its inputs, as gpt2 has them.
-        is_expert: Whether the shard is of experts, along the expert axis: other replicas have the
-            others.
-    """
+    """What a parameter of this rank is."""
 
     name: str
     shape: torch.Size
+    """Sizes of the whole parameter."""
     shard: Shard
+    """The part of it that the rank has."""
     has_partial_gradient: bool = False
+    """Whether each tensor rank computes only a part of the gradient, although it has the whole
+    parameter."""
     is_saved_here: bool = True
+    """Whether this rank's replicas save it, and not those of another tensor rank or pipeline stage
+    that has the same."""
     is_embedding: bool = False
+    """Whether it is looked up (also where it is the output projection as well)."""
     is_head: bool = False
+    """Whether it is the weight of the output projection."""
     inputs_first: bool = False
+    """Whether the rows of the matrix are its inputs, as gpt2 has them."""
     is_expert: bool = False
+    """Whether the shard is of experts, along the expert axis: other replicas have the others."""
 
 
 Pieces = dict[nn.Parameter, ParameterPiece]
@@ -98,7 +92,8 @@ Read = Callable[[int, int], torch.Tensor]
 
 
 def read_shard(read: Read, shard: Shard, start: int, end: int) -> torch.Tensor:
-    """Elements [start, end) of a flattened shard, from a reader of the whole, flattened one."""
+    """Return elements [start, end) of a flattened shard, from a reader of the whole, flattened
+    one."""
     if shard.is_whole:
         return read(start, end)
     first, last = start // shard.width, -(-end // shard.width)
@@ -111,7 +106,7 @@ def read_shard(read: Read, shard: Shard, start: int, end: int) -> torch.Tensor:
 
 
 def read_whole(parts: Mapping[Shard, Read], start: int, end: int) -> torch.Tensor:
-    """Elements [start, end) of a flattened parameter, from readers of its flattened shards.
+    """Return elements [start, end) of a flattened parameter, from readers of its flattened shards.
 
     Raises:
         ValueError: The shards do not make up the parameter.

@@ -24,7 +24,7 @@ def package_folder(package: str) -> Path | None:
 
 
 def definition(target: str) -> Definition | None:
-    """The last definition of a name in the text of its module; None if there is none.
+    """Return the last definition of a name in the text of its module; None if there is none.
 
     Args:
         target: Module and name, such as ``package.module:Class.method``.
@@ -61,7 +61,7 @@ def digest(found: Definition) -> str:
 
 
 def text(found: Definition) -> str:
-    """The definition as Python writes it, to look for a statement in."""
+    """Return the definition as Python writes it, to look for a statement in."""
     return ast.unparse(found)
 
 
@@ -78,14 +78,15 @@ def _text(module: str) -> str:
 
 
 def _body(text: str, indent: str, owner: str) -> str:
-    """A class, up to the next definition beside it; empty if it is not there."""
+    """Return a class, up to the next definition beside it; empty if it is not there."""
     ends = rf"\n{indent}(?=(?:class|def|async def|if) |@)"
     found = re.search(rf"^{indent}class {owner}\b", text, re.MULTILINE)
     return re.split(ends, text[found.start() :], maxsplit=1)[0] if found else ""
 
 
 def _statement(lines: list[str], indent: str) -> Definition | None:
-    """The statement that begins with the first of the lines: up to one that is not further in.
+    """Return the statement that begins with the first of the lines: up to one that is not further
+    in.
 
     Parsed alone: a module of thousands of lines takes a hundred times as long.
     """
@@ -105,7 +106,8 @@ def _statement(lines: list[str], indent: str) -> Definition | None:
 
 
 def _plain(node: object) -> str:
-    """A tree as text: kinds and values, without places, types, docstrings and what is empty."""
+    """Return a tree as text: kinds and values, without places, types, docstrings and what is
+    empty."""
     if isinstance(node, list):
         return f"[{','.join(_plain(each) for each in node)}]"
     if not isinstance(node, ast.AST):

@@ -28,8 +28,7 @@ class Sums:
         """A micro-batch.
 
         Args:
-            loss: What was differentiated.
-            module: That gave it: `trainctl.train.loss.LanguageModel`.
+            module: That gave it: `trainctl.train.objectives.loss.LanguageModel`.
         """
         self.loss += loss.detach()
         if module.last_z_loss is not None:

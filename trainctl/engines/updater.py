@@ -22,7 +22,7 @@ class Updater:
         self.optimizer = optimizer
 
     def step_count(self, tensor: torch.Tensor, value: float) -> torch.Tensor | int:
-        """A step count: on the CPU, but beside the tensor where a fused kernel reads it."""
+        """Return a step count: on the CPU, but beside the tensor where a fused kernel reads it."""
         device = tensor.device if self.optimizer.defaults.get("fused") else "cpu"
         return torch.tensor(value, dtype=torch.float32, device=device)
 

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A word of a record.
-
-    Attributes:
-        meaning: What it stands for.
-        cause: What brings it about, the most frequent first.
-        example: As it is shown, or as a log has it.
-        cure: What to do.
-    """
+    """A word of a record."""
 
     meaning: str
+    """What it stands for."""
     cause: str
+    """What brings it about, the most frequent first."""
     example: str
+    """As it is shown, or as a log has it."""
     cure: str
 
 

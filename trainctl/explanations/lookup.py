@@ -20,27 +20,23 @@ SITE = "TRAINCTL_DOCS_URL"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a word stands for.
-
-    Attributes:
-        word: The word: ``TC024``, ``intervention``, ``device_memory``, ``6``.
-        kind: What it is one of.
-        meaning: In a sentence.
-        cause: What brings it about.
-        example: Lines, as they are typed and shown.
-        cure: What to do; empty where nothing is to be done.
-        fields: Of a record: what each of its fields says.
-        page: The page of the documentation that has it, without ending.
-    """
+    """What a word stands for."""
 
     word: str
+    """The word: ``TC024``, ``intervention``, ``device_memory``, ``6``."""
     kind: str
+    """What it is one of."""
     meaning: str
     cause: str = ""
+    """What brings it about."""
     example: tuple[str, ...] = ()
+    """Lines, as they are typed and shown."""
     cure: str = ""
+    """What to do; empty where nothing is to be done."""
     fields: dict[str, str] | None = None
+    """Of a record: what each of its fields says."""
     page: str
+    """The page of the documentation that has it, without ending."""
 
     @property
     def anchor(self) -> str:
@@ -56,7 +52,7 @@ FAILURE, INTERVENTION, POLICY = "cause of a failure", "reason of an intervention
 
 @cache
 def everything() -> dict[str, Meaning]:
-    """All words, in the order in which a list shows them."""
+    """Return all words, in the order in which a list shows them."""
     found = [_of_rule(name, shown) for name, shown in rules().items()]
     found += [_of_record(name, record) for name, record in RECORDS.items()]
     for kind, table in ((FAILURE, FAILURES), (INTERVENTION, INTERVENTIONS), (POLICY, POLICIES)):
@@ -85,7 +81,7 @@ def address(found: Meaning) -> str:
 
 
 def hint_line(words: list[str]) -> str:
-    """The last line of a message about rules or an exit code: where to read more."""
+    """Return the last line of a message about rules or an exit code: where to read more."""
     command = f"trainctl explain {' '.join(words)}"
     found = explain(words[0])
     if found is None or not os.environ.get(SITE):
@@ -135,7 +131,7 @@ def _of_reason(word: str, kind: str, reason: Reason, page: str) -> Meaning:
 
 
 def _of_signal(code: int) -> Meaning | None:
-    """An exit code above 128; None where there is no such signal."""
+    """Return an exit code above 128; None where there is no such signal."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A kind of record.
-
-    Attributes:
-        when: Who writes it, and when.
-        fields: What each of its own fields says, with its unit.
-        cure: What there is to do about it; empty where it only tells.
-    """
+    """A kind of record."""
 
     when: str
+    """Who writes it, and when."""
     fields: dict[str, str]
+    """What each of its own fields says, with its unit."""
     cure: str = ""
+    """What there is to do about it; empty where it only tells."""
 
 
 COMMON = {

@@ -12,33 +12,29 @@ FILE = Path(__file__).with_name("shown.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRule:
-    """A rule as it presents itself.
-
-    Attributes:
-        title: What must hold, or what is found.
-        severity: ``error``, ``warning``, or both.
-        page: The page of the documentation that has it, without ending.
-        cause: Why it is there.
-        cure: What to do.
-        situation: Where it comes up, where no typed example brings it about.
-        typed: The example, as typed; empty where there is none.
-        files: Files that it needs, by path: their text, cut where it is long.
-        printed: What is printed then, a line each.
-    """
+    """A rule as it presents itself."""
 
     title: str
+    """What must hold, or what is found."""
     severity: str
+    """``error``, ``warning``, or both."""
     page: str
+    """The page of the documentation that has it, without ending."""
     cause: str
+    """Why it is there."""
     cure: str
     situation: str = ""
+    """Where it comes up, where no typed example brings it about."""
     typed: str = ""
+    """The example, as typed; empty where there is none."""
     files: dict[str, str]
+    """Files that it needs, by path: their text, cut where it is long."""
     printed: list[str]
+    """What is printed then, a line each."""
 
 
 @cache
 def rules() -> dict[str, ShownRule]:
-    """Every rule by its identifier, in their order."""
+    """Return every rule by its identifier, in their order."""
     read = json.loads(FILE.read_text(encoding="utf-8"))
     return {name: ShownRule(**fields) for name, fields in read.items()}

@@ -19,8 +19,6 @@ def rank_processors(
     """Processors of each local rank; empty where nothing is bound.
 
     Args:
-        binding: How.
-        ranks: On this machine.
         accelerator: Kind of the ranks' devices; a rank uses the visible device of its number.
         root: Where the kernel's account is read; for tests.
     """
@@ -34,7 +32,7 @@ def rank_processors(
 
 
 def shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[list[int]]:
-    """An equal share of processors for each rank, neighbours together.
+    """Return an equal share of processors for each rank, neighbours together.
 
     Args:
         sockets: Processors of each socket, those of one core side by side.
@@ -52,7 +50,7 @@ def shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[l
 
 
 def processors_by_socket(allowed: set[int], root: Path = _SYS) -> dict[int, list[int]]:
-    """The allowed processors of each NUMA node, threads of one core side by side."""
+    """Return the allowed processors of each NUMA node, threads of one core side by side."""
     sockets: dict[int, list[int]] = {}
     for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
         cpus = allowed & set(parse_list((folder / "cpulist").read_text()))
@@ -80,7 +78,7 @@ def _cut(cpus: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _core(cpu: int, root: Path) -> int:
-    """The first processor of the same core."""
+    """Return the first processor of the same core."""
     path = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:
         return min(parse_list(path.read_text()))
@@ -89,7 +87,7 @@ def _core(cpu: int, root: Path) -> int:
 
 
 def _device_sockets(root: Path) -> list[int | None]:
-    """The NUMA node of each visible CUDA device."""
+    """Return the NUMA node of each visible CUDA device."""
     text = query_tool(("nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
     buses = {row[0]: row[1].lower() for row in csv.reader(text.splitlines(), skipinitialspace=True)
              if len(row) == 2}  # fmt: skip

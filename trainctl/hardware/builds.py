@@ -67,21 +67,21 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
 
 
 def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """All that keeps DeepSpeed from compiling them on this machine."""
+    """Return all that keeps DeepSpeed from compiling them on this machine."""
     checks = (compiler_is_here, libaio_is_here, no_build_was_left, toolkit_matches_torch)
     found = (each for check in checks for each in check(config, hardware))
     return [each for each in found if isinstance(each, Finding)]
 
 
 def _prebuilt() -> dict[str, bool]:
-    """The operators that were compiled when DeepSpeed was installed."""
+    """Return the operators that were compiled when DeepSpeed was installed."""
     text = packaged_text("deepspeed", "deepspeed/git_version_info_installed.py") or ""
     found = re.search(r"^installed_ops\s*=\s*(\{.*\})", text, re.MULTILINE)
     return dict(ast.literal_eval(found[1])) if found else {}
 
 
 def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """A C++ compiler, ninja, and Python's headers."""
+    """Yield a C++ compiler, ninja, and Python's headers."""
     operators = needed_operators(config, hardware)
     if not operators:
         return
@@ -103,13 +103,13 @@ def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
 
 
 def tools_path() -> str:
-    """The PATH of ranks: where trainctl is started without its environment being activated, the
-    tools that were installed into that (ninja) are found all the same."""
+    """Return the PATH of ranks: where trainctl is started without its environment being activated,
+    the tools that were installed into that (ninja) are found all the same."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
 
 
 def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """The library that async_io is linked with, and its header."""
+    """Yield the library that async_io is linked with, and its header."""
     key = needed_operators(config, hardware).get("async_io")
     if key is None or shutil.which(_compiler()) is None:
         return
@@ -125,7 +125,7 @@ def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Find
 
 
 def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """A killed build leaves its lock, for which every later one waits without end and a word
+    """Yield a killed build leaves its lock, for which every later one waits without end and a word
     (torch/utils/file_baton.py)."""
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):

@@ -22,24 +22,21 @@ CALIBRATION_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Memory of a process that no formula gives.
-
-    Attributes:
-        device: Name of the device, as in a plan.
-        date: Day of the measurement.
-        torch: Version that it was measured with.
-        runtime_bytes_alone: What a single process has on its device outside of tensors: driver
-            context, loaded kernels; on a CPU the interpreter and its libraries.
-        runtime_bytes_in_group: The same of one of several, with its communication library.
-        fragmentation: Reserved over allocated, minus one; None where nothing is reserved.
-    """
+    """Memory of a process that no formula gives."""
 
     device: str
+    """Name of the device, as in a plan."""
     date: str
+    """Day of the measurement."""
     torch: str
+    """Version that it was measured with."""
     runtime_bytes_alone: int | None = None
+    """What a single process has on its device outside of tensors: driver context, loaded kernels;
+    on a CPU the interpreter and its libraries."""
     runtime_bytes_in_group: int | None = None
+    """The same of one of several, with its communication library."""
     fragmentation: float | None = None
+    """Reserved over allocated, minus one; None where nothing is reserved."""
 
     def runtime_bytes(self, world_size: int) -> int | None:
         """Of a process among so many."""
@@ -47,7 +44,8 @@ class Calibration:
 
 
 def device_name(hardware: Hardware) -> str:
-    """The name of a plan's device, without how many there are: ``h100-80g`` of ``8xh100-80g``."""
+    """Return the name of a plan's device, without how many there are: ``h100-80g`` of
+    ``8xh100-80g``."""
     return re.sub(r"^(\d+x)+", "", hardware.name)
 
 
@@ -72,7 +70,7 @@ def calibration_file() -> Path:
 
 
 def read_calibration(device: str) -> Calibration | None:
-    """The entry of a device, if there is one that holds for what is installed here."""
+    """Return the entry of a device, if there is one that holds for what is installed here."""
     entry = _entries().get(device)
     if entry is None:
         return None
@@ -84,7 +82,8 @@ def read_calibration(device: str) -> Calibration | None:
 
 
 def with_calibration(new: Calibration) -> dict[str, Any]:
-    """The file's content with another measurement: what it did not measure stays as it was."""
+    """Return the file's content with another measurement: what it did not measure stays as it
+    was."""
     old = read_calibration(new.device)
     entry = asdict(new)
     if old is not None:

@@ -25,25 +25,20 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU that this process can see.
-
-    Attributes:
-        accelerator: cuda or rocm.
-        index: Number in the vendor's tool, before any environment variable.
-        uuid: Identifier that environment variables may use; empty if unknown.
-        name: The vendor's name.
-        memory_bytes: Total memory as the driver reports it.
-        supports_bf16: Whether it computes in bf16.
-        supports_fp8: Whether it computes in fp8.
-    """
+    """One GPU that this process can see."""
 
     accelerator: Accelerator
     index: int
+    """Number in the vendor's tool, before any environment variable."""
     uuid: str
+    """Identifier that environment variables may use; empty if unknown."""
     name: str
     memory_bytes: int
+    """Total memory as the driver reports it."""
     supports_bf16: bool
+    """Whether it computes in bf16."""
     supports_fp8: bool
+    """Whether it computes in fp8."""
 
 
 def visible_devices() -> tuple[Device, ...]:
@@ -64,13 +59,14 @@ def all_devices() -> tuple[Device, ...]:
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA that NVIDIA's driver supports; None if its tool does not say."""
+    """Return the newest CUDA that NVIDIA's driver supports; None if its tool does not say."""
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", query_tool(("nvidia-smi",)))
     return (int(found[1]), int(found[2])) if found else None
 
 
 def host_memory_limit(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's if less.
+    """Return bytes of memory that this process may use: the machine's, or its control group's if
+    less.
 
     Args:
         root: Where `/proc` and `/sys` are looked up; for tests.
@@ -148,7 +144,7 @@ def query_tool(command: tuple[str, ...]) -> str:
 
 
 def _visible(devices: tuple[Device, ...], variables: Sequence[str]) -> tuple[Device, ...]:
-    """The devices that the first variable which is set names, in its order.
+    """Return the devices that the first variable which is set names, in its order.
 
     As CUDA reads it: indices or (prefixes of) identifiers, up to the first that names nothing.
     """

@@ -21,23 +21,20 @@ from trainctl.options.precision import precision_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a machine has of what plans count on: this one, or another that was asked.
-
-    Attributes:
-        name: As messages call it.
-        devices: Name and bytes of memory of each device that its processes see.
-        cores: That they may run on.
-        memory_bytes: That they may use: the machine's, or their control group's.
-        otherwise: What to do about it that is no number of the plan's.
-        hides: What may hide devices, in brackets.
-    """
+    """What a machine has of what plans count on: this one, or another that was asked."""
 
     name: str = "this machine"
+    """As messages call it."""
     devices: Sequence[tuple[str, int]]
+    """Name and bytes of memory of each device that its processes see."""
     cores: int
+    """That they may run on."""
     memory_bytes: int
+    """That they may use: the machine's, or their control group's."""
     otherwise: str = "hardware=auto"
+    """What to do about it that is no number of the plan's."""
     hides: str = ""
+    """What may hide devices, in brackets."""
 
 
 def this_machine(devices: Sequence[Device] = ()) -> Machine:
@@ -69,7 +66,6 @@ def lacking_devices(
     """What a machine lacks of a plan's devices, or of cores for as many processes.
 
     Args:
-        hardware: The plan's.
         machine: Of the devices, those of the plan's kind.
         wanted: Numbers of those that the plan uses.
     """
@@ -180,7 +176,8 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def lacking_formats(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Number formats in which torch multiplies matrices without the processor's help: bf16, fp16.
+    """Return number formats in which torch multiplies matrices without the processor's help: bf16,
+    fp16.
 
     Empty where the kernel does not say what an x86 processor has. (oneDNN's formats by instruction
     set, as torch asks for them: aten/src/ATen/native/mkldnn/Utils.h.)

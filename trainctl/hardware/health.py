@@ -39,16 +39,12 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What a check found.
-
-    Attributes:
-        name: What the check is called.
-        facts: What is well; both empty if the plan needs nothing of the kind.
-        findings: What is not.
-    """
+    """What a check found."""
 
     name: str
+    """What the check is called."""
     facts: tuple[str, ...]
+    """What is well; both empty if the plan needs nothing of the kind."""
     findings: tuple[Finding, ...]
 
 

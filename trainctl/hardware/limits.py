@@ -72,7 +72,7 @@ def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str 
 
 
 def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """The memory that the plan is budgeted against may be used by this process."""
+    """Yield the memory that the plan is budgeted against may be used by this process."""
     machine = this_machine()
     found = list(lacking_memory(hardware, machine))
     yield from found or (f"{memory_text(machine.memory_bytes)} may be used",)

@@ -63,7 +63,8 @@ def _own_address(up: list[str]) -> str | Finding:
 
 
 def _entries(variable: str, value: str) -> list[str]:
-    """The interfaces that must exist. NCCL takes prefixes, ``=name`` and, to exclude, ``^name``."""
+    """Return the interfaces that must exist. NCCL takes prefixes, ``=name`` and, to exclude,
+    ``^name``."""
     if value.startswith("^"):
         return []
     entries = [entry.strip() for entry in value.lstrip("=").split(",") if entry.strip()]

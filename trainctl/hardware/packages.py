@@ -40,7 +40,8 @@ def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding
 
 @cache
 def _found_in(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
-    """The answer for the packages on `sys.path`: no configuration changes it, and it takes long."""
+    """Return the answer for the packages on `sys.path`: no configuration changes it, and it takes
+    long."""
     return tuple(_compared())
 
 
@@ -140,7 +141,7 @@ def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[
 
 
 def version(name: str) -> str | None:
-    """The installed version of a package."""
+    """Return the installed version of a package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -161,7 +162,7 @@ def torch_build() -> tuple[str, str] | None:
 
 
 def packaged_text(name: str, file: str) -> str | None:
-    """The text of a file of an installed package; None if either is not there."""
+    """Return the text of a file of an installed package; None if either is not there."""
     try:
         path = Path(str(metadata.distribution(name).locate_file(file)))
         return path.read_text(encoding="utf-8")

@@ -22,13 +22,12 @@ def falls_short(found: int, planned: int) -> bool:
 
 
 def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hardware:
-    """The hardware of a plan: declared facts as they are, the others read off this machine.
+    """Return the hardware of a plan: declared facts as they are, the others read off this machine.
 
     What is declared for devices that are not here stays unknown where it is not declared. A
     declared kind of device without a count means as many as are here, or one.
 
     Args:
-        config: The hardware group.
         calibrated: Whether to take what was measured on this machine, for devices that are here.
     """
     declared = config.accelerator is not Accelerator.auto
@@ -85,7 +84,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
 
 
 def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
-    """The facts that a calibration adds."""
+    """Return the facts that a calibration adds."""
     if calibration is None:
         return {}
     return {

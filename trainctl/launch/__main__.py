@@ -15,15 +15,15 @@ from pathlib import Path
 
 from trainctl.errors import TrainctlError
 from trainctl.launch.choose import after_job, run_launch
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
-from trainctl.runs.going_on import GoingOn
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import adopt, hold, holder
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import read_events
+from trainctl.runs.resume_point import GoingOn
 from trainctl.runs.status import State, read_status, write_status
 
 _PATIENCE_SECONDS = 60.0

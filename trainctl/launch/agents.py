@@ -34,21 +34,16 @@ class Agents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneProcess:
-    """A single process: the agent of this machine, or one program that stands for all nodes.
-
-    Attributes:
-        process: The process.
-        log: What it writes.
-        name: As it is named when it died.
-        node: Its node; None if it stands for all of them.
-        margin_seconds: What it may take beyond the grace to end its ranks and itself.
-    """
+    """A single process: the agent of this machine, or one program that stands for all nodes."""
 
     process: Process
     log: Path
     name: str
+    """As it is named when it died."""
     node: int | None = None
+    """Its node; None if it stands for all of them."""
     margin_seconds: float = 1.0
+    """What it may take beyond the grace to end its ranks and itself."""
 
     @property
     def returncode(self) -> int | None:

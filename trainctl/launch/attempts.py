@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from signal import Signals
 
 from trainctl.launch.agents import Agents, OneProcess
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.loggers import Loggers
-from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_agent, start_tied
 from trainctl.launch.rendered import Rendered
@@ -24,32 +24,25 @@ from trainctl.runs.processes import RunTag
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An attempt whose files are written, and whose agents are to be started.
-
-    Attributes:
-        order: What it is started from.
-        rendered: What starts it.
-        tag: Mark of its processes; one on a single node adds that.
-        lock: Descriptor of the run's lock, which agents inherit.
-    """
+    """An attempt whose files are written, and whose agents are to be started."""
 
     order: Start
+    """What it is started from."""
     rendered: Rendered
     tag: RunTag
+    """Mark of its processes; one on a single node adds that."""
     lock: int
+    """Descriptor of the run's lock, which agents inherit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a launch ended.
-
-    Attributes:
-        outcome: How its last attempt ended.
-        is_cancelled: Whether a scheduler told both this process and the agents to end.
-    """
+    """How a launch ended."""
 
     outcome: Outcome
+    """How its last attempt ended."""
     is_cancelled: bool
+    """Whether a scheduler told both this process and the agents to end."""
 
 
 def run_attempts(
@@ -63,10 +56,7 @@ def run_attempts(
     """Run the attempt, and those that replace it when it fails, to the end. In the main thread.
 
     Args:
-        launch: The launch.
         render: What an attempt starts.
-        start: Starts its agents.
-        plan_again: As in `run_with_restarts`.
         restarts_itself: Whether a failed attempt is replaced here; else only the first is run.
 
     Raises:
@@ -121,7 +111,6 @@ def start_program(
     """Start the one program that starts all agents: srun, mpirun.
 
     Args:
-        begun: The attempt.
         name: Of the program and its log.
         death_signal: What it gets when this process dies.
         agents: How it is watched.

@@ -20,7 +20,6 @@ def start_in_background(
     It has the run's lock from its start, so nobody comes in between when this process ends.
 
     Args:
-        run: The run.
         attempt: The attempt, made already.
         lock: Descriptor of the run's lock.
         is_tied: Whether it gets SIGTERM when this process ends.

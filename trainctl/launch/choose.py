@@ -9,7 +9,7 @@ from typing import Any
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
-from trainctl.launch.order import Launch, Start
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.options.launcher import spec_of

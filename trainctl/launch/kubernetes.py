@@ -20,13 +20,13 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainctl.config.references import references
+from trainctl.config.environment_references import references
 from trainctl.config.registry import trusted_options
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
 from trainctl.launch import program
-from trainctl.launch.order import Launch, Start
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.refusals.kubernetes import check_config
 from trainctl.launch.rendered import Rendered
@@ -74,7 +74,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 
 def render(start: Start) -> Rendered:
-    """The manifest and the command that applies it. Pure."""
+    """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
     # Only the pods know what the configuration refers to.
     unknown = dict.fromkeys(references(plan.config), REDACTED)
@@ -97,7 +97,7 @@ def pod_command(start: Start) -> AttemptCommand:
     python = launcher.kubernetes_python
     name = job_name(run)
     number = ("--attempt", str(attempt.number))
-    agent = (python, "-P", "-m", "trainctl.agent", str(run.root), *number)
+    agent = (python, "-P", "-m", "trainctl.launch.agent", str(run.root), *number)
     variables = rank_variables(plan, attempt, start.environment, threads=start.threads)
     if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
@@ -119,14 +119,14 @@ def pod_command(start: Start) -> AttemptCommand:
 
 
 def job_name(run: RunPaths) -> str:
-    """A name that Kubernetes takes, of the run directory's; two directories differ in it."""
+    """Return a name that Kubernetes takes, of the run directory's; two directories differ in it."""
     words = re.sub(r"[^a-z0-9]+", "-", run.root.name.lower()).strip("-")
     digest = hashlib.sha256(os.fsencode(run.root)).hexdigest()[:6]
     return f"t-{words[: _NAME_LENGTH - 9]}".rstrip("-") + f"-{digest}"
 
 
 def pod_host(name: str, node: int) -> str:
-    """The host name of a node's pod: JobSet names it, and makes it resolvable."""
+    """Return the host name of a node's pod: JobSet names it, and makes it resolvable."""
     return f"{name}-node-0-{node}.{name}"
 
 
@@ -180,7 +180,7 @@ def _resources(plan: RunPlan) -> dict[str, Any]:
 
 
 def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The volumes of a pod, and where its container mounts them."""
+    """Return the volumes of a pod, and where its container mounts them."""
     launcher = _section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from trainctl.hardware.health import preflight
 from trainctl.hardware.storage import lacking_space
 from trainctl.launch import program
 from trainctl.launch.attempts import run_attempts, start_one_agent
-from trainctl.launch.order import Launch, Start
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.variables import rank_variables
@@ -31,7 +31,7 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 def render(start: Start) -> Rendered:
     """What `run_launch` starts for an attempt. Pure: reads and starts nothing."""
     plan, run, attempt = start.plan, start.run, start.attempt
-    agent = (sys.executable, "-P", "-m", "trainctl.agent", str(run.root))
+    agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     node = NodeCommand(
         node=0,

@@ -16,8 +16,8 @@ from typing import Self
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launch.processes import Process, start_tied
-from trainctl.loggers.cursor import read_cursor
-from trainctl.loggers.sending import ALERTS, command
+from trainctl.monitor.loggers.cursor import read_cursor
+from trainctl.monitor.loggers.sending import ALERTS, command
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag
@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.05
 
 
 def followers(config: RunConfig) -> list[str]:
-    """The names of the processes: those of the loggers, and of what tells of alerts."""
+    """Return the names of the processes: those of the loggers, and of what tells of alerts."""
     return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
 
 

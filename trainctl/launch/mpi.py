@@ -14,8 +14,8 @@ from pathlib import Path
 from trainctl.errors import ExitCode, Finding
 from trainctl.launch import program
 from trainctl.launch.attempts import run_attempts, start_program
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.local import require_space
-from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.refusals.mpi import check_config, hosts_in
 from trainctl.launch.rendered import Rendered
@@ -55,7 +55,7 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
     plan, nodes = start.plan, start.plan.hardware.nodes
     variables = rank_variables(plan, start.attempt, start.environment, threads=start.threads)
     number = ("--attempt", str(start.attempt.number))
-    argv = (sys.executable, "-P", "-m", "trainctl.agent", str(start.run.root), *number)
+    argv = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(start.run.root), *number)
     names = (*hosts[:nodes], *[""] * (nodes - len(hosts))) if hosts else ("",) * nodes
     command = AttemptCommand(
         nodes=tuple(
@@ -71,7 +71,8 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
 
 
 def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
-    """The part before the agent's command. Values of variables are not in it, only their names."""
+    """Return the part before the agent's command. Values of variables are not in it, only their
+    names."""
     launcher, nodes = section_of(plan.config, MpiConfig), str(plan.hardware.nodes)
     hostfile = launcher.mpi_hostfile
     if launcher.mpi_flavor is MpiFlavor.mpich:

@@ -10,24 +10,19 @@ from trainctl.runs.status import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of an attempt.
-
-    Attributes:
-        exit_code: Code of the launch; 0 only if every rank ended well.
-        state: finished, failed or stopped.
-        message: What happened, in a sentence; empty when finished.
-        cause: The word of the failure's record; empty where there was none.
-        hint: What may help.
-        log: The log that tells more, if there is one.
-        log_tail: Its last lines.
-        may_pass: Whether another attempt may end better.
-    """
+    """The end of an attempt."""
 
     exit_code: int
+    """Code of the launch; 0 only if every rank ended well."""
     state: State
+    """finished, failed or stopped."""
     message: str = ""
+    """What happened, in a sentence; empty when finished."""
     cause: str = ""
+    """The word of the failure's record; empty where there was none."""
     hint: str = ""
     log: Path | None = None
+    """The log that tells more, if there is one."""
     log_tail: tuple[str, ...] = ()
     may_pass: bool = False
+    """Whether another attempt may end better."""

@@ -18,7 +18,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.attempts import Begun, run_attempts, start_one_agent
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.launch.rendered import Rendered
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint

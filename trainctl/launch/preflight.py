@@ -12,7 +12,7 @@ from trainctl.hardware.devices import Machine, lacking_devices
 from trainctl.hardware.finding import problem
 from trainctl.hardware.limits import lacking_memory
 from trainctl.hardware.storage import lacking_space
-from trainctl.launch.survey import Report
+from trainctl.launch.host_probe import Report
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
@@ -56,10 +56,9 @@ def problems(
     own: Mapping[str, str],
     checkpoint_bytes: int | None,
 ) -> list[Finding]:
-    """Every problem of every host.
+    """Return every problem of every host.
 
     Args:
-        plan: The plan.
         reports: Of its hosts, in the order of the nodes.
         here: Versions of packages on this machine, which planned.
         code: Digest of trainctl's source on this machine.

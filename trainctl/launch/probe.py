@@ -94,7 +94,6 @@ class Probe:
             mark: Name of the file to write there.
             files: Of the user's code.
             config: The plan's, for what DeepSpeed will compile here.
-            hardware: The plan's.
             environment: Variables that the ranks will have, beside those of this host.
         """
         name = interface or _interface()
@@ -153,7 +152,7 @@ class Probe:
         return ""
 
     def _try_port(self, port: int) -> dict[str, Any]:
-        """The port, or why it cannot be had."""
+        """Return the port, or why it cannot be had."""
         try:
             with self._bind(port) as listener:
                 return {"number": listener.getsockname()[1], "problem": ""}
@@ -181,7 +180,8 @@ def code_digest() -> str:
 
 
 def _interface() -> str | None:
-    """The interface that ssh came in by; where that was the loopback device, the outer one."""
+    """Return the interface that ssh came in by; where that was the loopback device, the outer
+    one."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     address = connection[2] if len(connection) == 4 else (source_towards("192.0.2.1") or "")
     with suppress(ValueError):

@@ -28,8 +28,6 @@ def start_agent(
     It inherits the run's lock, and ends by itself when its launcher does.
 
     Args:
-        argv: Its command line.
-        tag: What it carries.
         environment: Variables set beside those of this process.
         log: What both of its streams are appended to.
         lock: Descriptor of the run's lock.
@@ -62,8 +60,6 @@ def start_tied(
     """Start a program that is not ours (ssh, srun, mpirun); the kernel ends it with this process.
 
     Args:
-        argv: Its command line.
-        tag: What it carries.
         environment: Variables set beside those of this process.
         log: What both of its streams are appended to.
         lock: Descriptor of the run's lock, if it is to hold that too.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainctl.config.references import references
+from trainctl.config.environment_references import references
 from trainctl.config.schema import Accelerator, CpuBinding, RunConfig
 from trainctl.config.secrets import is_plain_variable
 from trainctl.config.user_code import functions, has_own_config
@@ -18,7 +18,7 @@ from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 if TYPE_CHECKING:
-    from trainctl.launch.order import Start
+    from trainctl.launch.launch_request import Start
 
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
@@ -33,7 +33,7 @@ FORK_VARIABLE = "TRAINCTL_FORK_RANKS"
 def command(
     config: RunConfig, run: RunPaths, attempt: AttemptPaths, *, python: str = sys.executable
 ) -> tuple[str, ...]:
-    """The command line of every rank, by the Python of its machine."""
+    """Return the command line of every rank, by the Python of its machine."""
     if config.script is None:
         attempt_of = (str(run.root), "--attempt", str(attempt.number))
         return (python, "-P", "-m", "trainctl.train", *attempt_of)
@@ -49,7 +49,7 @@ def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ..
 
 
 def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
-    """The fields of an `AttemptCommand` that say what the ranks execute, and where.
+    """Return the fields of an `AttemptCommand` that say what the ranks execute, and where.
 
     Args:
         start: What the attempt is started from.
@@ -134,7 +134,7 @@ def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str
 
 
 def folder(config: RunConfig, run: RunPaths) -> Path | None:
-    """The folder that the run was launched from, where it has code of the user's to find.
+    """Return the folder that the run was launched from, where it has code of the user's to find.
 
     None where nothing of the user's runs: then the current folder will do.
 

@@ -15,16 +15,13 @@ _OPEN_FILES = 65_536
 
 
 def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line that runs a module of trainctl on a host.
+    """Return the command line that runs a module of trainctl on a host.
 
     It never asks anything, uses no connection that another process made, and notices within
     `launcher.node_timeout_seconds` that the host is gone.
 
     Args:
-        host: Where.
         launcher: Python there, settings of ssh, the timeout.
-        module: To run.
-        arguments: Its arguments.
     """
     options = {
         "BatchMode": "yes",
@@ -57,5 +54,6 @@ def allow_many_files() -> None:
 
 
 def shell_line(argv: Sequence[str]) -> str:
-    """A line that makes a shell of any kind become the command, whatever characters are in it."""
+    """Return a line that makes a shell of any kind become the command, whatever characters are in
+    it."""
     return f"exec {shlex.join(argv)}"

@@ -13,17 +13,14 @@ from trainctl.runs.layout import AttemptPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """All that is started for an attempt, and all that is written for it.
-
-    Attributes:
-        command: What runs on each node.
-        commands: What the launcher itself runs to that end, in order: command lines.
-        files: Further files of the attempt's folder: their texts by name.
-    """
+    """All that is started for an attempt, and all that is written for it."""
 
     command: AttemptCommand
+    """What runs on each node."""
     commands: tuple[tuple[str, ...], ...]
+    """What the launcher itself runs to that end, in order: command lines."""
     files: Mapping[str, str] = field(default_factory=dict)
+    """Further files of the attempt's folder: their texts by name."""
 
     @property
     def text(self) -> str:

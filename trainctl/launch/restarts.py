@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.order import Launch
+from trainctl.launch.launch_request import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.stop import Stop
 from trainctl.plan.types import RunPlan

@@ -43,7 +43,6 @@ def run_tool(command: Sequence[str], *, text: str | None = None) -> str:
     """Run a scheduler's command to its end; what it printed.
 
     Args:
-        command: The command line.
         text: For its standard input.
 
     Raises:

@@ -9,11 +9,11 @@ from trainctl.config.hosts import Host
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
-from trainctl.planner.assess import assess
+from trainctl.search.assess import assess
 
 
 def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
-    """The plan on fewer nodes; None where it is not legal there, or may not fit.
+    """Return the plan on fewer nodes; None where it is not legal there, or may not fit.
 
     The global batch stays, and with it the schedule and the order of samples: more accumulation,
     or a smaller micro-batch, makes up for the ranks that are gone.

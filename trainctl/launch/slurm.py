@@ -26,15 +26,15 @@ from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.attempts import run_attempts, start_program
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.local import require_space
-from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
+from trainctl.launch.quoting import check_path
 from trainctl.launch.refusals.slurm import check_config
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
 from trainctl.launch.slurm_script import SCRIPT, array_script, job_script
 from trainctl.launch.variables import rank_variables
-from trainctl.launch.words import check_path
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan
@@ -71,7 +71,7 @@ def render(start: Start, *, address: str | None = None) -> Rendered:
     variables = rank_variables(plan, attempt, environment, threads=known.threads)
     if plan.config.trains_itself and plan.config.launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
-    agent = (sys.executable, "-P", "-m", "trainctl.agent", str(run.root))
+    agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
     argv = (*agent, "--attempt", str(attempt.number))
     command = AttemptCommand(
         nodes=tuple(
@@ -106,7 +106,6 @@ def submit_sweep(
     """Submit a sweep as an array, whose script is written to its folder; the array's job id.
 
     Args:
-        folder: Of the sweep.
         plan: What every task asks for.
         attempts: Its runs, named by their numbers, and the attempt of each.
         parallel: How many of them run at a time; None leaves it to the cluster.
@@ -162,7 +161,7 @@ def _srun(
 
 
 def node_names(listed: str) -> list[str]:
-    """The names in Slurm's list of nodes, such as `gpu[01-03,7],login`.
+    """Return the names in Slurm's list of nodes, such as `gpu[01-03,7],login`.
 
     >>> node_names("a[08-10,12]-x,b")
     ['a08-x', 'a09-x', 'a10-x', 'a12-x', 'b']
@@ -185,7 +184,7 @@ def _range(item: str) -> list[str]:
 
 
 def _port(job: str | None) -> int:
-    """A port that two jobs on one node hardly share."""
+    """Return a port that two jobs on one node hardly share."""
     digits = re.sub(r"\D", "", job or "0")
     return _PORTS[int(digits or "0") % len(_PORTS)]
 

@@ -25,7 +25,7 @@ _SIGNAL_MARGIN_SECONDS = 15
 
 
 def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
-    """The script of a run's job, for a person to read and for sbatch to take."""
+    """Return the script of a run's job, for a person to read and for sbatch to take."""
     launch = (sys.executable, "-P", "-m", "trainctl.launch", str(run.root))
     lines = [
         "#!/bin/bash",
@@ -40,11 +40,10 @@ def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
 
 
 def array_script(plan: RunPlan, folder: Path, *, tasks: Sequence[int], parallel: int | None) -> str:
-    """The script of a sweep: an array whose task K runs the run `folder/K`.
+    """Return the script of a sweep: an array whose task K runs the run `folder/K`.
 
     Args:
         plan: What every task asks for.
-        folder: Of the sweep.
         tasks: Which of its runs; each goes on with its newest attempt.
         parallel: How many of them run at a time; None leaves it to the cluster.
     """
@@ -66,7 +65,7 @@ def array_script(plan: RunPlan, folder: Path, *, tasks: Sequence[int], parallel:
 
 
 def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iterator[str]:
-    """The `#SBATCH` lines.
+    """Yield the `#SBATCH` lines.
 
     Args:
         plan: What to ask for.
@@ -112,14 +111,15 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
 
 
 def _modules(plan: RunPlan) -> Iterator[str]:
-    """Lines that load the modules. After them the launcher takes the shell's place: Slurm signals
-    the process that it started."""
+    """Yield lines that load the modules. After them the launcher takes the shell's place: Slurm
+    signals the process that it started."""
     for module in section_of(plan.config, SlurmConfig).slurm_modules:
         yield f"module load {shlex.quote(module)} || exit {int(ExitCode.environment)}"
 
 
 def _quoted(value: str) -> str:
-    """A value as sbatch reads it from a script: it knows quotes and backslashes, and no more."""
+    """Return a value as sbatch reads it from a script: it knows quotes and backslashes, and no
+    more."""
     if re.fullmatch(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -11,13 +11,13 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.packages import loggers_are_installed
 from trainctl.launch import program
 from trainctl.launch.attempts import Begun, run_attempts
-from trainctl.launch.order import Launch, Start
+from trainctl.launch.elastic import Regroup
+from trainctl.launch.host_selection import Site, hosts_of, look, unasked
+from trainctl.launch.launch_request import Launch, Start
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.regroup import Regroup
 from trainctl.launch.remote import ssh
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.site import Site, hosts_of, look, unasked
-from trainctl.launch.team import Team, sweep_hosts
+from trainctl.launch.ssh_agents import Team, sweep_hosts
 from trainctl.launch.variables import not_forwarded, rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
@@ -63,7 +63,7 @@ def render(start: Start, *, site: Site | None = None) -> Rendered:
         NodeCommand(
             node=node,
             host=host.name,
-            argv=(python, "-P", "-m", "trainctl.agent", *paths, "--node", str(node)),
+            argv=(python, "-P", "-m", "trainctl.launch.agent", *paths, "--node", str(node)),
             environment=_environment(start, site, node),
         )
         for node, host in enumerate(site.hosts)

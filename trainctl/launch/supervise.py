@@ -29,19 +29,14 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What is supervised.
-
-    Attributes:
-        run: The run.
-        paths: The attempt's files.
-        tag: What its processes carry.
-        ranks: How many it has.
-    """
+    """What is supervised."""
 
     run: RunPaths
     paths: AttemptPaths
     tag: RunTag
+    """What its processes carry."""
     ranks: int
+    """How many it has."""
 
 
 def supervise(
@@ -55,8 +50,6 @@ def supervise(
     """Start the agents, pass on records, and return when all have ended and nothing is left here.
 
     Args:
-        attempt: What it is.
-        start: Starts the agents.
         on_event: Called with each record of the attempt.
         stop: Has the signals and the time limit; is entered.
         grace_seconds: Between SIGTERM and SIGKILL.
@@ -219,8 +212,8 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
 
 
 def _ended_by_signal(stop: Stop, failure: Event | None) -> Signals | None:
-    """The signal that asked for a save which it did not leave the ranks the time for: whoever sent
-    it to this launcher sent it to the agents, or the ranks, as well."""
+    """Return the signal that asked for a save which it did not leave the ranks the time for:
+    whoever sent it to this launcher sent it to the agents, or the ranks, as well."""
     if stop.interrupted is None:
         return None
     is_its_doing = failure is None or failure.get("signal") == stop.interrupted.name

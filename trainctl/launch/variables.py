@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainctl.config.references import references
+from trainctl.config.environment_references import references
 from trainctl.config.registry import trusted_options
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding, Severity
@@ -32,12 +32,7 @@ TELLING = (
 
 
 def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
-    """Variables of this shell that ranks on other hosts would not have, and may need.
-
-    Args:
-        plan: The plan.
-        shell: The user's environment.
-    """
+    """Variables of this shell that ranks on other hosts would not have, and may need."""
     launcher = plan.config.launcher
     taken = {*select(shell, launcher.forward_environment), *launcher.environment}
     return [
@@ -64,7 +59,6 @@ def rank_variables(
     """Variables set for agent and ranks; later ones win, the user's own last.
 
     Args:
-        plan: The plan.
         attempt: Whose files a program of the user's is told of.
         shell: The user's environment; of it `launcher.forward_environment` is taken.
         threads: Of a rank on the CPU, unless the user says otherwise.

@@ -17,7 +17,7 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.memory.constants import BYTES
-from trainctl.memory.learning import Learning, everything
+from trainctl.memory.trainable import Learning, everything
 from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
 from trainctl.options.model import Norm, spec_of
 from trainctl.options.precision import precision_of
@@ -31,28 +31,25 @@ SCORE_GRADIENT_COPIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockActivations:
-    """Bytes per token and rank of one block.
-
-    Attributes:
-        norms: Inputs and outputs of its norms (copied to each tensor-parallel rank).
-        attention: Queries, keys, values, output and statistics.
-        scores: Attention probabilities; 0 unless attention is eager.
-        feed_forward: Inside the feed-forward layer.
-        boundary: The block's input, which is kept when the block is recomputed.
-        products: Results of products with weights and of attention as one kernel, which `selective`
-            keeps besides it.
-        feed_forward_gradient: Gradients alive while the feed-forward layer goes backward.
-        attention_gradient: Gradients alive while attention goes backward.
-    """
+    """Bytes per token and rank of one block."""
 
     norms: int
+    """Inputs and outputs of its norms (copied to each tensor-parallel rank)."""
     attention: int
+    """Queries, keys, values, output and statistics."""
     scores: int
+    """Attention probabilities; 0 unless attention is eager."""
     feed_forward: int
+    """Inside the feed-forward layer."""
     boundary: int
+    """The block's input, which is kept when the block is recomputed."""
     products: int
+    """Results of products with weights and of attention as one kernel, which `selective` keeps
+    besides it."""
     feed_forward_gradient: int
+    """Gradients alive while the feed-forward layer goes backward."""
     attention_gradient: int
+    """Gradients alive while attention goes backward."""
 
     @property
     def saved(self) -> int:
@@ -70,19 +67,16 @@ class BlockActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageActivations:
-    """Bytes of one rank of a stage.
-
-    Attributes:
-        forward_end: Kept when the last micro batch in flight has gone forward.
-        block_backward: Added while one block goes backward: what it recomputes, and gradients.
-        last_block: All that is there while the first block, the last to go backward, does so.
-        offloaded: Block inputs kept in host memory instead.
-    """
+    """Bytes of one rank of a stage."""
 
     forward_end: int
+    """Kept when the last micro batch in flight has gone forward."""
     block_backward: int
+    """Added while one block goes backward: what it recomputes, and gradients."""
     last_block: int
+    """All that is there while the first block, the last to go backward, does so."""
     offloaded: int
+    """Block inputs kept in host memory instead."""
 
 
 def block_activations(
@@ -189,7 +183,7 @@ def block_activations(
 
 
 def in_tiles(block: BlockActivations, tiles: int, *, beside: int) -> BlockActivations:
-    """A block whose feed-forward layer goes in tiles, each computed again in its turn.
+    """Return a block whose feed-forward layer goes in tiles, each computed again in its turn.
 
     Args:
         block: As it is in one piece.
@@ -259,11 +253,10 @@ def stage_activations(
 def in_proportion(
     block: BlockActivations, *, whole: BlockActivations, part: BlockActivations
 ) -> BlockActivations:
-    """A traced block of which less is kept than the trace had: each part shrinks as its closed form
-    does.
+    """Return a traced block of which less is kept than the trace had: each part shrinks as its
+    closed form does.
 
     Args:
-        block: Traced.
         whole: The closed form of that.
         part: The closed form of what is asked for: a tensor rank's share, or a block that is frozen
             in part.
@@ -319,7 +312,7 @@ def tokens_per_rank(plan: Sketch) -> int:
 
 
 def compute_bytes(plan: Sketch) -> int:
-    """Bytes of an activation's element."""
+    """Return bytes of an activation's element."""
     return BYTES[precision_of(plan.config.precision).format]
 
 
@@ -330,8 +323,9 @@ def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> in
 def _adapter_bytes(
     rank: int, inputs: float, outputs: float, element: int, learning: Learning
 ) -> float:
-    """Bytes per token that an adapter keeps besides its input: the low product; with dropout a copy
-    of the input and a mask; with magnitudes what they scale (`trainctl.train.adapters`)."""
+    """Return bytes per token that an adapter keeps besides its input: the low product; with dropout
+    a copy of the input and a mask; with magnitudes what they scale
+    (`trainctl.train.adapters.layers`)."""
     size = float(element * rank)
     if learning.dropout:
         size += inputs * (element + 1)
@@ -342,11 +336,10 @@ def _adapter_bytes(
 
 
 def _norm_bytes(norm: Norm, width: int, element: int, liger: bool, learns: bool) -> int:
-    """Bytes that a norm keeps per token besides its output: its statistics and its input, which
-    some keep in fp32 (its own storage if it is fp32 already) beside the scaled values in the
+    """Return bytes that a norm keeps per token besides its output: its statistics and its input,
+    which some keep in fp32 (its own storage if it is fp32 already) beside the scaled values in the
     input's type, which meet the weight, if that learns. Liger's keeps the input as it came
-    (ops/rms_norm.py of liger-kernel).
-    """
+    (ops/rms_norm.py of liger-kernel)."""
     copies = norm.copies_in_fp32 and not liger
     scaled = element if learns else 0
     return width * (FP32 + scaled if copies else element) + FP32 * norm.statistics

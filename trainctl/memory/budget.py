@@ -47,15 +47,12 @@ BUDGET_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBudget:
-    """Memory of one rank of a pipeline stage.
-
-    Attributes:
-        pipeline_stage: Its index.
-        moments: What is on the device in each phase.
-    """
+    """Memory of one rank of a pipeline stage."""
 
     pipeline_stage: int
+    """Its index."""
     moments: Mapping[str, Components]
+    """What is on the device in each phase."""
 
     @property
     def peak_phase(self) -> str:
@@ -79,26 +76,22 @@ class StageBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBudget:
-    """What a plan needs of its devices, in bytes: figures are those of the fullest pipeline stage.
-
-    Attributes:
-        fits: Whether the device holds it; None when the capacity lies between low and high, or
-            is unknown.
-        device_capacity_bytes: Memory of a device; 0 when unknown.
-        device_peak_bytes: Everything on the device at its fullest: tensors, driver context,
-            communication library.
-        device_peak_low_bytes: The least that it may be.
-        device_peak_high_bytes: The most that it may be, allocator fragmentation included.
-        device_reserved_bytes: Held by torch's allocator at that moment, context excluded.
-        stages: Each pipeline stage.
-    """
+    """What a plan needs of its devices, in bytes: figures are those of the fullest pipeline
+    stage."""
 
     fits: bool | None
+    """Whether the device holds it; None when the capacity lies between low and high, or is
+    unknown."""
     device_capacity_bytes: int
+    """Memory of a device; 0 when unknown."""
     device_peak_bytes: int
+    """Everything on the device at its fullest: tensors, driver context, communication library."""
     device_peak_low_bytes: int
+    """The least that it may be."""
     device_peak_high_bytes: int
+    """The most that it may be, allocator fragmentation included."""
     device_reserved_bytes: int
+    """Held by torch's allocator at that moment, context excluded."""
     stages: tuple[StageBudget, ...]
 
     @property
@@ -124,28 +117,25 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget(DeviceBudget):
-    """What a plan needs, of its devices and beside them, in bytes.
-
-    Attributes:
-        host: Memory of one machine.
-        nvme_bytes_per_node: Swap files of one machine.
-        checkpoint_bytes: One checkpoint on disk.
-        checkpoints_kept_bytes: All that are there at once.
-        weights_only_bytes: One of the weights alone; 0 if none is saved.
-        weights_only_kept_bytes: All of these that are there at once.
-        notes: What the reader should know about these figures.
-    """
+    """What a plan needs, of its devices and beside them, in bytes."""
 
     host: HostBudget
+    """Memory of one machine."""
     nvme_bytes_per_node: int
+    """Swap files of one machine."""
     checkpoint_bytes: int
+    """One checkpoint on disk."""
     checkpoints_kept_bytes: int
+    """All that are there at once."""
     weights_only_bytes: int
+    """One of the weights alone; 0 if none is saved."""
     weights_only_kept_bytes: int
+    """All of these that are there at once."""
     notes: tuple[str, ...]
+    """What the reader should know about these figures."""
 
     def to_json(self) -> dict[str, Any]:
-        """The machine-readable form of `trainctl estimate-memory --json`."""
+        """Return the machine-readable form of `trainctl estimate-memory --json`."""
         return {
             "schema": BUDGET_SCHEMA,
             "fits": self.fits,
@@ -179,7 +169,7 @@ class MemoryBudget(DeviceBudget):
 
 
 def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
-    """The memory budget of a plan; with samples of several lengths that of the fullest.
+    """Return the memory budget of a plan; with samples of several lengths that of the fullest.
 
     Args:
         traced: What a trace found of its model; none is the closed form of its shape.
@@ -231,7 +221,7 @@ def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
 
 
 def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBudget:
-    """The part of `budget` that needs no whole plan: whether the devices hold it."""
+    """Return the part of `budget` that needs no whole plan: whether the devices hold it."""
     found = []
     for batch in batches_at_once(sketch):
         each = replace(sketch, batch=batch)
@@ -270,7 +260,8 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 
 
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
-    """The pipeline's stages as the run trains them: of a traced model by what it is made of."""
+    """Return the pipeline's stages as the run trains them: of a traced model by what it is made
+    of."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and (tensor == 1 or not model.has_closed_form):
         held = stages_of(

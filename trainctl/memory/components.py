@@ -8,35 +8,31 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """Bytes on one device at one moment.
-
-    Attributes:
-        parameters: Weights that the model computes with; the ZeRO-3 shard of them.
-        gradients: Accumulated gradients, and the one being computed.
-        master_weights: The copy that the optimizer updates.
-        optimizer_states: Its moments.
-        weight_average: Moving average of the master weights, in fp32.
-        activations: Kept for the backward pass, recomputed, or gradients of activations.
-        logits: Logits and the loss's copies of them.
-        communication_buffers: Buckets of gradients on their way.
-        gathered_parameters: Whole weights at ZeRO-3, those that always stay whole included.
-        retained_weights: Gathered or cast weights that autograd keeps until the backward pass.
-        step_transient: Copies made while the optimizer updates, or while the engine is built.
-        runtime: Driver context, communication library, workspaces of libraries.
-    """
+    """Bytes on one device at one moment."""
 
     parameters: int = 0
+    """Weights that the model computes with; the ZeRO-3 shard of them."""
     gradients: int = 0
+    """Accumulated gradients, and the one being computed."""
     master_weights: int = 0
+    """The copy that the optimizer updates."""
     optimizer_states: int = 0
     weight_average: int = 0
+    """Moving average of the master weights, in fp32."""
     activations: int = 0
+    """Kept for the backward pass, recomputed, or gradients of activations."""
     logits: int = 0
+    """Logits and the loss's copies of them."""
     communication_buffers: int = 0
+    """Buckets of gradients on their way."""
     gathered_parameters: int = 0
+    """Whole weights at ZeRO-3, those that always stay whole included."""
     retained_weights: int = 0
+    """Gathered or cast weights that autograd keeps until the backward pass."""
     step_transient: int = 0
+    """Copies made while the optimizer updates, or while the engine is built."""
     runtime: int = 0
+    """Driver context, communication library, workspaces of libraries."""
 
     @property
     def total(self) -> int:
@@ -53,7 +49,7 @@ class Components:
         return self.activations + self.logits + self.gathered_parameters + self.retained_weights
 
     def plus(self, **extra: int) -> Components:
-        """A moment with more of some parts."""
+        """Return a moment with more of some parts."""
         unknown = extra.keys() - NAMES
         if unknown:
             raise KeyError(f"no such component: {sorted(unknown)}")

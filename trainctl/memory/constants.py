@@ -18,15 +18,12 @@ BYTES = {DataType.fp32: 4, DataType.bf16: 2, DataType.fp16: 2, DataType.fp8: 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBytes:
-    """Bytes per logit that a plain loss holds.
-
-    Attributes:
-        forward: Bytes at the end of the forward pass.
-        backward: Bytes at the start of the backward pass.
-    """
+    """Bytes per logit that a plain loss holds."""
 
     forward: int
+    """Bytes at the end of the forward pass."""
     backward: int
+    """Bytes at the start of the backward pass."""
 
 
 FUSED_HEAD_GRADIENT_BYTES = 8

@@ -25,39 +25,35 @@ from trainctl.plan.types import Sketch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Sizes in bytes per element, and the modes that decide what is where.
-
-    Attributes:
-        config: The run's.
-        ranks: Ranks that ZeRO partitions over (data times sequence).
-        weight_bytes: Element of a weight that the model computes with.
-        gradient_bytes: Element of an accumulated gradient.
-        communication_bytes: Element of a gradient on the wire.
-        master_bytes: Element of the copy that the optimizer updates.
-        moment_bytes: Element of a moment.
-        accumulates: Whether gradients live from one micro batch to the next.
-        update: Copies that the update rule makes on the way.
-        muon_update: The same of the groups that Muon updates.
-        memory_efficient_linear: Whether stage 3's linear layer lets go of gathered weights.
-        autocast: Whether weights are fp32 and cast for each product.
-        on_cpu: Whether the device is the host.
-        factors: Whether adafactor's second moment is rows and columns.
-    """
+    """Sizes in bytes per element, and the modes that decide what is where."""
 
     config: RunConfig
     ranks: int
+    """Ranks that ZeRO partitions over (data times sequence)."""
     weight_bytes: int
+    """Element of a weight that the model computes with."""
     gradient_bytes: int
+    """Element of an accumulated gradient."""
     communication_bytes: int
+    """Element of a gradient on the wire."""
     master_bytes: int
+    """Element of the copy that the optimizer updates."""
     moment_bytes: int
+    """Element of a moment."""
     accumulates: bool
+    """Whether gradients live from one micro batch to the next."""
     update: Update
+    """Copies that the update rule makes on the way."""
     muon_update: Update
+    """The same of the groups that Muon updates."""
     memory_efficient_linear: bool
+    """Whether stage 3's linear layer lets go of gathered weights."""
     autocast: bool
+    """Whether weights are fp32 and cast for each product."""
     on_cpu: bool
+    """Whether the device is the host."""
     factors: bool = False
+    """Whether adafactor's second moment is rows and columns."""
 
     @property
     def zero(self) -> ZeroStageConfig:
@@ -95,11 +91,11 @@ class EngineMemory:
         )
 
     def share(self, elements: int) -> int:
-        """Elements of one rank's ZeRO partition."""
+        """Return elements of one rank's ZeRO partition."""
         return -(-elements // self.ranks)
 
     def optimized(self, elements: int) -> int:
-        """Elements whose master weights and moments are on one rank.
+        """Return elements whose master weights and moments are on one rank.
 
         Args:
             elements: Those here without ZeRO, those that are shared out with it.
@@ -125,14 +121,14 @@ class EngineMemory:
         return 0 if self.config.training.ema_decay is None else 4
 
     def moments(self, stage: Stage) -> int:
-        """Bytes of the optimizer's states of this stage's parameters, unpartitioned."""
+        """Return bytes of the optimizer's states of this stage's parameters, unpartitioned."""
         return sum(
             self._moment_bytes(piece) * (piece.partitioned if self.stage else piece.total) // 256
             for piece in stage.trained.pieces
         )
 
     def _moment_bytes(self, piece: Piece) -> int:
-        """Bytes of all moments of 256 elements (so that 8-bit scales are whole numbers).
+        """Return bytes of all moments of 256 elements (so that 8-bit scales are whole numbers).
 
         torch's adafactor, in a program of the user's, does not factor the flat partitions that ZeRO
         gives it, so its second moment is whole; trainctl's does.
@@ -145,16 +141,16 @@ class EngineMemory:
         return round(256 * copies * (spec.state_bytes or self.moment_bytes))
 
     def groups(self, stage: Stage) -> tuple[Group, ...]:
-        """The optimizer's parameter groups of a pipeline stage."""
+        """Return the optimizer's parameter groups of a pipeline stage."""
         return groups_of(self.config, stage.trained)
 
     def sub_group(self, group: Group) -> int:
-        """Elements that one update of a parameter group handles at once on a rank."""
+        """Return elements that one update of a parameter group handles at once on a rank."""
         own = self.optimized(group.elements)
         return min(own, self.zero.sub_group_size) if self.stage == 3 else own
 
     def update_bytes(self, group: Group) -> int:
-        """Bytes of the copies that one update of a parameter group makes on the way."""
+        """Return bytes of the copies that one update of a parameter group makes on the way."""
         update = self.muon_update if group.uses_muon else self.update
         at_once = self.sub_group(group)
         if self.stage == 0 and update.by_tensor:
@@ -172,7 +168,7 @@ class EngineMemory:
 
 
 def read_engine(plan: Sketch) -> EngineMemory:
-    """The engine of a plan; DeepSpeed's own keys are read where the plan has no option."""
+    """Return the engine of a plan; DeepSpeed's own keys are read where the plan has no option."""
     config = plan.config
     precision, passed = config.precision, config.deepspeed.get("zero_optimization")
     used = formats(precision)

@@ -57,7 +57,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
 
 
 def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Bytes per rank of what `CPUOffloadPolicy` keeps in host memory."""
+    """Return bytes per rank of what `CPUOffloadPolicy` keeps in host memory."""
     if not engine.offloads_optimizer:
         return {}
     own = FP32 * engine.share(stage.parameters)
@@ -70,12 +70,12 @@ def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _outside(stage: Stage) -> int:
-    """Elements of the unit that is not a block."""
+    """Return elements of the unit that is not a block."""
     return stage.parameters - stage.blocks * stage.block_parameters
 
 
 def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
-    """Bytes of gathered weights: of so many blocks, or of all at stage 2, and of buffers.
+    """Return bytes of gathered weights: of so many blocks, or of all at stage 2, and of buffers.
 
     The buffer of the forward pass's last gather is kept (`wait_for_unshard`, _fsdp_param_group.py);
     in the backward pass that of the next block is there, where weights are gathered again.
@@ -86,12 +86,13 @@ def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
 
 
 def _sent(rank: RankMemory, elements: int) -> int:
-    """Bytes of gradients on their way; on CPUs gloo adds up a copy."""
+    """Return bytes of gradients on their way; on CPUs gloo adds up a copy."""
     return FP32 * elements * (2 if rank.engine.on_cpu else 1)
 
 
 def _accumulated(rank: RankMemory) -> int:
-    """Bytes of gradients that earlier micro-batches of the step have left: in shards, or whole."""
+    """Return bytes of gradients that earlier micro-batches of the step have left: in shards, or
+    whole."""
     engine, elements = rank.engine, rank.stage.parameters
     if not engine.accumulates:
         return 0
@@ -101,7 +102,7 @@ def _accumulated(rank: RankMemory) -> int:
 
 
 def _forward_end(rank: RankMemory) -> Components:
-    """All activations and the loss; of the blocks, the buffer that the last one came in."""
+    """Return all activations and the loss; of the blocks, the buffer that the last one came in."""
     return rank.resident.plus(
         activations=rank.activations.forward_end + head_input(rank),
         logits=logits(rank, rank.logit_bytes.forward),
@@ -111,8 +112,8 @@ def _forward_end(rank: RankMemory) -> Components:
 
 
 def _backward_start(rank: RankMemory) -> Components:
-    """The fuller of two moments: the gradient of the logits, and the first block going backward,
-    while the one before it is gathered, and what it has made is sent in fp32."""
+    """Return the fuller of two moments: the gradient of the logits, and the first block going
+    backward, while the one before it is gathered, and what it has made is sent in fp32."""
     stage, weight = rank.stage, rank.engine.weight_bytes
     common = rank.resident.plus(activations=rank.activations.forward_end)
     loss = common.plus(
@@ -131,8 +132,8 @@ def _backward_start(rank: RankMemory) -> Components:
 
 
 def _backward_end(rank: RankMemory) -> Components:
-    """The fuller of two moments: the embedding's gradient, added to the head's where they are tied,
-    and all outside the blocks being sent (`foreach_reduce`, _fsdp_collectives.py)."""
+    """Return the fuller of two moments: the embedding's gradient, added to the head's where they
+    are tied, and all outside the blocks being sent (`foreach_reduce`, _fsdp_collectives.py)."""
     engine, stage = rank.engine, rank.stage
     outside, weight = _outside(stage), engine.weight_bytes
     shards = 0 if engine.offloads_optimizer else FP32 * engine.share(stage.parameters)
@@ -150,7 +151,7 @@ def _backward_end(rank: RankMemory) -> Components:
 
 
 def _step(rank: RankMemory) -> Components:
-    """The update of each shard by itself, or by one kernel of all of them."""
+    """Return the update of each shard by itself, or by one kernel of all of them."""
     if rank.engine.offloads_optimizer:
         return rank.resident
     own = rank.engine.share(rank.stage.parameters)
@@ -160,7 +161,7 @@ def _step(rank: RankMemory) -> Components:
 
 
 def _update(rank: RankMemory, update: Update) -> int:
-    """Bytes of the copies that it makes on the way."""
+    """Return bytes of the copies that it makes on the way."""
     largest = rank.engine.share(rank.stage.largest)
     group = max((rank.engine.share(each.elements) for each in rank.groups), default=0)
     return update.bytes(largest if update.by_tensor else group, largest)

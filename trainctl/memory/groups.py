@@ -16,22 +16,19 @@ from trainctl.plan import groups, shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A parameter group of a stage, unpartitioned.
-
-    Attributes:
-        elements: Number in all its tensors on this rank, after tensor parallelism; with ZeRO those
-            that its ranks share out.
-        largest: Number in the largest of them.
-        uses_muon: Whether Muon updates them.
-    """
+    """A parameter group of a stage, unpartitioned."""
 
     elements: int
+    """Number in all its tensors on this rank, after tensor parallelism; with ZeRO those that its
+    ranks share out."""
     largest: int
+    """Number in the largest of them."""
     uses_muon: bool = False
+    """Whether Muon updates them."""
 
 
 def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
-    """The groups of a stage, in the order of its tensors."""
+    """Return the groups of a stage, in the order of its tensors."""
     found: dict[tuple[groups.GroupKey, int], Group] = {}
     for piece, count, key in _keys(config, stage):
         # Experts that other ranks have not are groups of their own.

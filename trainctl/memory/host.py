@@ -24,15 +24,12 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBudget:
-    """Memory of one machine.
-
-    Attributes:
-        bytes_per_node: Sum of the components.
-        components: Name to bytes, all ranks of the machine together.
-    """
+    """Memory of one machine."""
 
     bytes_per_node: int
+    """Sum of the components."""
     components: dict[str, int]
+    """Name to bytes, all ranks of the machine together."""
 
 
 def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: int) -> HostBudget:
@@ -66,12 +63,12 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
 
 
 def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Bytes per rank of what DeepSpeed keeps on the host, or passes through it to NVMe."""
+    """Return bytes per rank of what DeepSpeed keeps on the host, or passes through it to NVMe."""
     return _offloaded_optimizer(engine, stage) | _offloaded_parameters(engine, stage)
 
 
 def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Bytes per rank of an optimizer on the host or passing through it to NVMe.
+    """Return bytes per rank of an optimizer on the host or passing through it to NVMe.
 
     18 bytes a parameter with Adam in mixed precision: master 4, fp32 gradients 4, moments 8, and
     2 of 16-bit staging (stage 1, 2) or gradients (stage 3).
@@ -107,7 +104,7 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Bytes per rank of a ZeRO-3 shard on the host, or of the buffers it passes through."""
+    """Return bytes per rank of a ZeRO-3 shard on the host, or of the buffers it passes through."""
     if not engine.offloads_parameters:
         return {}
     own = engine.share(stage.partitioned)
@@ -122,7 +119,8 @@ def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
-    """Bytes per rank of the copy that is written behind the training: all states, dealt out."""
+    """Return bytes per rank of the copy that is written behind the training: all states, dealt
+    out."""
     nvme = engine.offload.optimizer is OffloadDevice.nvme
     if not plan.config.checkpoint.asynchronous or nvme:
         return {}
@@ -133,8 +131,8 @@ def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
 
 
 def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Bytes per rank of the one tensor that is being written or read: its part of the largest, in
-    the master's type. What is on the host already is written from where it is."""
+    """Return bytes per rank of the one tensor that is being written or read: its part of the
+    largest, in the master's type. What is on the host already is written from where it is."""
     if engine.offloads_optimizer or engine.on_cpu:
         return {}
     trained = stage.trained
@@ -143,7 +141,7 @@ def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def pinned(engine: EngineMemory, size: int) -> int:
-    """Bytes of a buffer that may be page-locked: torch's host allocator takes a power of two
+    """Return bytes of a buffer that may be page-locked: torch's host allocator takes a power of two
     (CachingHostAllocator.cpp). Without an accelerator nothing is pinned."""
     if not engine.offload.pin_memory or engine.on_cpu or size == 0:
         return size
@@ -163,8 +161,8 @@ def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
 
 
 def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
-    """One checkpoint: master weights, moments and average of each parameter that trains, and the
-    manifest. Frozen weights are where they came from."""
+    """Return one checkpoint: master weights, moments and average of each parameter that trains, and
+    the manifest. Frozen weights are where they came from."""
     (whole,) = of_run(plan.config, stages(plan.config.model))
     trained = whole.trained
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
@@ -176,7 +174,7 @@ def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
 
 
 def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
-    """All checkpoints on disk at once: those kept, the best, and the one being written.
+    """Return all checkpoints on disk at once: those kept, the best, and the one being written.
 
     One at the end of a stable phase is kept too; those of earlier extensions are not counted.
     """
@@ -186,8 +184,8 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
 
 
 def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
-    """One checkpoint of the weights alone, in the format that they are computed in; 0 if none is
-    saved."""
+    """Return one checkpoint of the weights alone, in the format that they are computed in; 0 if
+    none is saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:
         return 0
     trained = of_run(plan.config, stages(plan.config.model))[0].trained
@@ -195,7 +193,7 @@ def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
 
 
 def weights_only_kept_bytes(plan: RunPlan, one: int) -> int:
-    """All of them on disk at once: those of the whole run, or those kept and the one being
+    """Return all of them on disk at once: those of the whole run, or those kept and the one being
     written."""
     settings = plan.config.checkpoint
     every, keep = settings.weights_only_every_steps, settings.weights_only_keep

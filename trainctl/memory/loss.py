@@ -12,8 +12,8 @@ FP32 = 4
 
 
 def head_input(rank: RankMemory) -> int:
-    """Bytes that the final norm and the output projection keep, and the gradient to them: where
-    they are frozen, without the scaled values and without the projection's input."""
+    """Return bytes that the final norm and the output projection keep, and the gradient to them:
+    where they are frozen, without the scaled values and without the projection's input."""
     if not rank.stage.has_head:
         return 0
     element = compute_bytes(rank.plan)
@@ -30,7 +30,7 @@ def _reads_input(rank: RankMemory) -> bool:
 
 
 def logits(rank: RankMemory, per_logit: int) -> int:
-    """Bytes of the logits that exist at once, and of the loss's copies of them."""
+    """Return bytes of the logits that exist at once, and of the loss's copies of them."""
     if not rank.stage.has_head:
         return 0
     vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
@@ -38,7 +38,7 @@ def logits(rank: RankMemory, per_logit: int) -> int:
 
 
 def fused_head(rank: RankMemory) -> int:
-    """Bytes of the gradients that a fused loss computes in the forward pass: of the output
+    """Return bytes of the gradients that a fused loss computes in the forward pass: of the output
     projection, and of the hidden states that go into it."""
     if not rank.stage.has_head:
         return 0

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
-from trainctl.memory.learning import Learning, everything
 from trainctl.memory.stages import Piece, Stage, share
+from trainctl.memory.trainable import Learning, everything
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
@@ -30,9 +30,7 @@ def of_run(
     """Stages of the model as a run trains them: with its adapter, and with what it freezes.
 
     Args:
-        config: The run's.
         stages: As all of the model trains.
-        tensor: Tensor-parallel size.
         keeps_inputs: Whether linear layers keep their inputs whatever learns.
     """
     if not is_partial(config):
@@ -60,7 +58,7 @@ class _ByText:
 
 @lru_cache(maxsize=512)
 def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
-    """A stage as a run trains it."""
+    """Return a stage as a run trains it."""
     found, blocks, trained = _tensors(key)
     learning = _learning(key, keeps_inputs)
     own = range(stage.first_block, stage.first_block + stage.blocks)
@@ -84,7 +82,8 @@ def _tensors(key: _ByText) -> tuple[Trainable, dict[str, int], frozenset[str]]:
 
 
 def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> Iterator[Piece]:
-    """A piece as it trains or does not; one that does in some blocks alone, block by block."""
+    """Yield a piece as it trains or does not; one that does in some blocks alone, block by
+    block."""
     if not piece.in_block or shapes.block_of(piece.name) is not None or piece.count != len(own):
         yield replace(piece, trains=piece.name in trained)
         return
@@ -98,7 +97,7 @@ def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> I
 
 
 def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) -> Piece:
-    """A piece as it is where its matrices are in 8 or 4 bits: of bytes."""
+    """Return a piece as it is where its matrices are in 8 or 4 bits: of bytes."""
     name = piece.name
     if piece.in_block and shapes.block_of(name) is None and own:
         name = f"{prefix}{own[0]}.{name}"  # as in the other blocks
@@ -109,7 +108,7 @@ def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) 
 
 @lru_cache(maxsize=8)
 def _packed(key: _ByText) -> dict[str, int]:
-    """Bytes of each matrix that is in 8 or 4 bits."""
+    """Return bytes of each matrix that is in 8 or 4 bits."""
     adapter = low_rank(key.config.adapter)
     return {
         name: packed_size(adapter.base_weights, layer.outputs, layer.inputs).total
@@ -119,7 +118,7 @@ def _packed(key: _ByText) -> dict[str, int]:
 
 
 def _added(found: Trainable, blocks: Mapping[str, int], own: range) -> Iterator[TensorShape]:
-    """An adapter's tensors in a stage's blocks."""
+    """Return an adapter's tensors in a stage's blocks."""
     adapted = {layer.name for layer in found.adapted if blocks[f"{layer.name}.weight"] in own}
     return (item for item in found.trained if item.name.rpartition(".")[0] in adapted)
 

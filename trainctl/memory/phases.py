@@ -85,7 +85,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
 
 
 def _weights(engine: EngineMemory, stage: Stage) -> int:
-    """Bytes of weights on the device between uses."""
+    """Return bytes of weights on the device between uses."""
     if engine.stage < 3:
         return stage.bytes(engine.weight_bytes)
     own = engine.share(stage.partitioned_bytes(engine.weight_bytes))
@@ -93,21 +93,22 @@ def _weights(engine: EngineMemory, stage: Stage) -> int:
 
 
 def _bucket(engine: EngineMemory, elements: int) -> int:
-    """Elements of a reduce bucket. It is allocated whole; a CPU only backs what is written to."""
+    """Return elements of a reduce bucket. It is allocated whole; a CPU only backs what is written
+    to."""
     size = engine.zero.reduce_bucket_size
     return min(size, elements) if engine.on_cpu else size
 
 
 def _always_whole(engine: EngineMemory, stage: Stage) -> int:
-    """Bytes kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
+    """Return bytes kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
     whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
 
 
 def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool = False) -> int:
-    """Bytes of weights gathered at stage 3 while a module of `module` elements runs, of which
-    `outside` are in no block.
+    """Return bytes of weights gathered at stage 3 while a module of `module` elements runs, of
+    which `outside` are in no block.
 
     Each module that runs, with weights or without, asks for `prefetch_bucket_size` more elements of
     those to come, and for whole tensors, so that the weights ahead grow until there are as many as
@@ -137,8 +138,8 @@ def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool 
 
 
 def _of_live(rank: RankMemory, elements: int, outside: int) -> int:
-    """Bytes of gathered elements, `outside` of them in no block. DeepSpeed counts elements: of
-    blocks in 8 or 4 bits most are bytes."""
+    """Return bytes of gathered elements, `outside` of them in no block. DeepSpeed counts elements:
+    of blocks in 8 or 4 bits most are bytes."""
     weight_bytes, stage = rank.engine.weight_bytes, rank.stage
     if not stage.largest_expanded:
         return weight_bytes * elements
@@ -148,7 +149,7 @@ def _of_live(rank: RankMemory, elements: int, outside: int) -> int:
 
 
 def _retained(rank: RankMemory) -> int:
-    """Bytes of weights that autograd keeps from forward to backward.
+    """Return bytes of weights that autograd keeps from forward to backward.
 
     Stage 3 gives them back because DeepSpeed replaces `torch.nn.functional.linear`
     (zero/linear.py); GPT-2's Conv1D does not go through it. Autocast's casts are kept always.
@@ -185,7 +186,8 @@ def _accumulated(rank: RankMemory) -> dict[str, int]:
 
 
 def _gradients(rank: RankMemory) -> int:
-    """Bytes of gradients at the end of the backward pass, beyond those that are always there."""
+    """Return bytes of gradients at the end of the backward pass, beyond those that are always
+    there."""
     engine, elements = rank.engine, rank.trained.parameters
     if engine.uses_bf16_optimizer:
         return engine.weight_bytes * elements
@@ -197,7 +199,7 @@ def _gradients(rank: RankMemory) -> int:
 
 
 def _reduction(rank: RankMemory) -> int:
-    """Bytes of buckets while gradients are reduced, beyond those that are always there."""
+    """Return bytes of buckets while gradients are reduced, beyond those that are always there."""
     engine, elements = rank.engine, rank.trained.parameters
     if engine.stage == 0:
         if engine.ranks == 1:
@@ -219,8 +221,8 @@ def _reduction(rank: RankMemory) -> int:
 
 
 def _exchanged(rank: RankMemory) -> int:
-    """Bytes of the rows of one layer that travel to experts on other ranks, as they are sent and as
-    they are received: as many of either, where experts are equally busy."""
+    """Return bytes of the rows of one layer that travel to experts on other ranks, as they are sent
+    and as they are received: as many of either, where experts are equally busy."""
     plan = rank.plan
     if plan.mesh.expert == 1:
         return 0
@@ -229,7 +231,7 @@ def _exchanged(rank: RankMemory) -> int:
 
 
 def _forward_end(rank: RankMemory) -> Components:
-    """All activations and the loss of the last micro batch in flight."""
+    """Return all activations and the loss of the last micro batch in flight."""
     return rank.resident.plus(
         activations=rank.activations.forward_end
         + head_input(rank)
@@ -243,7 +245,8 @@ def _forward_end(rank: RankMemory) -> Components:
 
 
 def _backward_start(rank: RankMemory) -> Components:
-    """The fuller of two moments: the gradient of the logits, and the first block going backward."""
+    """Return the fuller of two moments: the gradient of the logits, and the first block going
+    backward."""
     engine, stage = rank.engine, rank.stage
     common = rank.resident.plus(
         activations=rank.activations.forward_end + _sent_on(rank) + _exchanged(rank),
@@ -270,7 +273,7 @@ def _backward_start(rank: RankMemory) -> Components:
 
 
 def _backward_end(rank: RankMemory) -> Components:
-    """All gradients, the first block's activations, and the gradient of the embedding."""
+    """Return all gradients, the first block's activations, and the gradient of the embedding."""
     engine, stage = rank.engine, rank.stage
     trained = rank.trained
     embedding = 0 if engine.stage < 2 and not engine.accumulates else trained.embedding
@@ -287,8 +290,8 @@ def _backward_end(rank: RankMemory) -> Components:
 
 
 def _casts(rank: RankMemory) -> int:
-    """Bytes of what one product in fp8 multiplies: a gradient, and a weight or an input (torchao
-    keeps the 16-bit originals and casts for each product; emulated, to fp32)."""
+    """Return bytes of what one product in fp8 multiplies: a gradient, and a weight or an input
+    (torchao keeps the 16-bit originals and casts for each product; emulated, to fp32)."""
     precision, stage = rank.plan.config.precision, rank.stage
     narrow = precision_of(precision).product_bytes
     if narrow is None or not stage.blocks:
@@ -300,8 +303,8 @@ def _casts(rank: RankMemory) -> int:
 
 
 def _merged(rank: RankMemory) -> int:
-    """Bytes of W + s B A and its two parts, of which DoRA takes the lengths of rows, while a block
-    is computed again (`WithMagnitude`, train/adapters.py)."""
+    """Return bytes of W + s B A and its two parts, of which DoRA takes the lengths of rows, while a
+    block is computed again (`WithMagnitude`, train/adapters.py)."""
     has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
     if not (has_magnitudes and rank.recomputes):
         return 0
@@ -310,14 +313,14 @@ def _merged(rank: RankMemory) -> int:
 
 
 def _expanded(rank: RankMemory) -> int:
-    """Bytes of one matrix of 8 or 4 bits in the type that computes: each is expanded for a product,
-    and let go (`_Product`, train/quantized.py)."""
+    """Return bytes of one matrix of 8 or 4 bits in the type that computes: each is expanded for a
+    product, and let go (`_Product`, train/quantized.py)."""
     return compute_bytes(rank.plan) * rank.stage.largest_expanded
 
 
 def _sent_on(rank: RankMemory) -> int:
-    """Bytes of outputs that a pipeline stage keeps for each micro batch in flight, and of the
-    gradient it receives for one (`pipe_buffers`, pipe/engine.py)."""
+    """Return bytes of outputs that a pipeline stage keeps for each micro batch in flight, and of
+    the gradient it receives for one (`pipe_buffers`, pipe/engine.py)."""
     stages, index = rank.plan.mesh.pipeline, rank.stage.index
     if index == stages - 1:
         return 0
@@ -327,8 +330,8 @@ def _sent_on(rank: RankMemory) -> int:
 
 
 def _step(rank: RankMemory) -> Components:
-    """The fuller of two moments of the update: gradients being copied to the master's type, and
-    the update with its temporaries, one parameter group (stage 3: sub-group) at a time."""
+    """Return the fuller of two moments of the update: gradients being copied to the master's type,
+    and the update with its temporaries, one parameter group (stage 3: sub-group) at a time."""
     engine, busiest = rank.engine, rank.busiest
     update = rank.update
     if engine.offloads_optimizer:
@@ -361,7 +364,7 @@ def _step_unpartitioned(rank: RankMemory) -> Components:
 
 
 def _load(rank: RankMemory, runtime: int) -> Components:
-    """The fuller of two moments of building: weights being moved into one buffer, and the
+    """Return the fuller of two moments of building: weights being moved into one buffer, and the
     partition being copied to the master (converted, then cloned)."""
     engine, stage = rank.engine, rank.stage
     if engine.stage < 3:

@@ -17,25 +17,21 @@ from trainctl.plan.types import Sketch
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank of a stage: what its phases are computed from.
-
-    Attributes:
-        plan: The plan.
-        engine: The engine of the plan.
-        stage: What the pipeline stage holds.
-        groups: The optimizer's parameter groups of it.
-        activations: Activations of its blocks.
-        logit_bytes: What the loss holds of each logit.
-        resident: What is there all the time after the first step.
-    """
+    """One rank of a stage: what its phases are computed from."""
 
     plan: Sketch
     engine: EngineMemory
+    """The engine of the plan."""
     stage: Stage
+    """What the pipeline stage holds."""
     groups: tuple[Group, ...]
+    """The optimizer's parameter groups of it."""
     activations: StageActivations
+    """Activations of its blocks."""
     logit_bytes: LogitBytes
+    """What the loss holds of each logit."""
     resident: Components
+    """What is there all the time after the first step."""
 
     @cached_property
     def trained(self) -> Stage:

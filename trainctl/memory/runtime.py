@@ -58,7 +58,7 @@ def fragmentation_of(plan: Sketch) -> Fragmentation:
 def reserved_bytes(
     tensors: int, fragmentation: Fragmentation, runtime: Range, capacity: int | None
 ) -> int:
-    """Bytes that torch's allocator holds where tensors take `tensors` at their peak.
+    """Return bytes that torch's allocator holds where tensors take `tensors` at their peak.
 
     What it cannot use is no reason to run out: when the device refuses a block, it gives back the
     unused ones and asks again (`release_cached_blocks`, CUDACachingAllocator.cpp). So it holds no
@@ -72,13 +72,13 @@ def reserved_bytes(
 
 
 def workspace_bytes(plan: Sketch) -> int:
-    """Bytes of libraries' workspaces that torch's allocator counts as allocated."""
+    """Return bytes of libraries' workspaces that torch's allocator counts as allocated."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return 0 if on_cpu else constants.LIBRARY_WORKSPACE.usual
 
 
 def band(peak: Components, runtime: Range, fragmentation: Fragmentation) -> tuple[int, int]:
-    """The least and most that a peak may be.
+    """Return the least and most that a peak may be.
 
     States are known almost exactly, activations less so; the allocator adds fragmentation.
     """

@@ -8,44 +8,41 @@ from dataclasses import dataclass, replace
 from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations
-from trainctl.memory.learning import Learning
+from trainctl.memory.trainable import Learning
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tensors of one size on one rank.
-
-    Attributes:
-        numel: Elements on this rank, after tensor parallelism.
-        count: How many there are.
-        is_matrix: Whether the tensor has two dimensions.
-        in_block: Whether it belongs to a decoder block.
-        embedding: Whether it is an embedding (or a projection tied to one).
-        factors: Rows and columns of a matrix, elements of a vector: what adafactor keeps of it.
-        name: Canonical name, relative to the block where there are several; empty if it has none.
-        is_expert: Whether only some tokens meet it: what `parallelism.expert` divides.
-        spread: Ranks that have a part of the whole tensor each, besides tensor ranks: as many times
-            fewer share out this part.
-        trains: Whether the optimizer updates it.
-        element_bytes: Bytes of one element, where it is not in the type that computes: a matrix in
-            8 or 4 bits is so many bytes.
-        expanded: Elements of the matrix that such bytes stand for.
-    """
+    """Tensors of one size on one rank."""
 
     numel: int
+    """Elements on this rank, after tensor parallelism."""
     count: int
+    """How many there are."""
     is_matrix: bool
+    """Whether the tensor has two dimensions."""
     in_block: bool
+    """Whether it belongs to a decoder block."""
     embedding: bool
+    """Whether it is an embedding (or a projection tied to one)."""
     factors: int = 0
+    """Rows and columns of a matrix, elements of a vector: what adafactor keeps of it."""
     name: str = ""
+    """Canonical name, relative to the block where there are several; empty if it has none."""
     is_expert: bool = False
+    """Whether only some tokens meet it: what `parallelism.expert` divides."""
     spread: int = 1
+    """Ranks that have a part of the whole tensor each, besides tensor ranks: as many times fewer
+    share out this part."""
     trains: bool = True
+    """Whether the optimizer updates it."""
     element_bytes: int | None = None
+    """Bytes of one element, where it is not in the type that computes: a matrix in 8 or 4 bits is
+    so many bytes."""
     expanded: int = 0
+    """Elements of the matrix that such bytes stand for."""
 
     def bytes(self, elements: int, weight_bytes: int) -> int:
         """Of so many of its elements, where others' have `weight_bytes`."""
@@ -64,32 +61,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What a rank of one pipeline stage holds.
-
-    Attributes:
-        index: Pipeline stage, from 0.
-        blocks: Decoder blocks.
-        has_embedding: Whether it looks the tokens up.
-        has_head: Whether it computes the logits and the loss.
-        embedding: Elements of the token embedding here, if any.
-        head: Elements of the output projection here, tied or not, if any.
-        pieces: Every parameter tensor.
-        traced: What one of its blocks keeps, where the model was traced.
-        first_block: Index of its first block in the model.
-        learning: What learns in the blocks that gradients reach, and in how many; none is all of
-            each (`trainctl.memory.partial`).
-    """
+    """What a rank of one pipeline stage holds."""
 
     index: int
+    """Pipeline stage, from 0."""
     blocks: int
     has_embedding: bool
+    """Whether it looks the tokens up."""
     has_head: bool
+    """Whether it computes the logits and the loss."""
     embedding: int
+    """Elements of the token embedding here, if any."""
     head: int
+    """Elements of the output projection here, tied or not, if any."""
     pieces: tuple[Piece, ...]
     traced: BlockActivations | None = None
+    """What one of its blocks keeps, where the model was traced."""
     first_block: int = 0
+    """Index of its first block in the model."""
     learning: tuple[tuple[Learning, int], ...] | None = None
+    """What learns in the blocks that gradients reach, and in how many; none is all of each
+    (`trainctl.memory.partial`)."""
 
     @property
     def trained(self) -> Stage:
@@ -177,13 +169,11 @@ class Stage:
 def stages(
     model: ModelConfig, *, tensor: int = 1, expert: int = 1, stage_blocks: Sequence[int] = ()
 ) -> tuple[Stage, ...]:
-    """The stages of a pipeline, the embedding on the first, the head on the last.
+    """Return the stages of a pipeline, the embedding on the first, the head on the last.
 
     A head tied to the embedding is held by both when the pipeline has more than one stage.
 
     Args:
-        model: The model.
-        tensor: Tensor-parallel size.
         expert: Size of the expert axis.
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
     """
@@ -202,11 +192,10 @@ def stages_of(
     stage_blocks: Sequence[int] = (),
     traced: BlockActivations | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages of a model that has been read, each with its own blocks.
+    """Return the stages of a model that has been read, each with its own blocks.
 
     Args:
         read: What it is made of.
-        tensor: Tensor-parallel size.
         expert: Size of the expert axis.
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
         traced: What one of its blocks keeps.
@@ -317,5 +306,5 @@ def _pieces(
 
 
 def share(numel: int, ranks: int) -> int:
-    """Elements that a rank has of a tensor that ranks divide."""
+    """Return elements that a rank has of a tensor that ranks divide."""
     return -(-numel // ranks)

@@ -25,15 +25,12 @@ def part_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """What a trace of the model found (`trainctl.train.trace`), on one rank without sharding.
-
-    Attributes:
-        anatomy: What it is made of.
-        block: What one of its blocks keeps, in bytes per token: the mean over the blocks.
-    """
+    """Findings of a trace (`trainctl.train.models.trace`), on one rank without sharding."""
 
     anatomy: Anatomy
+    """What it is made of."""
     block: BlockActivations
+    """What one of its blocks keeps, in bytes per token: the mean over the blocks."""
 
     def to_json(self) -> dict[str, Any]:
         """As another process reads it."""
@@ -48,15 +45,11 @@ class TracedModel:
 
 
 def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
-    """A traced block without a closed form on one of several tensor ranks.
+    """Return a traced block without a closed form on one of several tensor ranks.
 
     What a part keeps shrinks as its weights do, of which the ranks may have some whole: latent
     attention, routers. What lies between the parts does not, nor what the two last products
     of a block give, which has its full width.
-
-    Args:
-        traced: Whole.
-        tensor: Tensor-parallel size.
     """
     block = traced.block
 
@@ -73,7 +66,7 @@ def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
         attention=attention,
         feed_forward=feed_forward,
         products=ends + round((block.products - ends) * inside),
-        # As `trainctl.train.trace` makes them of the parts.
+        # As `trainctl.train.models.trace` makes them of the parts.
         feed_forward_gradient=block.feed_forward_gradient
         - block.feed_forward // 2
         + feed_forward // 2,

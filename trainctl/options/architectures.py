@@ -20,25 +20,22 @@ COLUMNS = ("tensor", "norms", "pipeline", "sequence")
 
 @dataclass(frozen=True, slots=True)
 class ShownAxes:
-    """What the file says.
-
-    Attributes:
-        versions: Packages that it was made with.
-        steps: Steps that each cell was trained for, in fp32.
-        tolerance: Largest difference of a loss in nats, and of a norm relatively.
-        rows: Largest difference there was, or why the axis may not cut it, by transformers' name
-            of the architecture and by column.
-    """
+    """What the file says."""
 
     versions: Mapping[str, str]
+    """Packages that it was made with."""
     steps: int
+    """Steps that each cell was trained for, in fp32."""
     tolerance: float
+    """Largest difference of a loss in nats, and of a norm relatively."""
     rows: Mapping[str, Mapping[str, float | str]]
+    """Largest difference there was, or why the axis may not cut it, by transformers' name of the
+    architecture and by column."""
 
 
 @cache
 def table() -> ShownAxes:
-    """The file's content."""
+    """Return the file's content."""
     raw: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return ShownAxes(**raw)
 
@@ -53,5 +50,5 @@ def why_not(model_type: str | None, column: str) -> str | None:
 
 
 def cutting(column: str) -> tuple[str, ...]:
-    """The architectures that an axis may cut."""
+    """Return the architectures that an axis may cut."""
     return tuple(name for name, cells in table().rows.items() if not isinstance(cells[column], str))

@@ -20,7 +20,7 @@ def decay_of(update: int, decay: float) -> float:
 
 
 def why_not(config: RunConfig) -> tuple[str, str] | None:
-    """The setting under which no average can be kept, and why; None if it can."""
+    """Return the setting under which no average can be kept, and why; None if it can."""
     offload = config.offload
     if offload.zenflow:
         return "offload.zenflow=true", "the master weights lag behind those of the model"

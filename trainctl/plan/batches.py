@@ -11,19 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Batch arithmetic: global = micro x accumulation x data, in sequences.
-
-    Attributes:
-        global_batch_size: Sequences in an optimizer step.
-        micro_batch_size: Sequences in one forward pass of a data-parallel rank.
-        gradient_accumulation_steps: Forward passes in an optimizer step.
-        sequence_length: Tokens in a sequence.
-    """
+    """Batch arithmetic: global = micro x accumulation x data, in sequences."""
 
     global_batch_size: int
+    """Sequences in an optimizer step."""
     micro_batch_size: int
+    """Sequences in one forward pass of a data-parallel rank."""
     gradient_accumulation_steps: int
+    """Forward passes in an optimizer step."""
     sequence_length: int
+    """Tokens in a sequence."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -32,26 +29,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPhase:
-    """Steps that have the same batch size.
-
-    Attributes:
-        first_step: Number of the first of them, from 0.
-        batch: Global batch of each of them.
-    """
+    """Steps that have the same batch size."""
 
     first_step: int
+    """Number of the first of them, from 0."""
     batch: Batch
+    """Global batch of each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batch of every step of a run.
-
-    Attributes:
-        phases: Parts of the run by their first step, ascending from 0; the last one has no end.
-    """
+    """The batch of every step of a run."""
 
     phases: tuple[BatchPhase, ...]
+    """Parts of the run by their first step, ascending from 0; the last one has no end."""
 
     @classmethod
     def of(cls, ramp: tuple[BatchPhase, ...], batch: Batch) -> Batches:
@@ -59,7 +50,7 @@ class Batches:
         return cls(ramp or (BatchPhase(first_step=0, batch=batch),))
 
     def at(self, step: int) -> Batch:
-        """The batch of update number `step`, from 0."""
+        """Return the batch of update number `step`, from 0."""
         return next(phase.batch for phase in reversed(self.phases) if phase.first_step <= step)
 
     def samples_before(self, step: int) -> int:
@@ -71,7 +62,7 @@ class Batches:
         return sum(count * batch.tokens_per_step for count, batch in self._until(step))
 
     def steps_for(self, tokens: int) -> int:
-        """The smallest number of steps from the start that have at least so many tokens."""
+        """Return the smallest number of steps from the start that have at least so many tokens."""
         last = self.phases[-1]
         for phase, following in zip(self.phases, self.phases[1:], strict=False):
             if self.tokens_before(following.first_step) >= tokens:
@@ -81,7 +72,7 @@ class Batches:
         return last.first_step + -(-missing // last.batch.tokens_per_step)
 
     def _until(self, step: int) -> list[tuple[int, Batch]]:
-        """How many updates before number `step` each phase has, with its batch."""
+        """Return how many updates before number `step` each phase has, with its batch."""
         ends = [phase.first_step for phase in self.phases[1:]] + [step]
         return [
             (max(0, min(end, step) - phase.first_step), phase.batch)

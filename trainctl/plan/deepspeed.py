@@ -51,7 +51,7 @@ STEPS_PER_PRINT = 1_000_000_000
 
 
 def render(settings: Iterable[Derived]) -> dict[str, Any]:
-    """The nested JSON of flat settings: dots in a key separate levels."""
+    """Return the nested JSON of flat settings: dots in a key separate levels."""
     nested: dict[str, Any] = {}
     for setting in settings:
         *parents, name = setting.key.split(".")
@@ -65,7 +65,7 @@ def render(settings: Iterable[Derived]) -> dict[str, Any]:
 def derived_settings(
     config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[Derived, ...]:
-    """Every key of the JSON that trainctl sets, without the user's `deepspeed` section.
+    """Return every key of the JSON that trainctl sets, without the user's `deepspeed` section.
 
     Args:
         mesh: None where none is possible: then one of the sizes that are set.
@@ -87,7 +87,7 @@ def derived_settings(
 
 
 def user_settings(section: Mapping[str, Any]) -> tuple[Derived, ...]:
-    """The leaves of the user's `deepspeed` section, merged last."""
+    """Return the leaves of the user's `deepspeed` section, merged last."""
     return tuple(
         Derived(key=key, value=value, reason=f"deepspeed.{key}") for key, value in flatten(section)
     )
@@ -103,7 +103,8 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _set(key: str, value: Any, *sources: str, why: str = "") -> Derived:
-    """A setting that follows from config keys; `why` says it where naming them is not enough."""
+    """Return a setting that follows from config keys; `why` says it where naming them is not
+    enough."""
     return Derived(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
 
 
@@ -171,7 +172,7 @@ def _optimizer_params(
 def optimizer_parameter(
     config: RunConfig, parameter: OptimizerParameter, lr_scale: float
 ) -> Derived:
-    """A parameter of the JSON, from the keys that say it."""
+    """Return a parameter of the JSON, from the keys that say it."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]
     value: Any = values if len(values) > 1 else values[0]

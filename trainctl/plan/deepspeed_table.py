@@ -22,25 +22,21 @@ ZENFLOW = f"{ZERO}.zenflow"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modes:
-    """What decides which keys of the JSON there are, of a config or of a JSON.
-
-    Attributes:
-        stage: Stage of ZeRO.
-        weights: Number format of the weights that the model computes with.
-        states: Device of the optimizer's states: none, cpu or nvme.
-        parameters: Device of the parameters: none, cpu or nvme.
-        zenflow: Whether ZenFlow updates.
-        by_steps: Whether ZenFlow counts its intervals in steps; epochs otherwise.
-        pipeline: Pipeline stages; 1 is none.
-    """
+    """What decides which keys of the JSON there are, of a config or of a JSON."""
 
     stage: int
     weights: str
+    """Number format of the weights that the model computes with."""
     states: str
+    """Device of the optimizer's states: none, cpu or nvme."""
     parameters: str
+    """Device of the parameters: none, cpu or nvme."""
     zenflow: bool
+    """Whether ZenFlow updates."""
     by_steps: bool = True
+    """Whether ZenFlow counts its intervals in steps; epochs otherwise."""
     pipeline: int = 1
+    """Pipeline stages; 1 is none."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Modes:
@@ -100,23 +96,20 @@ def _as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of the JSON, and the config key that it follows from.
-
-    Attributes:
-        when: A name of `WHEN`.
-        key: Dotted, of the JSON.
-        source: The config key; empty if the value is always the same.
-        reason: Why it has its value; empty where naming the source says it.
-        write: Turns the config key's plain value into the JSON's; None leaves the key out.
-        read: Back from a value that is given; None if this key cannot say it.
-    """
+    """A key of the JSON, and the config key that it follows from."""
 
     when: str
+    """A name of `WHEN`."""
     key: str
+    """Dotted, of the JSON."""
     source: str
+    """The config key; empty if the value is always the same."""
     reason: str = ""
+    """Why it has its value; empty where naming the source says it."""
     write: Callable[[Any], Any] = _as_it_is
+    """Turns the config key's plain value into the JSON's; None leaves the key out."""
     read: Callable[[Any], Any] | None = _as_it_is
+    """Back from a value that is given; None if this key cannot say it."""
 
     def holds(self, modes: Modes) -> bool:
         """Whether the JSON may have the key."""
@@ -124,7 +117,7 @@ class Row:
 
 
 def _flag(when: str, key: str, source: str, value: Any, reason: str = "") -> Row:
-    """A key that is true where a config key has one certain value, and else left out."""
+    """Return a key that is true where a config key has one certain value, and else left out."""
 
     def write(said: Any) -> bool | None:
         return True if said == value else None
@@ -138,12 +131,12 @@ def at_least_one(size: Any) -> Any:
 
 
 def _fixed(when: str, key: str, value: Any, reason: str, source: str = "") -> Row:
-    """A key that has one value wherever it is written; there is nothing to read back."""
+    """Return a key that has one value wherever it is written; there is nothing to read back."""
     return Row(when, key, source, reason, lambda _: value, None)
 
 
 def _interval(when: str, key: str, source: str, undecided: Any, reason: str = "") -> Row:
-    """A number of steps; `undecided` stands for none, where DeepSpeed chooses."""
+    """Return a number of steps; `undecided` stands for none, where DeepSpeed chooses."""
 
     def read(steps: Any) -> int | None:
         return steps if isinstance(steps, int) and steps >= 1 else None
@@ -238,7 +231,7 @@ SOURCES = {row.key: row.source for row in TABLE if row.read is not None}
 
 
 def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
-    """The settings of some rows that a config has."""
+    """Yield the settings of some rows that a config has."""
     modes = Modes.of(config)
     for row in rows:
         value = row.write(value_of(config, row.source)) if row.holds(modes) else None
@@ -260,7 +253,7 @@ def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """The value of a config key, of a choice its name; None without a key."""
+    """Return the value of a config key, of a choice its name; None without a key."""
     if not key:
         return None
     section, name = key.split(".")

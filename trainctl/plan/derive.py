@@ -1,6 +1,6 @@
 """The arithmetic of a plan: mesh, batch, steps. Pure; each function also says why.
 
-A function gives ``None`` where no legal value exists; `trainctl.plan.rules` says what is wrong and
+A function gives ``None`` where no legal value exists; `trainctl.rules.plan` says what is wrong and
 what would be legal, so that one impossible choice does not hide the other problems of a config.
 """
 
@@ -30,7 +30,7 @@ UNCOUNTED_STEPS = 1000
 
 
 def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mesh | None, Reasons]:
-    """The process mesh; the data axis takes the devices that the other axes leave."""
+    """Return the process mesh; the data axis takes the devices that the other axes leave."""
     taken = parallelism.tensor * parallelism.pipeline * parallelism.sequence
     data, left_over = divmod(hardware.world_size, taken)
     if left_over or data == 0 or parallelism.data not in (None, data):
@@ -54,7 +54,7 @@ def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mes
 
 
 def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Reasons]:
-    """The batch triple, with ``global = micro x accumulation x data``.
+    """Return the batch triple, with ``global = micro x accumulation x data``.
 
     Args:
         training: Any of the three sizes may be none and is derived from the other two; what the
@@ -125,7 +125,7 @@ def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
 
 
 def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches | None, Reasons]:
-    """The batch of every step: `batch`, after the smaller ones of `training.batch_ramp`.
+    """Return the batch of every step: `batch`, after the smaller ones of `training.batch_ramp`.
 
     The micro-batch stays, so a smaller batch has fewer accumulation steps.
 
@@ -199,7 +199,7 @@ def _total(steps: int, why: str, *sources: str) -> Derived:
 
 
 def _of_ramp(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
-    """How a quantity of the whole run is divided into steps, in words, and by which key."""
+    """Return how a quantity of the whole run is divided into steps, in words, and by which key."""
     if len(batches.phases) > 1:
         return "with the batches of training.batch_ramp", ("training.batch_ramp",)
     return otherwise, ()
@@ -216,7 +216,8 @@ def samples_of_epoch(training: TrainingConfig) -> int:
 
 
 def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | None, Reasons]:
-    """The first step at which every sample was seen so often; none while the corpus is unread."""
+    """Return the first step at which every sample was seen so often; none while the corpus is
+    unread."""
     samples = samples_of_epoch(training)
     if training.epochs is None or samples == 0:
         return None, ()
@@ -249,7 +250,8 @@ def derive_warmup_steps(
 
 
 def _length_key(schedule: ScheduleConfig, phase: str) -> str:
-    """The key that says how long the warmup or the decay is: steps, else tokens, else a share."""
+    """Return the key that says how long the warmup or the decay is: steps, else tokens, else a
+    share."""
     names = (f"{phase}_steps", f"{phase}_tokens")
     given = (name for name in names if getattr(schedule, name) is not None)
     return f"schedule.{next(given, f'{phase}_fraction')}"
@@ -312,7 +314,8 @@ def derive_shape(
 
 
 def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[int, str]:
-    """The global batch nearest to `tokens` that all ranks share evenly, at least the smallest."""
+    """Return the global batch nearest to `tokens` that all ranks share evenly, at least the
+    smallest."""
     sizes = (training.micro_batch_size, training.gradient_accumulation_steps)
     known = {"micro": sizes[0], "accumulation": None if sizes[0] else sizes[1]}
     each = data * (sizes[0] or sizes[1] or 1)

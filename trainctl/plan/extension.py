@@ -15,17 +15,14 @@ SAME = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RateChange:
-    """A learning rate that is another one from a resume on.
-
-    Attributes:
-        step: Number of the first update after it, from 1.
-        before: Rate that the earlier plan had for that update; beyond its end, that of its last.
-        now: Rate that it gets.
-    """
+    """A learning rate that is another one from a resume on."""
 
     step: int
+    """Number of the first update after it, from 1."""
     before: float
+    """Rate that the earlier plan had for that update; beyond its end, that of its last."""
     now: float
+    """Rate that it gets."""
 
 
 def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | None:
@@ -45,7 +42,8 @@ def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | Non
 
 
 def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
-    """The last step that `now` can go on from, if a checkpoint after `step` updates is too late.
+    """Return the last step that `now` can go on from, if a checkpoint after `step` updates is too
+    late.
 
     A run with the schedule wsd can be made longer as long as it has not begun to decay. Weights
     that have seen a part of the decay are not those of a longer stable phase, so they are not taken

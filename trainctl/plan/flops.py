@@ -62,7 +62,6 @@ def flops_of_run(config: RunConfig, sequence_length: int) -> int:
     """Operations of a run's steps per token: without those that frozen weights save.
 
     Args:
-        config: The run's.
         sequence_length: Tokens that attend to each other.
     """
     model = config.model
@@ -120,7 +119,6 @@ def utilisation(
 
     Args:
         flops: Done by all devices together.
-        seconds: That they took.
         devices: Their number.
         peak_tflops: Dense peak of one of them in the format of the matrix products, TFLOP/s.
 

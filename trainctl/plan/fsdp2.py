@@ -25,7 +25,7 @@ PREFIX = "fsdp2"
 def derived_settings(
     config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[Derived, ...]:
-    """Every setting of the engine, as `trainctl.plan.deepspeed.derived_settings`."""
+    """Return every setting of the engine, as `trainctl.plan.deepspeed.derived_settings`."""
     settings = (*_sharding(config), *_optimizer(config, hardware, batch))
     return tuple(
         Derived(
@@ -76,7 +76,7 @@ def _sharding(config: RunConfig) -> Iterator[Derived]:
 
 
 def _optimizer(config: RunConfig, hardware: Hardware, batch: Batch | None) -> Iterator[Derived]:
-    """The class of torch's that updates, and its arguments."""
+    """Yield the class of torch's that updates, and its arguments."""
     spec = spec_of(config.optimizer)
     if maker(config, hardware) is not Maker.torch or spec.deepspeed is None:
         return

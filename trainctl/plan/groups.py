@@ -29,21 +29,17 @@ from trainctl.plan.trainable import trainable
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
-    """What the tensors of a group have in common.
-
-    Attributes:
-        uses_muon: Whether Muon updates them.
-        is_decayed: Whether `optimizer.weight_decay` is for them.
-        lr_factor: Multiple of the base learning rate.
-        weight_decay: Their decay.
-        clip_at: Largest norm of their gradient together; 0 for none of their own.
-    """
+    """What the tensors of a group have in common."""
 
     uses_muon: bool
+    """Whether Muon updates them."""
     is_decayed: bool
+    """Whether `optimizer.weight_decay` is for them."""
     lr_factor: float
+    """Multiple of the base learning rate."""
     weight_decay: float
     clip_at: float = 0.0
+    """Largest norm of their gradient together; 0 for none of their own."""
 
     def name(self, config: RunConfig) -> str:
         """Unique among the groups of a config, and the same on every layout."""
@@ -57,37 +53,33 @@ class GroupKey:
         return ", ".join(words)
 
     def peak_lr(self, config: RunConfig) -> float:
-        """The group's learning rate where the schedule is at its peak."""
+        """Return the group's learning rate where the schedule is at its peak."""
         return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """Tensors that are updated by the same rule with the same numbers.
-
-    Attributes:
-        name: As in the records and the plan.
-        lr_factor: Multiple of the base learning rate.
-        weight_decay: Decoupled decay.
-        uses_muon: Whether Muon updates them.
-        parameters: Canonical names, in the model's order.
-        elements: Number in all of them.
-    """
+    """Tensors that are updated by the same rule with the same numbers."""
 
     name: str
+    """As in the records and the plan."""
     lr_factor: float
+    """Multiple of the base learning rate."""
     weight_decay: float
     uses_muon: bool
+    """Whether Muon updates them."""
     parameters: tuple[str, ...]
+    """Canonical names, in the model's order."""
     elements: int
+    """Number in all of them."""
 
     def peak_lr(self, config: RunConfig) -> float:
-        """The group's learning rate where the schedule is at its peak."""
+        """Return the group's learning rate where the schedule is at its peak."""
         return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
 
 
 def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
-    """The groups of the whole model; every tensor that trains is in exactly one. Pure."""
+    """Return the groups of the whole model; every tensor that trains is in exactly one. Pure."""
     members: dict[GroupKey, list[TensorShape]] = {}
     for tensor in trainable(config).trained:
         key = group_of(config, tensor.name, tensor.shape, embedding=tensor.embedding)
@@ -123,11 +115,9 @@ def group_of(
     embedding: bool | None = None,
     head: bool = False,
 ) -> GroupKey:
-    """The group of one tensor.
+    """Return the group of one tensor.
 
     Args:
-        config: The run's.
-        name: Canonical name.
         shape: Of the whole tensor, whatever shard of it a rank has.
         embedding: Whether it is looked up; none tells it by the family's names.
         head: Whether it is known to be the output projection, whatever its name.
@@ -180,7 +170,7 @@ def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
 
 
 def override_of(config: RunConfig, name: str) -> GroupOverride | None:
-    """The first entry of `optimizer.groups` whose pattern is found in the name."""
+    """Return the first entry of `optimizer.groups` whose pattern is found in the name."""
     for entry in config.optimizer.groups:
         if re.search(entry.match, name):
             return entry

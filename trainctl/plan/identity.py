@@ -92,7 +92,6 @@ def description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> dict[str
     """What a manifest says of its model.
 
     Args:
-        model: The model.
         shapes: Of its parameters, by canonical name.
 
     Returns:
@@ -119,8 +118,6 @@ def check_model(
 
     Args:
         model: The model that is to have its weights.
-        name: Of the checkpoint.
-        manifest: Of the checkpoint.
         may_differ: Parts of the identity that are not compared.
 
     Raises:
@@ -153,8 +150,6 @@ def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
 
     Args:
         config: Of the run that is to go on from it.
-        name: Of the checkpoint.
-        manifest: Of the checkpoint.
 
     Raises:
         TrainctlError: They are another's (exit code 5).
@@ -172,8 +167,6 @@ def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> 
 
     Args:
         config: Of the run that is to go on from it.
-        name: Of the checkpoint.
-        manifest: Of the checkpoint.
 
     Raises:
         TrainctlError: Another adapter's, or with other weights frozen (exit code 5); says which.
@@ -215,8 +208,6 @@ def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, li
     """Refuse a checkpoint unless its tensors are those of a model, one for one.
 
     Args:
-        name: Of the checkpoint.
-        manifest: Of the checkpoint.
         shapes: Of the model's parameters, by canonical name.
 
     Raises:

@@ -36,7 +36,7 @@ def lr_scale(optimizer: OptimizerConfig, batch: Batch) -> float:
 
 
 def reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
-    """The scaled rates with the arithmetic, and who decides on the clipping."""
+    """Yield the scaled rates with the arithmetic, and who decides on the clipping."""
     optimizer, scale = config.optimizer, lr_scale(config.optimizer, batch)
     if optimizer.lr_scaling is not LrScaling.none:
         ratio = (

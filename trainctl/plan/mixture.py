@@ -24,21 +24,18 @@ SOLE = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataStage:
-    """Steps with one mixture and one length of sample.
-
-    Attributes:
-        first_step: Number of the first of them, from 0.
-        end_step: Number of the first after them.
-        first_sample: Counter of its first sample, over all ranks and stages.
-        batches: The batch of every step of the run, as if all of it had this length.
-        weights: Its own, by name of the source; None for those of the sources.
-    """
+    """Steps with one mixture and one length of sample."""
 
     first_step: int
+    """Number of the first of them, from 0."""
     end_step: int
+    """Number of the first after them."""
     first_sample: int
+    """Counter of its first sample, over all ranks and stages."""
     batches: Batches
+    """The batch of every step of the run, as if all of it had this length."""
     weights: Mapping[str, Fraction] | None
+    """Its own, by name of the source; None for those of the sources."""
 
     @property
     def sequence_length(self) -> int:
@@ -61,12 +58,13 @@ class DataStage:
 
 
 def sources_of(data: DataConfig) -> dict[str, DataConfig]:
-    """The sections of a run's sources, by name; without `data.sources` the one of `data` itself."""
+    """Return the sections of a run's sources, by name; without `data.sources` the one of `data`
+    itself."""
     return dict(data.sources) or {SOLE: data}  # type: ignore[arg-type]
 
 
 def exact(weight: float) -> Fraction:
-    """The decimal fraction that a weight was written as: 0.7 is 7/10."""
+    """Return the decimal fraction that a weight was written as: 0.7 is 7/10."""
     return Fraction(repr(weight))
 
 
@@ -113,7 +111,7 @@ def amount_of(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
 
 
 def batch_of_length(batch: Batch, length: int) -> Batch | None:
-    """The same tokens in samples of another length, and no more of them at once on a rank.
+    """Return the same tokens in samples of another length, and no more of them at once on a rank.
 
     A micro-batch keeps its tokens, or else has fewer; None where that takes no whole numbers.
     """
@@ -138,7 +136,7 @@ def batch_of_length(batch: Batch, length: int) -> Batch | None:
 
 
 def batches_of_length(batches: Batches, length: int) -> Batches | None:
-    """The batch of every step at another length; None where one of them has none."""
+    """Return the batch of every step at another length; None where one of them has none."""
     phases = []
     for phase in batches.phases:
         batch = batch_of_length(phase.batch, length)
@@ -149,7 +147,8 @@ def batches_of_length(batches: Batches, length: int) -> Batches | None:
 
 
 def end_of(stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total: int) -> int:
-    """The step that a stage ends before: a share counts as the schedule does, steps or tokens."""
+    """Return the step that a stage ends before: a share counts as the schedule does, steps or
+    tokens."""
     if stage.until_step is not None:
         return stage.until_step
     if stage.until_tokens is not None:
@@ -166,7 +165,7 @@ def stages_of(
     batches: Batches,
     total: int,
 ) -> tuple[DataStage, ...]:
-    """The stages of a run that the rules have nothing against; one without `data.stages`."""
+    """Return the stages of a run that the rules have nothing against; one without `data.stages`."""
     found: list[DataStage] = []
     first_step = first_sample = 0
     for stage in data.stages or [StageConfig()]:
@@ -187,13 +186,14 @@ def stages_of(
 
 
 def stages_of_plan(plan: RunPlan) -> tuple[DataStage, ...]:
-    """The stages of a plan's data; one without `data.stages`."""
+    """Return the stages of a plan's data; one without `data.stages`."""
     config = plan.config
     return stages_of(config.data, config.training, config.schedule, plan.batches, plan.total_steps)
 
 
 def batches_at_once(sketch: Sketch) -> tuple[Batch, ...]:
-    """The largest batch of each length of sample that a run has, that of the configuration first.
+    """Return the largest batch of each length of sample that a run has, that of the configuration
+    first.
 
     Stages whose length takes no whole batch are left out: a rule refuses them.
     """
@@ -210,15 +210,13 @@ class StagedBatches:
     A position is a step and the counter of the next sample. Where batches were passed over the
     counter is ahead of the step, and it alone says which stage that is: so the samples of a stage
     are the same whatever happened before.
-
-    Attributes:
-        stages: All that the run has, one after the other.
     """
 
     stages: tuple[DataStage, ...]
+    """All that the run has, one after the other."""
 
     def at(self, step: int, samples: int) -> tuple[int, Batch]:
-        """The first sample's counter of a step's batch, and the batch.
+        """Return the first sample's counter of a step's batch, and the batch.
 
         A batch has samples of one length: one that would reach into a stage of another length
         begins with that stage, which is more than the next sample only behind batches that were

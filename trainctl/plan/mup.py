@@ -50,7 +50,7 @@ class TensorKind(Enum):
 
 
 def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
-    """The kind of a tensor.
+    """Return the kind of a tensor.
 
     Args:
         name: Canonical name, of a family with a shape of ours.
@@ -106,8 +106,6 @@ def check_multipliers(model: ModelConfig, name: str, manifest: Mapping[str, Any]
 
     Args:
         model: The model that is to have them.
-        name: Of the checkpoint.
-        manifest: Of the checkpoint.
 
     Raises:
         TrainctlError: They are not the ones that it was trained with.

@@ -7,14 +7,14 @@ from math import isqrt
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a positive number, ascending, in the time of its square root."""
+    """Return the divisors of a positive number, ascending, in the time of its square root."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     large = [number // size for size in reversed(small) if size * size != number]
     return small + large
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` next to `wanted`: the largest below, the smallest above."""
+    """Return the divisors of `number` next to `wanted`: the largest below, the smallest above."""
     sizes = divisors(number)
     below = [size for size in sizes if size <= wanted]
     above = [size for size in sizes if size > wanted]
@@ -22,7 +22,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 
 
 def nearest_multiples(number: int, step: int) -> list[int]:
-    """The positive multiples of `step` around `number`, without `number` itself."""
+    """Return the positive multiples of `step` around `number`, without `number` itself."""
     below = (number - 1) // step * step
     return [value for value in (below, below + step) if value > 0 and value != number] or [step]
 

@@ -10,22 +10,19 @@ from trainctl.options.precision import precision_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Formats as DeepSpeed sees them.
-
-    Attributes:
-        weights: The weights that forward and backward use; fp32 under autocast, and bf16 under
-            fp8, whose matrix products convert on the way.
-        gradient_accumulation: Gradients while they accumulate.
-        communication: Gradients on the wire; under autocast, those of matrices only.
-    """
+    """Formats as DeepSpeed sees them."""
 
     weights: DataType
+    """The weights that forward and backward use; fp32 under autocast, and bf16 under fp8, whose
+    matrix products convert on the way."""
     gradient_accumulation: DataType
+    """Gradients while they accumulate."""
     communication: DataType
+    """Gradients on the wire; under autocast, those of matrices only."""
 
 
 def formats(precision: PrecisionConfig) -> Formats:
-    """The formats that a precision config implies."""
+    """Return the formats that a precision config implies."""
     weights = DataType.fp32 if precision.autocast else precision_of(precision).format
     return Formats(
         weights=weights,

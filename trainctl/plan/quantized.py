@@ -25,15 +25,12 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class PackedSize:
-    """How long a matrix is.
-
-    Attributes:
-        header: Bytes of its scales, which come first.
-        codes: Bytes of its weights.
-    """
+    """How long a matrix is."""
 
     header: int
+    """Bytes of its scales, which come first."""
     codes: int
+    """Bytes of its weights."""
 
     @property
     def total(self) -> int:
@@ -41,7 +38,7 @@ class PackedSize:
 
 
 def packed_size(kind: BaseWeights, outputs: int, inputs: int) -> PackedSize:
-    """Bytes of a matrix of (outputs, inputs), whose number of weights blocks divide."""
+    """Return bytes of a matrix of (outputs, inputs), whose number of weights blocks divide."""
     weights = outputs * inputs
     if kind is BaseWeights.int8:
         return PackedSize(SCALE_BYTES * outputs, weights)

@@ -17,7 +17,7 @@ def is_wrapped(block: int, settings: Recomputing) -> bool:
 
 
 def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
-    """How many of the model's blocks are recomputed; nothing where recomputation is off."""
+    """Return how many of the model's blocks are recomputed; nothing where recomputation is off."""
     settings, layers = recomputed(config), config.model.num_layers
     if settings is None:
         return ()

@@ -25,20 +25,16 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShape:
-    """One parameter tensor.
-
-    Attributes:
-        name: Name in transformers; for a block relative to it (``self_attn.q_proj.weight``).
-        shape: Its sizes.
-        sharded: Whether tensor parallelism splits it; norms, position embeddings and the biases
-            of row-parallel layers are copied to every rank instead.
-        embedding: Whether it is looked up by token or position.
-    """
+    """One parameter tensor."""
 
     name: str
+    """Name in transformers; for a block relative to it (``self_attn.q_proj.weight``)."""
     shape: tuple[int, ...]
     sharded: bool = True
+    """Whether tensor parallelism splits it; norms, position embeddings and the biases of
+    row-parallel layers are copied to every rank instead."""
     embedding: bool = False
+    """Whether it is looked up by token or position."""
 
     @property
     def numel(self) -> int:
@@ -51,23 +47,18 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """Parameters of a whole model, tied weights counted once.
-
-    Attributes:
-        embeddings: Token and learned position embeddings.
-        block: One decoder block.
-        blocks: All of them.
-        final_norm: The norm before the output projection.
-        head: The output projection; 0 when it is tied to the embedding.
-        tensors: Number of parameter tensors.
-    """
+    """Parameters of a whole model, tied weights counted once."""
 
     embeddings: int
+    """Token and learned position embeddings."""
     block: int
     blocks: int
     final_norm: int
+    """The norm before the output projection."""
     head: int
+    """The output projection; 0 when it is tied to the embedding."""
     tensors: int
+    """Number of parameter tensors."""
 
     @property
     def total(self) -> int:
@@ -140,7 +131,7 @@ def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
 
 
 def block_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
-    """The tensors of one block, in transformers' order."""
+    """Return the tensors of one block, in transformers' order."""
     return tuple(_block(model, spec_of(model)))
 
 
@@ -151,13 +142,13 @@ def block_prefix(model: ModelConfig) -> str:
 
 
 def final_norm_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
-    """The norm after the last block."""
+    """Return the norm after the last block."""
     spec = spec_of(model)
     return tuple(_norm(f"{spec.decoder}.{spec.final_norm}", model.hidden_size, spec))
 
 
 def head_tensor(model: ModelConfig) -> TensorShape:
-    """The output projection; the same tensor as the embedding when tied."""
+    """Return the output projection; the same tensor as the embedding when tied."""
     name = f"{spec_of(model).head}.weight"
     return TensorShape(name=name, shape=(model.vocab_size, model.hidden_size))
 
@@ -169,7 +160,7 @@ def block_of(name: str) -> int | None:
 
 
 def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
-    """Every tensor of the model under its canonical name; a tied one once."""
+    """Yield every tensor of the model under its canonical name; a tied one once."""
     read = anatomy(model)
     if read is not None:
         for parameter in read.parameters:
@@ -241,7 +232,8 @@ def _block(model: ModelConfig, spec: Family) -> Iterator[TensorShape]:
 def _region(
     model: ModelConfig, spec: Family, region: Region, widths: tuple[int, ...]
 ) -> Iterator[TensorShape]:
-    """The tensors of a region, by the widths of what its matrices give; the first goes back."""
+    """Yield the tensors of a region, by the widths of what its matrices give; the first goes
+    back."""
     outputs = (sum(widths),) if region.fused > 1 else widths
     for name, width in zip(region.columns, outputs, strict=False):
         yield _matrix(f"{region.module}.{name}", width, model.hidden_size, spec)

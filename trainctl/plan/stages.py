@@ -11,7 +11,8 @@ from trainctl.plan import shapes
 def blocks_of_stages(
     model: ModelConfig, parallelism: ParallelismConfig, *, sequence_length: int
 ) -> tuple[int, ...]:
-    """Number of blocks of each stage, at least one each; what the config lists, if it lists it.
+    """Return number of blocks of each stage, at least one each; what the config lists, if it lists
+    it.
 
     The heaviest stage is made as light as possible, as `partition_balanced` of
     deepspeed/runtime/utils.py does; of several such cuts, the one whose early stages have most.

@@ -10,7 +10,8 @@ from trainctl.config.schema import (
 
 
 def not_yet(config: RunConfig) -> tuple[str, ...]:
-    """One sentence for each technique that `launch` has to refuse today; it names the key."""
+    """Return one sentence for each technique that `launch` has to refuse today; it names the
+    key."""
     return tuple(
         f"{key}={value}: training with {technique} is not there yet"
         for key, value, technique in _wanted(config)

@@ -31,39 +31,33 @@ LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLayer:
-    """A linear layer of a block, to which an adapter may be added.
-
-    Attributes:
-        name: Canonical name of the module.
-        inputs: Width of what enters it.
-        outputs: Width of what leaves it.
-        split: How tensor ranks share its matrix: by "outputs" or by "inputs"; None if that is not
-            known, or each has all of it.
-        inputs_first: Whether its matrix has a row for each input: transformers' Conv1D.
-    """
+    """A linear layer of a block, to which an adapter may be added."""
 
     name: str
+    """Canonical name of the module."""
     inputs: int
+    """Width of what enters it."""
     outputs: int
+    """Width of what leaves it."""
     split: str | None = None
+    """How tensor ranks share its matrix: by "outputs" or by "inputs"; None if that is not known, or
+    each has all of it."""
     inputs_first: bool = False
+    """Whether its matrix has a row for each input: transformers' Conv1D."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """The tensors of a run.
-
-    Attributes:
-        trained: Those that an optimizer updates, in the model's order; the adapter's at the end.
-        frozen: Those that stay as they were at step 0: no gradient, master copy or state.
-        adapted: Layers that have an adapter.
-        reasons: Why, one sentence each.
-    """
+    """The tensors of a run."""
 
     trained: tuple[TensorShape, ...]
+    """Those that an optimizer updates, in the model's order; the adapter's at the end."""
     frozen: tuple[TensorShape, ...] = ()
+    """Those that stay as they were at step 0: no gradient, master copy or state."""
     adapted: tuple[LinearLayer, ...] = ()
+    """Layers that have an adapter."""
     reasons: tuple[str, ...] = ()
+    """Why, one sentence each."""
 
     @property
     def trained_elements(self) -> int:
@@ -78,7 +72,7 @@ def trainable(config: RunConfig) -> Trainable:
     """What trains in a run, and what does not.
 
     An entry of `training.freeze` or `adapter.targets` that meets nothing is left out here;
-    `trainctl.plan.rules.trainable` reports it.
+    `trainctl.rules.plan.trainable` reports it.
 
     Raises:
         TrainctlError: Nothing is known of the model's tensors (`shapes.anatomy`).
@@ -108,7 +102,7 @@ def trainable(config: RunConfig) -> Trainable:
 
 
 def reasons(config: RunConfig) -> tuple[Derived, ...]:
-    """How many parameters train and how many do not, where some do not."""
+    """Return how many parameters train and how many do not, where some do not."""
     if not is_partial(config) or config.model.is_unread:
         return ()
     found = trainable(config)
@@ -190,7 +184,7 @@ def _before_last(
 
 
 def block_numbers(model: ModelConfig) -> dict[str, int]:
-    """Number of the block of each parameter that lies in one."""
+    """Return number of the block of each parameter that lies in one."""
     read = shapes.anatomy(model)
     if read is not None:
         return {p.name: p.block for p in read.parameters if p.block is not None}
@@ -236,7 +230,6 @@ def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
     """Pipeline stages on which nothing trains.
 
     Args:
-        config: The run's.
         sizes: Blocks of each stage.
     """
     blocks, last = block_numbers(config.model), len(sizes) - 1
@@ -273,7 +266,7 @@ def is_target(layer: LinearLayer, target: str) -> bool:
 
 
 def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
-    """The linear layers of the blocks, in the model's order.
+    """Yield the linear layers of the blocks, in the model's order.
 
     Routers are none, nor are experts that lie in one tensor: their weights are no layers'.
     """

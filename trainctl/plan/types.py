@@ -43,21 +43,17 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """As much of a plan as the memory of its devices and the time of its steps follow from.
-
-    Attributes:
-        config: The configuration as composed (derived values are not written back into it).
-        hardware: Machines and devices, declared or detected.
-        mesh: Process mesh.
-        batch: Batch arithmetic; with a ramp that of the steps after it.
-        stage_blocks: Number of blocks of each pipeline stage.
-    """
+    """As much of a plan as the memory of its devices and the time of its steps follow from."""
 
     config: RunConfig
+    """The configuration as composed (derived values are not written back into it)."""
     hardware: Hardware
+    """Machines and devices, declared or detected."""
     mesh: Mesh
     batch: Batch
+    """Batch arithmetic; with a ramp that of the steps after it."""
     stage_blocks: tuple[int, ...] = ()
+    """Number of blocks of each pipeline stage."""
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -70,34 +66,31 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan(Sketch):
-    """Everything that a launch will do; written to `plan.json` and only read afterwards.
-
-    Attributes:
-        ramp: Batch sizes of the run by their first step, the last of them `batch`; empty if all
-            steps have it.
-        total_steps: Optimizer steps of the whole run.
-        stop_step: Step at which this launch ends; equals total_steps unless
-            `training.stop_after_steps` is set.
-        warmup_steps: Optimizer steps of the linear warmup.
-        lr_scale: What `optimizer.lr_scaling` makes of the learning rates.
-        engine: What makes the steps: an option of the group `engine`.
-        deepspeed: The JSON of the engine of that name, complete, without "auto"; of another, empty.
-        settings: What another engine than DeepSpeed is told, nested.
-        derived: Every derived value with its reason.
-        not_yet: What this plan asks for that cannot be trained with yet, in words;
-            `launch` refuses while it is not empty.
-    """
+    """Everything that a launch will do; written to `plan.json` and only read afterwards."""
 
     total_steps: int
+    """Optimizer steps of the whole run."""
     stop_step: int
+    """Step at which this launch ends; equals total_steps unless `training.stop_after_steps` is
+    set."""
     warmup_steps: int
+    """Optimizer steps of the linear warmup."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
+    """The JSON of the engine of that name, complete, without "auto"; of another, empty."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """What another engine than DeepSpeed is told, nested."""
     ramp: tuple[BatchPhase, ...] = ()
+    """Batch sizes of the run by their first step, the last of them `batch`; empty if all steps have
+    it."""
     derived: tuple[Derived, ...] = ()
+    """Every derived value with its reason."""
     not_yet: tuple[str, ...] = ()
+    """What this plan asks for that cannot be trained with yet, in words; `launch` refuses while it
+    is not empty."""
     lr_scale: float = 1.0
+    """What `optimizer.lr_scaling` makes of the learning rates."""
     engine: str = "deepspeed"
+    """What makes the steps: an option of the group `engine`."""
     schema: int = field(default=PLAN_SCHEMA)
 
     @property

@@ -24,7 +24,7 @@ _PRIVATE = 0o077
 
 
 def folder_mode() -> int:
-    """The mode of a new run directory.
+    """Return the mode of a new run directory.
 
     Raises:
         TrainctlError: `TRAINCTL_UMASK` is no octal number (exit code 2).
@@ -66,7 +66,7 @@ def ensure_folder(path: Path) -> None:
 
 
 def file_mode(folder: Path) -> int:
-    """The mode of a file in a folder: whoever may do so there may read it, or write it."""
+    """Return the mode of a file in a folder: whoever may do so there may read it, or write it."""
     return 0o600 | (stat.S_IMODE(folder.stat().st_mode) & 0o066)
 
 

@@ -33,19 +33,17 @@ _OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Which attempt stands for the run.
-
-    Attributes:
-        number: Which attempt it is; 0 before the first.
-        failed: Newer ones that failed before their first step, the newest first, and how.
-    """
+    """Which attempt stands for the run."""
 
     number: int
+    """Which attempt it is; 0 before the first."""
     failed: dict[int, str] = field(default_factory=dict)
+    """Newer ones that failed before their first step, the newest first, and how."""
 
 
 def standing_attempt(run: RunPaths) -> Standing:
-    """The newest attempt that did not fail before its first step; if all did, the newest one.
+    """Return the newest attempt that did not fail before its first step; if all did, the newest
+    one.
 
     One that was stopped before its first step, or whose launcher was killed, has not failed.
     """
@@ -61,10 +59,9 @@ def standing_attempt(run: RunPaths) -> Standing:
 
 
 def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
-    """The configuration of an attempt.
+    """Return the configuration of an attempt.
 
     Args:
-        run: The run.
         attempt: Its number; None is the one that stands for the run, or `config.yaml` before the
             first.
 
@@ -110,7 +107,7 @@ def find_attempt(path: Path) -> tuple[RunPaths, int | None] | None:
 
 
 def _failure_at_start(records: Iterable[Event]) -> str | None:
-    """How an attempt failed before its first step; None if it did not."""
+    """Return how an attempt failed before its first step; None if it did not."""
     found: str | None = None
     launched = False
     for event in records:

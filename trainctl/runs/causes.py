@@ -113,7 +113,7 @@ def cause_of(
     disk_is_full: bool = False,
     codes_are_ours: bool = True,
 ) -> Cause:
-    """The cause of a death.
+    """Return the cause of a death.
 
     Args:
         return_code: Of the process; negative is a signal, as `subprocess` has it.

@@ -39,45 +39,37 @@ def _unwatched(phase: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A committed checkpoint.
-
-    Attributes:
-        step: Optimizer steps done when it was saved.
-        path: Its folder.
-        size_bytes: Sum of its files.
-        metrics: Figures of the evaluation at that step, if there was one.
-        kept_for: Why it is never rotated away ("stable_phase": a longer run goes on from it);
-            empty if it may be.
-        attempt: Number of the attempt that saved it; 0 if it does not say.
-        patience: State of early stopping: `best`, `best_step` and `evaluations_since`, if anything.
-        weights_only: Whether it has the weights alone: nothing goes on from it.
-    """
+    """A committed checkpoint."""
 
     step: int
+    """Optimizer steps done when it was saved."""
     path: Path
     size_bytes: int
+    """Sum of its files."""
     metrics: dict[str, float]
+    """Figures of the evaluation at that step, if there was one."""
     kept_for: str = ""
+    """Why it is never rotated away ("stable_phase": a longer run goes on from it); empty if it may
+    be."""
     attempt: int = 0
+    """Number of the attempt that saved it; 0 if it does not say."""
     patience: Mapping[str, float] = field(default_factory=dict)
+    """State of early stopping: `best`, `best_step` and `evaluations_since`, if anything."""
     weights_only: bool = False
+    """Whether it has the weights alone: nothing goes on from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLook:
-    """What a look at a folder with a checkpoint's name found.
-
-    Attributes:
-        step: Optimizer step, by its name.
-        path: The folder.
-        info: What is known of a whole checkpoint; None if it is none.
-        problem: What is wrong with it then.
-    """
+    """What a look at a folder with a checkpoint's name found."""
 
     step: int
+    """Optimizer step, by its name."""
     path: Path
     info: CheckpointInfo | None
+    """What is known of a whole checkpoint; None if it is none."""
     problem: str
+    """What is wrong with it then."""
 
 
 def checkpoint_name(step: int, *, weights_only: bool = False) -> str:
@@ -134,7 +126,7 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
 
 
 def leave_weights_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
-    """The same with those of the weights alone: an attempt may not make them again."""
+    """Return the same with those of the weights alone: an attempt may not make them again."""
     later = [path for at, path in checkpoint_folders(run, weights_only=True) if at > step]
     return [_leave(path, attempt) for path in reversed(later)]
 
@@ -151,7 +143,7 @@ def list_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[Check
 
 
 def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
-    """The newest whole checkpoint, and why newer folders were passed over."""
+    """Return the newest whole checkpoint, and why newer folders were passed over."""
     passed_over: list[str] = []
     for look in reversed(examine(run)):
         if look.info is not None:
@@ -204,7 +196,6 @@ def commit(
     A folder of that name that an earlier attempt left (it then resumed from before it) is replaced.
 
     Args:
-        run: The run.
         step: Optimizer steps of the checkpoint.
         reached: Told ``rename`` and ``pointer`` as they begin.
         weights_only: Of the weights alone; `latest` stays where it is.
@@ -235,7 +226,6 @@ def rotate(
     it. Folders that are not whole checkpoints are left for a person to look at.
 
     Args:
-        run: The run.
         keep: Number of the newest to keep, at least 1.
         best_of: Metric of the best.
         reached: Told ``rotation`` when there is something to delete.

@@ -20,55 +20,46 @@ FORK_FLAG = "--fork"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
-    """One agent.
-
-    Attributes:
-        node: Number of the node, from 0.
-        host: Where it runs.
-        argv: Its command line.
-        environment: Variables set for it and its ranks, beside those it inherits.
-    """
+    """One agent."""
 
     node: int
+    """Number of the node, from 0."""
     host: str
     argv: tuple[str, ...]
     environment: dict[str, str]
+    """Variables set for it and its ranks, beside those it inherits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptCommand:
-    """All agents of an attempt, and what each starts.
-
-    Attributes:
-        nodes: The agents.
-        ranks_per_node: Ranks that each starts.
-        rank_command: Command line of every rank; which one it is, it reads from `RANK`.
-        prepare: Whether the agent prepares the corpus before the ranks start.
-        is_users: Whether the ranks run a program or function of the user's: then nothing is known
-            of their heartbeats, and an exit code of theirs says no more than that they failed.
-        is_forked: Whether one process of a node imports for all of its ranks, which it then forks.
-        folder: Where agents and ranks run; None is the launcher's current folder.
-        port: Rendezvous port; None takes a free one.
-        address: Name or number of the first node, where the rendezvous is; None on a single node,
-            and where an agent learns it when it is started.
-        hidden: Names of variables whose values are not written.
-    """
+    """All agents of an attempt, and what each starts."""
 
     nodes: tuple[NodeCommand, ...]
     ranks_per_node: int
+    """Ranks that each starts."""
     rank_command: tuple[str, ...]
+    """Command line of every rank; which one it is, it reads from `RANK`."""
     prepare: bool = True
+    """Whether the agent prepares the corpus before the ranks start."""
     is_users: bool = False
+    """Whether the ranks run a program or function of the user's: then nothing is known of their
+    heartbeats, and an exit code of theirs says no more than that they failed."""
     is_forked: bool = False
+    """Whether one process of a node imports for all of its ranks, which it then forks."""
     folder: str | None = None
+    """Where agents and ranks run; None is the launcher's current folder."""
     port: int | None = None
+    """Rendezvous port; None takes a free one."""
     address: str | None = None
+    """Name or number of the first node, where the rendezvous is; None on a single node, and where
+    an agent learns it when it is started."""
     hidden: tuple[str, ...] = ()
+    """Names of variables whose values are not written."""
     schema: int = COMMAND_SCHEMA
 
 
 def command_record(command: AttemptCommand) -> dict[str, Any]:
-    """The command as it may be shown: without values of variables that may be secrets."""
+    """Return the command as it may be shown: without values of variables that may be secrets."""
     record: dict[str, Any] = to_plain(command)
     for node in record["nodes"]:
         node["environment"] = redact(node["environment"], command.hidden)
@@ -81,5 +72,5 @@ def write_command(attempt: AttemptPaths, command: AttemptCommand) -> None:
 
 
 def read_command(attempt: AttemptPaths) -> AttemptCommand:
-    """The command of an attempt."""
+    """Return the command of an attempt."""
     return from_plain(AttemptCommand, read_json(attempt.command))

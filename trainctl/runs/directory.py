@@ -52,7 +52,6 @@ def create_run(
     `run.json` is written last: with it the directory is a run.
 
     Args:
-        config: The composed configuration.
         run_dir: The directory; None makes one with a new name under `root`.
         argv: The user's command line.
         root: Folder of the runs.
@@ -181,7 +180,7 @@ def run_id(run: RunPaths) -> str:
 
 
 def last_attempt(run: RunPaths) -> int:
-    """Number of the newest attempt; 0 before the first."""
+    """Return number of the newest attempt; 0 before the first."""
     if not run.attempts.is_dir():
         return 0
     names = [path.name for path in run.attempts.iterdir()]
@@ -218,7 +217,7 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
 
 
 def read_plan(path: Path) -> RunPlan:
-    """A plan from an attempt's `plan.json`.
+    """Return a plan from an attempt's `plan.json`.
 
     Raises:
         TrainctlError: It is missing or damaged (exit code 5).

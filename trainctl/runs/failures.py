@@ -57,7 +57,8 @@ def signal_name(number: int) -> str:
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log, each cut at 500 characters, which it says; none without a log."""
+    """Return the last lines of a log, each cut at 500 characters, which it says; none without a
+    log."""
     try:
         with open_file(path) as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -91,7 +92,7 @@ def error_line(path: Path) -> str:
 
 
 def settle(return_code: int, log: Path) -> int:
-    """The return code that counts: 1 for a Python error whose process then aborted.
+    """Return the return code that counts: 1 for a Python error whose process then aborted.
 
     Threads of communication libraries often abort a process that an exception is ending, or not,
     by chance; the exception is the cause either way.
@@ -116,7 +117,6 @@ def describe(
 
     Args:
         return_code: Of the process; negative is a signal.
-        log: What it wrote.
         host_oom_kills: Processes that the kernel killed for memory while it ran.
         disk_is_full: Whether the disk of the log is.
         codes_are_ours: Whether its exit codes are those of `ExitCode`.
@@ -160,7 +160,7 @@ def _script_hint(lines: list[str]) -> str:
 
 
 def sentence(event: Event) -> str:
-    """A `failure` record as one sentence: who, where, how.
+    """Return a `failure` record as one sentence: who, where, how.
 
     A record that is about no rank (the agent's own) has a whole sentence as its message.
     """

@@ -41,19 +41,16 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life.
-
-    Attributes:
-        monotonic: Seconds of this machine's monotonic clock.
-        phase: What the rank turned to.
-        step: Optimizer steps that it had done.
-        doing: What it does, in words for whoever watches; empty where the phase says it all.
-    """
+    """A sign of life."""
 
     monotonic: float
+    """Seconds of this machine's monotonic clock."""
     phase: Phase
+    """What the rank turned to."""
     step: int
+    """Optimizer steps that it had done."""
     doing: str = ""
+    """What it does, in words for whoever watches; empty where the phase says it all."""
 
 
 class Heartbeat:
@@ -75,7 +72,6 @@ class Heartbeat:
         A disk that is full costs the beat and no more: the file has its blocks after the first.
 
         Args:
-            phase: What.
             step: Optimizer steps done; None leaves it as it was.
             doing: In a few plain words.
         """
@@ -90,7 +86,7 @@ class Heartbeat:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last beat; None before the first, or in the middle of one."""
+    """Return the last beat; None before the first, or in the middle of one."""
     try:
         record = read_json(path)
         doing = str(record["doing"]) if "doing" in record else ""

@@ -15,19 +15,16 @@ JOB_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerJob:
-    """An attempt in a scheduler's hands.
-
-    Attributes:
-        kind: The launcher: `slurm` or `kubernetes`.
-        id: What the scheduler calls it, such as `4711` or `4711_3` (an array's task).
-        submitted: Unix seconds.
-        host: Machine that it was submitted from.
-    """
+    """An attempt in a scheduler's hands."""
 
     kind: str
+    """The launcher: `slurm` or `kubernetes`."""
     id: str
+    """What the scheduler calls it, such as `4711` or `4711_3` (an array's task)."""
     submitted: float
+    """Unix seconds."""
     host: str
+    """Machine that it was submitted from."""
     schema: int = JOB_SCHEMA
 
 
@@ -37,7 +34,7 @@ def write_job(attempt: AttemptPaths, job: SchedulerJob) -> None:
 
 
 def read_job(attempt: AttemptPaths) -> SchedulerJob | None:
-    """The job of an attempt; None if no scheduler has it, or the file is damaged."""
+    """Return the job of an attempt; None if no scheduler has it, or the file is damaged."""
     try:
         return from_plain(SchedulerJob, read_json(attempt.job))
     except (OSError, ValueError, TypeError):

@@ -152,7 +152,7 @@ class RunPaths:
 
     @property
     def base(self) -> Path:
-        """What is known of the files that hold its frozen weights (`trainctl.train.base`)."""
+        """Facts on the files of its frozen weights (`trainctl.train.models.frozen_base`)."""
         return self.root / "base.json"
 
     @property

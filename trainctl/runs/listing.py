@@ -30,47 +30,43 @@ holds the run, so launcher and agent were ended at one blow."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One line of `trainctl runs ls`.
-
-    Attributes:
-        path: The run's directory.
-        state: A `State`, or `new` or `lost`.
-        created: Unix seconds.
-        updated: Unix seconds of the last sign: a step, or a change of state.
-        attempt: Number of the newest attempt; 0 before the first.
-        launcher: Kind of its launcher.
-        nodes: Machines that it is planned for.
-        ranks: Processes that it is planned for.
-        step: Optimizer steps done, of the run as it stands.
-        stop_step: Step at which the newest attempt ends.
-        total_steps: Steps of the whole run.
-        loss: Loss of the last step; None before the first.
-        host: Machine of the launcher.
-        exit_code: What ended the newest attempt, once it ended.
-        message: Why it ended, in a sentence.
-        job: What a scheduler knows the newest attempt as.
-        holder: Who holds the run now.
-        missing_records: Why `step` and `loss` are older than the run; empty if they are not.
-    """
+    """One line of `trainctl runs ls`."""
 
     path: Path
     state: str
+    """A `State`, or `new` or `lost`."""
     created: float
+    """Unix seconds."""
     updated: float
+    """Unix seconds of the last sign: a step, or a change of state."""
     attempt: int
+    """Number of the newest attempt; 0 before the first."""
     launcher: str
+    """Kind of its launcher."""
     nodes: int
+    """Machines that it is planned for."""
     ranks: int
+    """Processes that it is planned for."""
     step: int
+    """Optimizer steps done, of the run as it stands."""
     stop_step: int | None
+    """Step at which the newest attempt ends."""
     total_steps: int | None
+    """Steps of the whole run."""
     loss: float | None
+    """Loss of the last step; None before the first."""
     host: str
+    """Machine of the launcher."""
     exit_code: int | None
+    """What ended the newest attempt, once it ended."""
     message: str
+    """Why it ended, in a sentence."""
     job: SchedulerJob | None
+    """What a scheduler knows the newest attempt as."""
     holder: Holder | None
+    """Who holds the run now."""
     missing_records: str
+    """Why `step` and `loss` are older than the run; empty if they are not."""
 
     @property
     def is_live(self) -> bool:
@@ -190,7 +186,7 @@ def age_text(since: float) -> str:
 
 
 def last_step(run: RunPaths) -> int:
-    """The step of the last `step` record: how far the run has come; 0 before the first."""
+    """Return the step of the last `step` record: how far the run has come; 0 before the first."""
     return _at(_newest_event(run, "step"), int, "step") or 0
 
 

@@ -33,17 +33,12 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who wrote itself into the lock.
-
-    Attributes:
-        pid: The launcher.
-        host: Its machine.
-        since: Unix seconds.
-    """
+    """Who wrote itself into the lock."""
 
     pid: int
     host: str
     since: float
+    """Unix seconds."""
 
 
 @contextmanager
@@ -53,9 +48,8 @@ def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterat
     Within one process it may be taken again while it is held.
 
     Args:
-        run: The run.
-        patience_seconds: How long to wait while the agent of a launcher that is dead still ends
-            its ranks. A live launcher is not waited for.
+        patience_seconds: How long to wait while the agent of a launcher that is dead still ends its
+            ranks. A live launcher is not waited for.
 
     Raises:
         TrainctlError: Another launch holds it (exit code 5); names its pid and host. Or the folder
@@ -86,7 +80,6 @@ def adopt(run: RunPaths, descriptor: int) -> Iterator[int]:
     Whoever took it is then free to end: the lock is with this process from its start.
 
     Args:
-        run: The run.
         descriptor: As the parent's `hold` gave it.
     """
     try:

@@ -20,22 +20,17 @@ _PROGRAMS = ("launcher", "srun", "mpirun")
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One log.
-
-    Attributes:
-        path: The file.
-        label: Whose it is, such as `rank 3 on node-b`.
-    """
+    """One log."""
 
     path: Path
     label: str
+    """Whose it is, such as `rank 3 on node-b`."""
 
 
 def logs_of(attempt: AttemptPaths, ranks: Sequence[int] = ()) -> list[Log]:
-    """The logs that are there: the launcher's, of srun or mpirun, the agents', the ranks'.
+    """Return the logs that are there: the launcher's, of srun or mpirun, the agents', the ranks'.
 
     Args:
-        attempt: The attempt.
         ranks: Only of these; empty gives all logs.
     """
     try:
@@ -57,7 +52,7 @@ def logs_of(attempt: AttemptPaths, ranks: Sequence[int] = ()) -> list[Log]:
 
 
 def tails(logs: Sequence[Log], lines: int) -> Iterator[tuple[Log, list[str]]]:
-    """The last lines of each log that has any."""
+    """Yield the last lines of each log that has any."""
     for log in logs:
         tail = log_tail(log.path, lines)
         if tail:
@@ -79,7 +74,7 @@ class LogFollower:
         self._partial: dict[Path, tuple[bytes, int]] = {}  # of the last line, and how much is cut
 
     def poll(self) -> Iterator[tuple[Log, str]]:
-        """Lines since the last call, or since the follower was made."""
+        """Yield lines since the last call, or since the follower was made."""
         for log in logs_of(self._attempt, self._ranks):
             try:
                 with open_file(log.path) as stream:
@@ -103,7 +98,6 @@ def cut_line(line: str, length: int | None = None) -> str:
     """Cut a line of more than `LONGEST_LINE` characters and say so.
 
     Args:
-        line: The line.
         length: Its whole length where `line` is its beginning.
     """
     length = len(line) if length is None else length

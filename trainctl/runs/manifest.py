@@ -62,7 +62,7 @@ def digest(fields: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path, run_id: str | None = None) -> dict[str, Any]:
-    """The manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
     Args:
         path: The folder. One with a checkpoint's name must be of that step and kind.
@@ -136,7 +136,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _size(file: Path) -> int | None:
-    """Bytes of a file; None if there is none that can be looked at."""
+    """Return bytes of a file; None if there is none that can be looked at."""
     try:
         found = file.stat()
     except OSError:
@@ -159,8 +159,6 @@ def verify_files(
     """What is wrong with some of a checkpoint's files; `read_manifest` has found them in size.
 
     Args:
-        path: The checkpoint.
-        manifest: Its manifest.
         entries: Of files in it; ranks share out the work by these.
     """
     inside: dict[str, list[Mapping[str, Any]]] = {}
@@ -192,12 +190,12 @@ def _verify_file(file: Path, checksum: str, fragments: Iterable[Mapping[str, Any
 
 
 def _numels(header: Mapping[str, Any]) -> dict[str, int]:
-    """Elements of each tensor of a safetensors file: they are all flat."""
+    """Return elements of each tensor of a safetensors file: they are all flat."""
     return {name: int(tensor["shape"][0]) for name, tensor in header.items() if tensor["shape"]}
 
 
 def _misplaced(file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[str, int]) -> str:
-    """The first thing that the manifest has at a place where the file has nothing."""
+    """Return the first thing that the manifest has at a place where the file has nothing."""
     for fragment in fragments:
         if "key" in fragment:  # a buffer, which is a tensor of its own
             name, ranges = fragment["name"], {fragment["key"]: fragment["numel"]}

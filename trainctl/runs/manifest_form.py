@@ -96,7 +96,7 @@ def _file(value: Any) -> bool:
 
 
 def _file_name(value: Any) -> bool:
-    """One that leads out of no folder."""
+    """Return one that leads out of no folder."""
     return _text(value) and "/" not in value and value not in ("", ".", "..")
 
 

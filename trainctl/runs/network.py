@@ -22,7 +22,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has the address."""
+    """Return the interface that has the address."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name
@@ -30,7 +30,8 @@ def interface_of(address: str) -> str | None:
 
 
 def source_towards(host: str) -> str | None:
-    """The address that packets to a host leave from; None without a route, or for an unknown name.
+    """Return the address that packets to a host leave from; None without a route, or for an unknown
+    name.
 
     Nothing is sent: connecting a datagram socket only asks the routing table.
     """
@@ -46,7 +47,7 @@ def source_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that reaches a host, also where that host is this machine.
+    """Return the interface that reaches a host, also where that host is this machine.
 
     A machine reaches itself through the loopback device, which no other can use, and many resolve
     their own name to it: then the interface that has the name's address counts, else the one of
@@ -63,7 +64,8 @@ def interface_towards(host: str) -> str | None:
 
 
 def _only_outer() -> str | None:
-    """The only interface that is no loopback device, on a machine without a default route."""
+    """Return the only interface that is no loopback device, on a machine without a default
+    route."""
     outer = [
         name
         for name in sorted(psutil.net_if_addrs())

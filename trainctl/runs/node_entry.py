@@ -16,12 +16,10 @@ from trainctl.errors import ExitCode
 
 
 def envelope(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bytes:
-    """The line that makes `main` the command.
+    """Return the line that makes `main` the command.
 
     Args:
-        argv: The command.
         environment: Variables set beside those of the remote login.
-        folder: Where it runs.
     """
     record = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
     return json.dumps(record).encode() + b"\n"
@@ -44,7 +42,7 @@ def main() -> int:
 
 
 def _read_line(descriptor: int) -> bytes:
-    """A line and not a byte more: what follows is read by the command."""
+    """Return a line and not a byte more: what follows is read by the command."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)

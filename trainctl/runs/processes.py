@@ -52,22 +52,19 @@ class RunTag:
 
     The directory is part of it: a copy of a run's directory, resumed beside the original, has the
     same id, and the two must not end each other.
-
-    Attributes:
-        run_id: The run's id.
-        directory: The run's directory, absolute.
-        attempt: Number of one attempt; None stands for all of them.
-        node: Number of one node; None stands for all of them, and for what starts the agents.
-            Two agents on one machine must not end each other.
     """
 
     run_id: str
     directory: Path
+    """The run's directory, absolute."""
     attempt: int | None = None
+    """Number of one attempt; None stands for all of them."""
     node: int | None = None
+    """Number of one node; None stands for all of them, and for what starts the agents. Two agents
+    on one machine must not end each other."""
 
     def environment(self) -> dict[str, str]:
-        """The variables to start a process with."""
+        """Return the variables to start a process with."""
         variables = {RUN_ID_VARIABLE: self.run_id, RUN_DIRECTORY_VARIABLE: str(self.directory)}
         if self.attempt is not None:
             variables[ATTEMPT_VARIABLE] = str(self.attempt)
@@ -77,7 +74,7 @@ class RunTag:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RunTag:
-        """The tag that this process was started with."""
+        """Return the tag that this process was started with."""
         return cls(
             environment[RUN_ID_VARIABLE],
             Path(environment[RUN_DIRECTORY_VARIABLE]),
@@ -105,7 +102,6 @@ def sweep(tag: RunTag, *, grace_seconds: float, keep: Collection[int] = ()) -> s
     """End every process that carries the tag: SIGTERM to all, one grace for all, SIGKILL.
 
     Args:
-        tag: Whose processes.
         grace_seconds: Time between the two signals; 0 kills at once.
         keep: Pids to leave alone, beside this process.
 
@@ -145,7 +141,6 @@ def die_with_parent(expected_pid: int | None = None, *, death_signal: int = sign
     Args:
         expected_pid: The parent; None takes it from `TRAINCTL_PARENT_PID`, and without that
             variable (a rank started by hand) nothing is done.
-        death_signal: The signal.
     """
     if expected_pid is None:
         value = os.environ.get(PARENT_VARIABLE)

@@ -45,10 +45,9 @@ _UNTRACKED_NAMES = 200
 
 
 def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict[str, str]:
-    """The variables, with values of secret names and credentials inside URLs taken out.
+    """Return the variables, with values of secret names and credentials inside URLs taken out.
 
     Args:
-        environment: The variables.
         hidden: Further names whose values are taken out.
     """
     return {
@@ -58,17 +57,17 @@ def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict
 
 
 def redact_text(text: str) -> str:
-    """The text without the credentials of the URLs in it and the values of secret names."""
+    """Return the text without the credentials of the URLs in it and the values of secret names."""
     return secrets.redact_text(_URL_CREDENTIALS.sub(REDACTED, text))
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """A command line without the values of secret names and credentials of URLs."""
+    """Return a command line without the values of secret names and credentials of URLs."""
     return [redact_text(word) for word in redact_words(argv)]
 
 
 def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
-    """The variables whose names match one of the globs, sorted."""
+    """Return the variables whose names match one of the globs, sorted."""
     return {
         name: environment[name]
         for name in sorted(environment)
@@ -77,12 +76,13 @@ def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str,
 
 
 def environment_record(environment: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, str]:
-    """The variables that are recorded: an allow-list and what the run forwards; no secrets."""
+    """Return the variables that are recorded: an allow-list and what the run forwards; no
+    secrets."""
     return redact(select(environment, (*_RECORDED_VARIABLES, *forwarded)))
 
 
 def package_versions() -> dict[str, str]:
-    """Every installed distribution and its version, sorted by name."""
+    """Return every installed distribution and its version, sorted by name."""
     from importlib import metadata
 
     found = {}

@@ -77,7 +77,7 @@ class RowColumns:
         self._known: dict[tuple[int, int], Layout | None] = {}
 
     def of(self, attempt: int, at: int) -> Layout | None:
-        """The columns of an attempt's record at a byte of the file; None if there are none.
+        """Return the columns of an attempt's record at a byte of the file; None if there are none.
 
         Raises:
             OSError: The file cannot be read now: it may have them all the same.
@@ -89,7 +89,7 @@ class RowColumns:
         return self._known[key]
 
     def complete(self, event: Event) -> Event | None:
-        """A record with its numbers under their names; None if they are lost."""
+        """Return a record with its numbers under their names; None if they are lost."""
         at, row = event.pop("at", None), event.pop("row")
         if not isinstance(at, int) or not isinstance(row, list):
             return None
@@ -249,7 +249,6 @@ def events_after(
     """Complete records from a byte of the file on, and the byte after the last of them.
 
     Args:
-        path: The run's `events.jsonl`.
         offset: The byte: 0, or one that was returned.
         most_bytes: How much is read at a time, but always a whole line; None reads to the end.
         columns: Of the file, where it is read again and again.
@@ -276,7 +275,6 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
     """Complete records in file order; none when there is no file. Torn lines are skipped.
 
     Args:
-        path: The run's `events.jsonl`.
         kinds: Only records of these. A long run has millions of lines of `step`, so a line of
             another kind is not even parsed.
 
@@ -290,7 +288,8 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
 
 
 def sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[bytes]:
-    """The lines that may be of some kinds; those without the words are not looked at one by one."""
+    """Yield the lines that may be of some kinds; those without the words are not looked at one by
+    one."""
     if not kinds:
         yield from stream
         return
@@ -315,10 +314,9 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]:
-    """The records in lines of a file; torn ones are skipped.
+    """Yield the records in lines of a file; torn ones are skipped.
 
     Args:
-        lines: In any order.
         columns: Of the file that they are of.
     """
     for line in lines:
@@ -338,7 +336,7 @@ def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]
 
 
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
-    """The `step` records of the run as it stands, by step, ascending.
+    """Return the `step` records of the run as it stands, by step, ascending.
 
     A resume goes back to a checkpoint and replays. The last attempt wins: from its first step on
     nothing of an earlier attempt is left, also where it has not come as far yet.
@@ -353,13 +351,13 @@ def step_curve(events: Iterable[Event]) -> dict[int, Event]:
 
 
 def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
-    """The `step` records of some steps of the run as it stands; those without one are left out.
+    """Return the `step` records of some steps of the run as it stands; those without one are left
+    out.
 
     What `step_curve` has of them, where the attempts are one after the other in the file. It is
     read from its end: in a long run these are the last of millions of lines.
 
     Args:
-        path: The run's `events.jsonl`.
         wanted: Steps, from 1.
 
     Raises:
@@ -381,7 +379,6 @@ def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> I
     """Complete records, the last one first; none when there is no file.
 
     Args:
-        path: The run's `events.jsonl`.
         kinds: Only records of these.
         most_bytes: How far back it looks; None is to the beginning.
 
@@ -398,7 +395,7 @@ def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> I
 
 
 def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
-    """The lines of a file, the last one first."""
+    """Yield the lines of a file, the last one first."""
     with open_file(path) as stream:
         end, parts = stream.seek(0, os.SEEK_END), list[bytes]()
         least = 0 if most_bytes is None else max(0, end - most_bytes)
@@ -422,7 +419,7 @@ def short(measured: float) -> float:
 
 
 def number(value: Any) -> float:
-    """A number of a record as a float; also the strings that stand for NaN and infinities.
+    """Return a number of a record as a float; also the strings that stand for NaN and infinities.
 
     An integer beyond all floats, as only a program of the user's would write, is infinite.
     """
@@ -443,7 +440,6 @@ def _locked(lock: int, descriptor: int) -> Iterator[None]:
 
     Args:
         lock: Of a file that only writers may open.
-        descriptor: Of the records.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     is_held = False

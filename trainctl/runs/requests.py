@@ -31,8 +31,6 @@ def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
     """Ask the launch that holds the run; asking again before it is followed changes nothing.
 
     Args:
-        run: The run.
-        request: What for.
         reason: Why, for a person who looks.
 
     Raises:

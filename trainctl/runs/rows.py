@@ -43,7 +43,7 @@ Names = tuple[tuple[Place, ...], ...]
 
 
 def pack(fields: Mapping[str, Any]) -> tuple[Names, list[Any]]:
-    """The columns of a record's fields, and its row.
+    """Return the columns of a record's fields, and its row.
 
     Learning rates that are one number are one column: groups mostly have the same.
     """
@@ -93,7 +93,7 @@ class Layout:
         self._others.sort(key=lambda other: [p if isinstance(p, int) else -1 for p in other[0]])
 
     def fields(self, row: Sequence[Any]) -> dict[str, Any]:
-        """The fields that were packed.
+        """Return the fields that were packed.
 
         Raises:
             ValueError: The row is of other columns.
@@ -109,7 +109,7 @@ class Layout:
 
 
 def names_of(plain: Any) -> Names:
-    """The columns of a `columns` record.
+    """Return the columns of a `columns` record.
 
     Raises:
         ValueError: They are none.

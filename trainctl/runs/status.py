@@ -33,31 +33,27 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """State of the newest attempt.
-
-    Attributes:
-        state: Where it stands.
-        attempt: Its number.
-        host: Machine of the launcher.
-        pid: Process of the launcher.
-        started: Unix seconds.
-        updated: Unix seconds of the last change.
-        exit_code: Exit code of the launch, once it ended.
-        message: Why it ended, in a sentence.
-    """
+    """State of the newest attempt."""
 
     state: State
     attempt: int
+    """Its number."""
     host: str
+    """Machine of the launcher."""
     pid: int
+    """Process of the launcher."""
     started: float
+    """Unix seconds."""
     updated: float
+    """Unix seconds of the last change."""
     exit_code: int | None = None
+    """Exit code of the launch, once it ended."""
     message: str = ""
+    """Why it ended, in a sentence."""
     schema: int = STATUS_SCHEMA
 
     def changed(self, state: State, *, exit_code: int | None = None, message: str = "") -> Status:
-        """The same attempt in another state, as of now."""
+        """Return the same attempt in another state, as of now."""
         return replace(self, state=state, exit_code=exit_code, message=message, updated=time.time())
 
 

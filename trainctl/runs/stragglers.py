@@ -9,7 +9,8 @@ from trainctl.runs.records import Event, number
 
 
 def still_slow(events: Iterable[Event], attempt: int) -> list[Event]:
-    """The last `straggler` record of each rank of an attempt that has not caught up; by rank."""
+    """Return the last `straggler` record of each rank of an attempt that has not caught up; by
+    rank."""
     last: dict[int, Event] = {}
     for event in events:
         if event["event"] == "straggler" and event["attempt"] == attempt:
@@ -18,7 +19,7 @@ def still_slow(events: Iterable[Event], attempt: int) -> list[Event]:
 
 
 def account(event: Mapping[str, Any]) -> str:
-    """A `straggler` record in a sentence."""
+    """Return a `straggler` record in a sentence."""
     who = f"rank {event['rank']} (node {event['node']}, {event['host']})"
     if not event["slow"]:
         return f"{who} has caught up by step {event['step']:,}"

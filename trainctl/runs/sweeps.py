@@ -31,40 +31,33 @@ DEFAULT_ROOT = Path("sweeps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What `sweep.json` holds.
-
-    Attributes:
-        created: Unix seconds.
-        overrides: As typed.
-        points: The swept keys of each run and its values, by its index.
-        runs: All overrides of each run, with one value each: a run that is not there is made anew
-            from them.
-        config_dir: The user's own folder of configuration, if one was named.
-    """
+    """What `sweep.json` holds."""
 
     created: float
+    """Unix seconds."""
     overrides: tuple[str, ...]
     points: tuple[dict[str, str], ...]
+    """The swept keys of each run and its values, by its index."""
     runs: tuple[tuple[str, ...], ...] = ()
+    """All overrides of each run, with one value each: a run that is not there is made anew from
+    them."""
     config_dir: str | None = None
+    """The user's own folder of configuration, if one was named."""
     schema: int = SWEEP_SCHEMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run of a sweep stands.
-
-    Attributes:
-        index: Its number.
-        values: Its values of the swept keys.
-        summary: State of its directory; None while that is not made.
-        held_out_loss: Loss of the newest evaluation, nats a token.
-    """
+    """How a run of a sweep stands."""
 
     index: int
+    """Its number."""
     values: dict[str, str]
+    """Its values of the swept keys."""
     summary: RunSummary | None
+    """State of its directory; None while that is not made."""
     held_out_loss: float | None
+    """Loss of the newest evaluation, nats a token."""
 
 
 class Next(StrEnum):
@@ -82,19 +75,15 @@ class Next(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What is left to do of a run of a sweep.
-
-    Attributes:
-        index: Its number.
-        run: Its directory.
-        next: What going on does with it.
-        why: The reason, in words.
-    """
+    """What is left to do of a run of a sweep."""
 
     index: int
+    """Its number."""
     run: RunPaths
     next: Next
+    """What going on does with it."""
     why: str
+    """The reason, in words."""
 
 
 def new_sweep(
@@ -107,8 +96,6 @@ def new_sweep(
 
     Args:
         folder: The folder; None makes one under `sweeps/`.
-        overrides: As typed.
-        points: Of each run.
         config_dir: The user's own folder of configuration.
 
     Raises:
@@ -145,7 +132,7 @@ def new_sweep(
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """The sweep in a folder.
+    """Return the sweep in a folder.
 
     Raises:
         TrainctlError: There is none (exit code 5).

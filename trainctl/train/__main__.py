@@ -51,14 +51,14 @@ def main() -> int:
     plan = _plan(run, arguments.attempt)
     try:
         if plan.config.trainer is not None:
-            from trainctl.train.user_code import make_importable, run_trainer
+            from trainctl.data.user_functions import make_importable, run_trainer
 
             make_importable(Path.cwd())
             return run_trainer(plan, run, attempt)
         with uncollected():
             from trainctl.train.rank import train_rank
         if plan.config.model.factory is not None:
-            from trainctl.train.user_code import make_importable
+            from trainctl.data.user_functions import make_importable
 
             make_importable(Path.cwd())
         train_rank(plan, run, arguments.attempt, heartbeat)

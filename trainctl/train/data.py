@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.corpus import Corpus, Split
+from trainctl.data.infilling_settings import infilling_of
 from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
+from trainctl.data.rows import Rows, SampleRows
+from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.options.data import spec_of
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.types import RunPlan
-from trainctl.train.bins import bins_of, drawn_tokens
-from trainctl.train.corpus import Corpus, Split
-from trainctl.train.infilling import infilling_of
-from trainctl.train.rows import Rows, SampleRows
-from trainctl.train.streams import Stream, StreamedCorpus
 
 
 class PackedDataset:
@@ -34,13 +34,11 @@ class PackedDataset:
         mask_documents: Whether documents see each other.
         has_pairs: Whether each sample is a pair of answers.
         how: Of `SampleRows`: bins, and what documents become.
-
-    Attributes:
-        reference: Log-probabilities of each sample's answers before the first step, (samples, 2);
-            None where nothing needs them, or they are not known yet.
     """
 
     reference: npt.NDArray[np.float32] | None = None
+    """Log-probabilities of each sample's answers before the first step, (samples, 2); None where
+    nothing needs them, or they are not known yet."""
 
     def __init__(
         self,
@@ -58,14 +56,14 @@ class PackedDataset:
         self.read, self.pieces = self._samples.read, self._samples.pieces
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        """The samples at `indices`; an index of -1 is a sample without labels (padding)."""
+        """Return the samples at `indices`; an index of -1 is a sample without labels (padding)."""
         rows = self.read(indices)
         rows.silent[indices < 0] = True
         batch = _micro_batch(rows, indices, is_masked=self.mask_documents, has_pairs=self.has_pairs)
         return self.with_reference(batch, indices)
 
     def with_reference(self, batch: MicroBatch, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        """The batch of the samples at `indices`, with what is known of their answers."""
+        """Return the batch of the samples at `indices`, with what is known of their answers."""
         if self.reference is None or not len(self.reference):
             return batch
         known = torch.from_numpy(self.reference[np.maximum(indices, 0)])
@@ -75,7 +73,7 @@ class PackedDataset:
 def _micro_batch(
     rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool, has_pairs: bool = False
 ) -> MicroBatch:
-    """A micro-batch of samples."""
+    """Return a micro-batch of samples."""
     ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
     if has_pairs:
         ends |= _ends_of_first_answers(rows.silent)
@@ -100,7 +98,8 @@ def _micro_batch(
 
 
 def _ends_of_first_answers(silent: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The last token of the chosen answer, where a sample is a pair of them, (samples, length).
+    """Return the last token of the chosen answer, where a sample is a pair of them, (samples,
+    length).
 
     A pair is one document of the text, of which the two answers are learnt and their prompts are
     not: its first answer ends where the first run of labels does.
@@ -117,20 +116,18 @@ class TrainingData:
 
     The coordinate is the data-parallel rank alone, so ranks of one tensor, pipeline or sequence
     group get the same samples.
-
-    Attributes:
-        order: That of the run's samples.
-        datasets: One for each name of a source and length of a sample.
-        data_rank: Number of this rank among those that have other samples.
-        data_size: Number of those.
-        streams: Corpora that are fetched while they are read.
     """
 
     order: Order
+    """That of the run's samples."""
     datasets: Mapping[tuple[str, int], PackedDataset]
+    """One for each name of a source and length of a sample."""
     data_rank: int
+    """Number of this rank among those that have other samples."""
     data_size: int
+    """Number of those."""
     streams: tuple[Stream, ...] = ()
+    """Corpora that are fetched while they are read."""
 
     @classmethod
     def of(

@@ -30,7 +30,7 @@ def _unwatched(done: int, total: int) -> None:
 
 
 def _alone(*values: float) -> list[float]:
-    """The sums over one process."""
+    """Return the sums over one process."""
     return list(values)
 
 
@@ -47,19 +47,16 @@ def inference(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLoss:
-    """The held-out loss of a run's sources.
-
-    Attributes:
-        loss: Mean over what is counted (nats per token), over the samples of all of them.
-        sources: The same of each source that holds something out.
-        samples: How many there were.
-        measures: What the objective records beside it, of all of them, by name.
-    """
+    """The held-out loss of a run's sources."""
 
     loss: float
+    """Mean over what is counted (nats per token), over the samples of all of them."""
     sources: dict[str, float]
+    """The same of each source that holds something out."""
     samples: int
+    """How many there were."""
     measures: dict[str, float]
+    """What the objective records beside it, of all of them, by name."""
 
 
 def evaluate_sources(
@@ -81,7 +78,6 @@ def evaluate_sources(
         recorded: Names of what `score` gives beside the loss.
         sum_over_ranks: As for `evaluate`; so are the others.
         progress: Called with the samples done and their number, of all sources.
-        how: Likewise.
     """
     counts = {name: min(num_samples, data.num_samples) for name, data in datasets.items()}
     whole, before = sum(counts.values()), 0
@@ -124,7 +120,6 @@ def evaluate(
 
     Args:
         score: The model's loss of a batch.
-        dataset: The held-out samples.
         num_samples: How many of them, at most.
         micro_batch_size: Samples in a forward pass.
         data_rank: Of this process among those that share the work.
@@ -194,11 +189,9 @@ def sampled_ids(
     All ranks take part and draw the same tokens (ZeRO-3 gathers parameters in each pass).
 
     Args:
-        next_scores: The model.
         prompt: The ids to go on from.
         num_tokens: To draw, at most.
         window: Tokens of context given to the model at a time.
-        seed: Of the draws.
         vocab_size: Ids are below it.
         ends: Any of these ends it, and is not among what is given.
         temperature: Divides the logits; 0 takes the likeliest token each time.

@@ -1,7 +1,7 @@
 """The process that ranks are forked from: `python -m trainctl.train RUN --attempt N --fork`.
 
 It computes nothing, joins nothing and starts no thread of its own: what a fork finds is what an
-import leaves. `trainctl.agent.nursery` starts it.
+import leaves. `trainctl.launch.agent.fork_server` starts it.
 """
 
 from __future__ import annotations

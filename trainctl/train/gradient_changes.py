@@ -33,7 +33,6 @@ def centralize(model: nn.Module, pieces: Pieces, axis: Axis | None) -> int:
 
     Args:
         model: What is trained, with this rank's parameters.
-        pieces: Of its parameters.
         axis: The tensor axis, if it splits the matrices.
 
     Returns:
@@ -66,11 +65,10 @@ def _centralized(
 def elementwise(
     config: GradientsConfig, *, seed: int, update: int, scale: float
 ) -> Callable[[Place, torch.Tensor], None] | None:
-    """The change of every element for one update; None if there is none.
+    """Return the change of every element for one update; None if there is none.
 
     Args:
         config: Clipping by value and noise, in this order.
-        seed: Of the run.
         update: Number of the update, from 0.
         scale: What the gradients are multiplied by.
     """
@@ -105,7 +103,8 @@ def normal(key: str, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 on int64, whose products wrap around as unsigned ones do."""
+    """Return the finaliser of splitmix64 on int64, whose products wrap around as unsigned ones
+    do."""
     values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
     values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
     return values ^ _shifted(values, 31)
@@ -117,5 +116,5 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 of the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value

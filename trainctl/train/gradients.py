@@ -21,15 +21,13 @@ from trainctl.train.groups import group_key
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Of the gradient of a step, over all ranks, each element counted once; the same on all ranks.
-
-    Attributes:
-        total: That of all parameters.
-        groups: Those of each optimizer group.
-    """
+    """Of the gradient of a step, over all ranks, each element counted once; the same on all
+    ranks."""
 
     total: float
+    """That of all parameters."""
     groups: dict[str, float]
+    """Those of each optimizer group."""
 
     @property
     def is_finite(self) -> bool:
@@ -104,14 +102,16 @@ class Gradients:
 
 
 def _added_up(columns: list[list[torch.Tensor]]) -> list[float]:
-    """The sum of each list of scalars; read once, since the host waits for the device there."""
+    """Return the sum of each list of scalars; read once, since the host waits for the device
+    there."""
     totals = _totals([column for column in columns if column])
     read = iter(totals.tolist())
     return [next(read) if column else 0.0 for column in columns]
 
 
 def _totals(columns: list[list[torch.Tensor]]) -> torch.Tensor:
-    """The sum of each list, none empty; on the device if a partly offloaded optimizer has both."""
+    """Return the sum of each list, none empty; on the device if a partly offloaded optimizer has
+    both."""
     devices = {value.device for column in columns for value in column}
     device = max(devices, key=lambda each: each.type != "cpu", default=torch.device("cpu"))
     sums = [torch.stack([value.to(device) for value in column]).sum() for column in columns]

@@ -12,7 +12,7 @@ from trainctl.plan.groups import GroupKey, group_of, in_order
 
 
 def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
-    """The group of a parameter, by the plan's rule."""
+    """Return the group of a parameter, by the plan's rule."""
     embedding, head = piece.is_embedding, piece.is_head
     return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)
 
@@ -20,7 +20,7 @@ def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
 def parameter_groups(
     pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups of what trains on a rank, by the plan's rule; none is empty.
+    """Return the optimizer's groups of what trains on a rank, by the plan's rule; none is empty.
 
     Experts that other replicas do not have are groups of their own (`moe`) under the same name.
     """

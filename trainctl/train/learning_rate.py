@@ -74,7 +74,6 @@ class LearningRate:
         """Go on from a checkpoint; empty for one that knows nothing of it.
 
         Args:
-            state: What `state` gave.
             rewound: In the running process: what earlier rewinds have cut stays cut.
         """
         self._drops = int(state.get("drops", 0))

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from trainctl.config.schema import CompileKind
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import inference
 from trainctl.train.session import Session
-from trainctl.train.state import MASTER
 
 LISTED_NAMES = 8
 """Names that a record lists, at most."""
@@ -29,18 +29,15 @@ WEIGHT, ACTIVATION, GRADIENT, LOSS = "weight", "activation", "gradient", "loss"
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """What holds a value that is not finite, over all ranks.
-
-    Attributes:
-        kind: `WEIGHT`; `ACTIVATION`, the output of a module whose weights are finite; `GRADIENT`;
-            or `LOSS` where nothing else was found.
-        names: Canonical names: of weights in the model's order, of gradients in the reverse.
-        ranks: Where they were found.
-    """
+    """What holds a value that is not finite, over all ranks."""
 
     kind: str
+    """`WEIGHT`; `ACTIVATION`, the output of a module whose weights are finite; `GRADIENT`; or
+    `LOSS` where nothing else was found."""
     names: tuple[str, ...] = ()
+    """Canonical names: of weights in the model's order, of gradients in the reverse."""
     ranks: tuple[int, ...] = ()
+    """Where they were found."""
 
     def record(self) -> dict[str, Any]:
         """Return the fields for the record of the intervention."""

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _problem(error: TrainctlError) -> dict[str, Any]:
-    """An error as its answer; of one that lists findings, what these say."""
+    """Return an error as its answer; of one that lists findings, what these say."""
     found = [each for each in error.findings if each.is_error]
     message = "; ".join(each.message for each in found) or error.message
     hint = error.hint or next((each.hint for each in found), "")
@@ -129,12 +129,12 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
 
 def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     # Only now the slow imports.
+    from trainctl.data.user_functions import make_importable
     from trainctl.engines import declared
     from trainctl.engines.patches import At
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import read_plan, read_record
     from trainctl.runs.layout import RunPaths
-    from trainctl.train.user_code import make_importable
 
     run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(standing_attempt(run).number).plan)
@@ -153,7 +153,7 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _add_tokens(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    from trainctl.train.new_tokens import add_tokens
+    from trainctl.train.models.new_tokens import add_tokens
 
     grown = add_tokens(
         arguments.folder,
@@ -166,8 +166,8 @@ def _add_tokens(arguments: argparse.Namespace, progress: Progress) -> dict[str, 
 
 
 def _weights(arguments: argparse.Namespace) -> str:
-    """The state of a checkpoint that is asked for."""
-    from trainctl.train.state import AVERAGE, MASTER
+    """Return the state of a checkpoint that is asked for."""
+    from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER
 
     return AVERAGE if arguments.weights == "ema" else MASTER
 
@@ -175,13 +175,13 @@ def _weights(arguments: argparse.Namespace) -> str:
 def _evaluate(
     plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
+    from trainctl.data.corpora import unigram_entropy
+    from trainctl.data.prepare import corpora_of
     from trainctl.options.objective import objective_of
-    from trainctl.train.corpora import unigram_entropy
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
-    from trainctl.train.loaded import load
-    from trainctl.train.prepare import corpora_of
-    from trainctl.train.reference import reference_of
+    from trainctl.train.models.loaded import load
+    from trainctl.train.objectives.reference import reference_of
 
     corpora = corpora_of(plan, run)
     datasets = held_out_data(plan, corpora)
@@ -218,10 +218,10 @@ def _evaluate(
 
 
 def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    from trainctl.data.tokenizer import load_tokenizer
     from trainctl.train.evaluation import sampled_ids
-    from trainctl.train.loaded import load
+    from trainctl.train.models.loaded import load
     from trainctl.train.prompts import prompts_of
-    from trainctl.train.tokenizer import load_tokenizer
 
     training = plan.config.training
     seed = training.seed if arguments.seed is None else arguments.seed
@@ -253,9 +253,9 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.plan.precision import formats
-    from trainctl.train.export import SHARD_BYTES, export
-    from trainctl.train.export_adapter import export_adapter
-    from trainctl.train.model import TORCH_TYPES
+    from trainctl.train.adapters.export import export_adapter
+    from trainctl.train.checkpoint.export import SHARD_BYTES, export
+    from trainctl.train.models.model import TORCH_TYPES
 
     names = {kind.value: dtype for kind, dtype in TORCH_TYPES.items()}
     dtype = arguments.dtype or formats(plan.config.precision).weights.value
@@ -285,9 +285,9 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
     from trainctl.options.tokenizer import spec_of
     from trainctl.plan.precision import formats
     from trainctl.runs.manifest import read_manifest
-    from trainctl.train.export import export
-    from trainctl.train.loaded import choose_device
-    from trainctl.train.model import TORCH_TYPES
+    from trainctl.train.checkpoint.export import export
+    from trainctl.train.models.loaded import choose_device
+    from trainctl.train.models.model import TORCH_TYPES
     from trainctl.train.prompts import first_source
     from trainctl.train.tasks import Asked, evaluate_tasks, manager_of
 

@@ -11,33 +11,28 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import DataConfig
 from trainctl.config.special_tokens import end_ids
+from trainctl.data.chat import ChatTemplate
 from trainctl.data.encoding import marks_learnt
+from trainctl.data.tokenizer import Tokenizer
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
 from trainctl.plan.mixture import sources_of
-from trainctl.train.chat import ChatTemplate
-from trainctl.train.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """How prompts become ids, and where what is drawn after them ends.
-
-    Attributes:
-        tokenizer: The run's.
-        template: The chat template that writes a prompt; None takes it as it stands.
-        ends: Ids, any of which ends what is drawn.
-    """
+    """How prompts become ids, and where what is drawn after them ends."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    """The chat template that writes a prompt; None takes it as it stands."""
     ends: frozenset[int]
+    """Ids, any of which ends what is drawn."""
 
     def ids(self, text: str, system: str | None = None) -> list[int]:
         """Those of a prompt: of the text, or of a user's message, with the prompt for an answer.
 
         Args:
-            text: The prompt.
             system: What the system says before it, of conversations.
 
         Raises:
@@ -56,8 +51,6 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
     """Those of a run.
 
     Args:
-        data: Its section.
-        tokenizer: Its tokenizer.
         chat: Whether prompts are a user's messages; None is so where the first source of the run
             has conversations.
 
@@ -76,11 +69,9 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
 def chat_template_of(
     data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a run, as its conversations are written; None where it has none.
+    """Return the chat template of a run, as its conversations are written; None where it has none.
 
     Args:
-        data: Its section.
-        tokenizer: Its tokenizer.
         chat: Whether it has to have one; None goes by the first source.
 
     Raises:
@@ -97,5 +88,5 @@ def chat_template_of(
 
 
 def first_source(data: DataConfig) -> DataConfig:
-    """The section of the first source of a run, by which it is asked."""
+    """Return the section of the first source of a run, by which it is asked."""
     return next(iter(sources_of(data).values()))

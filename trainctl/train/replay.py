@@ -29,19 +29,16 @@ LOW_PRECISION_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a step's loss was.
-
-    Attributes:
-        loss: Its loss, in nats.
-        tolerance: Relative difference that the two layouts and formats explain.
-        attempt: Number of the attempt that did the step.
-        first_sample: Counter of the first sample that it was of.
-    """
+    """What a step's loss was."""
 
     loss: float
+    """Its loss, in nats."""
     tolerance: float
+    """Relative difference that the two layouts and formats explain."""
     attempt: int
+    """Number of the attempt that did the step."""
     first_sample: int
+    """Counter of the first sample that it was of."""
 
 
 @dataclass(frozen=True, slots=True)

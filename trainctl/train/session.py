@@ -13,6 +13,8 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.registry import function_of
+from trainctl.data.corpora import Corpora, load_corpora, others_than
+from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.engines.choose import engine_room
 from trainctl.engines.mesh import ProcessMesh, join_mesh
 from trainctl.engines.process import Process
@@ -28,103 +30,98 @@ from trainctl.plan.precision import formats
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
-from trainctl.train import build
-from trainctl.train.adapters import choose_trained, initial_adapter
-from trainctl.train.average import WeightAverage
-from trainctl.train.base import (
+from trainctl.train.adapters.layers import choose_trained, initial_adapter
+from trainctl.train.adapters.quantized import dequantized, quantize, quantized
+from trainctl.train.checkpoint.average import WeightAverage
+from trainctl.train.checkpoint.content import Checkpoint, RunProgress
+from trainctl.train.checkpoint.optimizer_state import OptimizerState
+from trainctl.train.checkpoint.restore import newest_intact
+from trainctl.train.clipping import NormHistory
+from trainctl.train.data import PackedDataset, TrainingData, held_out_data
+from trainctl.train.gradient_changes import centralize
+from trainctl.train.gradients import Gradients
+from trainctl.train.groups import parameter_groups
+from trainctl.train.learning_rate import LearningRate
+from trainctl.train.models import build
+from trainctl.train.models.frozen_base import (
     Layered,
     Whole,
     facts_of,
     initial_base,
     recorded_base,
 )
-from trainctl.train.checkpoint import Checkpoint, RunProgress
-from trainctl.train.clipping import NormHistory
-from trainctl.train.corpora import Corpora, load_corpora, others_than
-from trainctl.train.data import PackedDataset, TrainingData, held_out_data
-from trainctl.train.experts import cut_experts
-from trainctl.train.gradient_changes import centralize
-from trainctl.train.gradients import Gradients
-from trainctl.train.groups import parameter_groups
-from trainctl.train.kernels import apply_kernels
-from trainctl.train.learning_rate import LearningRate
-from trainctl.train.loss import LanguageModel
-from trainctl.train.model import (
+from trainctl.train.models.kernels import apply_kernels
+from trainctl.train.models.model import (
     TORCH_TYPES,
     blocks,
     has_flash_attention,
     require_all_to_train,
     skeleton,
 )
-from trainctl.train.objective import loss_of
+from trainctl.train.models.recompute import wrap_blocks
+from trainctl.train.models.tensors import Buffer, persistent_buffers, those_of
+from trainctl.train.models.weights import WeightSource
+from trainctl.train.objectives.base import loss_of
+from trainctl.train.objectives.loss import LanguageModel
 from trainctl.train.optimizers import own_optimizer
+from trainctl.train.parallel.experts import cut_experts
+from trainctl.train.parallel.pipeline import PipelineStage, cut_to_stage, tied_weight
+from trainctl.train.parallel.routers import Routers
+from trainctl.train.parallel.tensor import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.patience import Patience
-from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
-from trainctl.train.quantized import dequantized, quantize, quantized
-from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
-from trainctl.train.restore import newest_intact
-from trainctl.train.routers import Routers
 from trainctl.train.stability import Divergence, Guard
-from trainctl.train.state import OptimizerState
-from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients, vocabulary_of
-from trainctl.train.tensors import Buffer, persistent_buffers, those_of
-from trainctl.train.tokenizer import Tokenizer, load_tokenizer
-from trainctl.train.weights import WeightSource
 
 
 @dataclass(slots=True)
 class Session:
-    """Everything that the training loop uses.
-
-    Attributes:
-        corpora: The text, by source.
-        held_out: What of it is held out, by source.
-        patience: How long the held-out loss has not improved.
-        buffers: Persistent ones of what this rank has of the model.
-        shapes: That of every parameter that trains, by canonical name.
-        frozen: Elements of all others.
-        beside: What a manifest says of those, and of an adapter; empty where all train.
-        wrapped_blocks: Decoder blocks whose activations are recomputed.
-        gradients: Those of a step, before its update.
-        average: That of the weights, if the run keeps one.
-        guard: Judges each step before its update.
-        divergence: Notices a loss that stays far above what the run had reached.
-        norms: Those of the last updates, and what the gradient is clipped at.
-        learning_rate: The schedule's, and what evaluations and rewinds make of it.
-        routers: Those of the model's experts.
-        replay: Steps that an earlier attempt has done already, to compare with.
-        resumed_from: The checkpoint that this attempt goes on from, if any.
-        passed_over: What is wrong with the newer ones.
-    """
+    """Everything that the training loop uses."""
 
     plan: RunPlan
     run: RunPaths
     process: Process
     mesh: ProcessMesh
     corpora: Corpora
+    """The text, by source."""
     tokenizer: Tokenizer
     engine: Engine
     state: OptimizerState
     buffers: list[Buffer]
+    """Persistent ones of what this rank has of the model."""
     training: TrainingData
     held_out: dict[str, PackedDataset]
+    """What of it is held out, by source."""
     progress: RunProgress
     patience: Patience
+    """How long the held-out loss has not improved."""
     gradients: Gradients
+    """Those of a step, before its update."""
     average: WeightAverage | None
+    """That of the weights, if the run keeps one."""
     guard: Guard
+    """Judges each step before its update."""
     divergence: Divergence
+    """Notices a loss that stays far above what the run had reached."""
     norms: NormHistory
+    """Those of the last updates, and what the gradient is clipped at."""
     learning_rate: LearningRate
+    """The schedule's, and what evaluations and rewinds make of it."""
     routers: Routers
+    """Those of the model's experts."""
     shapes: dict[str, list[int]]
+    """That of every parameter that trains, by canonical name."""
     frozen: int
+    """Elements of all others."""
     beside: dict[str, Any]
+    """What a manifest says of those, and of an adapter; empty where all train."""
     wrapped_blocks: int
+    """Decoder blocks whose activations are recomputed."""
     replay: Replay
+    """Steps that an earlier attempt has done already, to compare with."""
     resumed_from: Path | None
+    """The checkpoint that this attempt goes on from, if any."""
     passed_over: tuple[str, ...]
+    """What is wrong with the newer ones."""
 
     @property
     def num_trained(self) -> int:
@@ -153,7 +150,6 @@ class Session:
         """Go on from what a checkpoint says of the run, besides weights, states and position.
 
         Args:
-            manifest: The checkpoint's.
             rewound: In the running process, by an intervention.
         """
         training = self.plan.config.training
@@ -312,7 +308,7 @@ def _average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
 
 
 def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | None:
-    """The checkpoint to go on from."""
+    """Return the checkpoint to go on from."""
     checkpoint = newest_intact(run, process)
     others = others_than(corpora, checkpoint.manifest) if checkpoint is not None else []
     if checkpoint is not None and others:

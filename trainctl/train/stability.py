@@ -38,17 +38,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A step that should not be made.
-
-    Attributes:
-        kind: What is wrong.
-        value: The loss, or the gradient norm.
-        limit: What it must not exceed; None where it is not finite.
-    """
+    """A step that should not be made."""
 
     kind: Kind
     value: float
+    """The loss, or the gradient norm."""
     limit: float | None
+    """What it must not exceed; None where it is not finite."""
 
     def of_step(self, step: int) -> str:
         """Such as ``the loss of step 7 is 21.5, above 8.2``."""
@@ -146,7 +142,6 @@ class Guard:
         """Go on from a checkpoint; empty for one that knows nothing of it.
 
         Args:
-            state: What `state` gave.
             rewound: In the running process: the interventions of the row are not forgotten, or it
                 would never end.
         """

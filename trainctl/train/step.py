@@ -14,22 +14,22 @@ from functools import partial
 from typing import Any
 
 from trainctl.config.schema import OnBadLoss
+from trainctl.data.contents import document_of_all, samples_of
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.runs.interventions import document_account, not_finite_account
 from trainctl.runs.records import short
-from trainctl.train.ahead import BatchesAhead
-from trainctl.train.build import fill_buffers
-from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.restore import newest_intact
 from trainctl.train.clipping import clipped_groups
-from trainctl.train.contents import document_of_all, samples_of
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
+from trainctl.train.models.build import fill_buffers
 from trainctl.train.not_finite import WEIGHT, NotFinite, bad_gradients, locate
-from trainctl.train.restore import newest_intact
-from trainctl.train.routers import Load
+from trainctl.train.parallel.routers import Load
+from trainctl.train.prefetch import BatchesAhead
 from trainctl.train.session import Session, seed_step
 from trainctl.train.stability import Kind, Trouble
 
@@ -39,38 +39,34 @@ LISTED_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step that was counted.
-
-    Attributes:
-        loss: Over the global batch, in nats: the cross entropy alone, or what the objective has.
-        grad_norm: Norm of its gradient, before anything but centralisation changed it; None where a
-            technique has none at this step.
-        group_norms: The same of each parameter group; empty where only DeepSpeed knows norms.
-        factor: What the peak learning rates are multiplied by.
-        batch: Its size.
-        first_sample: Counter of its first sample.
-        clip_at: What the norm, as it was by then, was clipped at, if that follows from the norms of
-            before.
-        clipped_groups: What the gradients of groups above their own limit were multiplied by,
-            before all were clipped; None if none was.
-        z_loss: Beside the loss; None without one.
-        experts: How busy they were; None without any.
-        measures: What the objective records beside the loss, by name.
-        intervention: The policy by which no update was made; None if there was one.
-    """
+    """An optimizer step that was counted."""
 
     loss: float
+    """Over the global batch, in nats: the cross entropy alone, or what the objective has."""
     grad_norm: float | None
+    """Norm of its gradient, before anything but centralisation changed it; None where a technique
+    has none at this step."""
     group_norms: dict[str, float]
+    """The same of each parameter group; empty where only DeepSpeed knows norms."""
     factor: float
+    """What the peak learning rates are multiplied by."""
     batch: Batch
     first_sample: int
+    """Counter of its first sample."""
     clip_at: float | None = None
+    """What the norm, as it was by then, was clipped at, if that follows from the norms of
+    before."""
     clipped_groups: dict[str, float] | None = None
+    """What the gradients of groups above their own limit were multiplied by, before all were
+    clipped; None if none was."""
     z_loss: float | None = None
+    """Beside the loss; None without one."""
     experts: Load | None = None
+    """How busy they were; None without any."""
     measures: dict[str, float] = field(default_factory=dict)
+    """What the objective records beside the loss, by name."""
     intervention: OnBadLoss | None = None
+    """The policy by which no update was made; None if there was one."""
 
     def extras(self) -> dict[str, Any]:
         """For the record: what not every run has."""
@@ -110,7 +106,8 @@ class Stepper:
         self._suspects_in_a_row: list[list[int]] = []
 
     def make(self) -> Step:
-        """The next step that counts; batches may be passed over and the run rewound on the way.
+        """Return the next step that counts; batches may be passed over and the run rewound on the
+        way.
 
         Raises:
             TrainctlError: It cannot be made, by the policy or after too many interventions; the

@@ -38,34 +38,30 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """How far a rank is behind the usual one of its pipeline stage.
-
-    Attributes:
-        rank: Its number in the world.
-        factor: Its own time over theirs.
-        part: Where it loses most.
-        seconds: Its own, of that part in a step.
-        usual_seconds: The same of its peers.
-    """
+    """How far a rank is behind the usual one of its pipeline stage."""
 
     rank: int
+    """Its number in the world."""
     factor: float
+    """Its own time over theirs."""
     part: str
+    """Where it loses most."""
     seconds: float
+    """Its own, of that part in a step."""
     usual_seconds: float
+    """The same of its peers."""
 
 
 def behind(
     own: Sequence[Sequence[float]], *, stages: int, factor: float, step_seconds: float
 ) -> list[Slowness]:
-    """The ranks whose own time is more than `factor` times that of their peers.
+    """Return the ranks whose own time is more than `factor` times that of their peers.
 
     The usual time is the lower median of the stage: of two ranks that of the faster one. Where all
     are slow, nobody is; a rank without peers is compared with none.
 
     Args:
         own: Seconds of each of `PARTS` in a step, by rank; the ranks of a stage follow each other.
-        stages: Pipeline stages.
         factor: From when on a rank is called slow.
         step_seconds: Length of a step.
     """
@@ -126,8 +122,6 @@ class Stragglers:
         """Take in a step.
 
         Args:
-            step_seconds: Its length.
-            seconds: Of its parts.
             busy: Of these on a CPU, without sleep.
         """
         self._steps += 1

@@ -22,29 +22,26 @@ _PARTS = 50
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which tasks, and how.
-
-    Attributes:
-        tasks: Names of tasks, groups or tags.
-        include: A folder with definitions of tasks of the user's own, in YAML.
-        shots: Examples before each question; None is each task's own number.
-        limit: Examples of each task, at most.
-        batch_size: Requests that the model sees at a time.
-        chat: Whether questions are written by the tokenizer's chat template.
-        template_arguments: What that is given beside the messages, by name.
-    """
+    """Which tasks, and how."""
 
     tasks: Sequence[str]
+    """Names of tasks, groups or tags."""
     include: Path | None = None
+    """A folder with definitions of tasks of the user's own, in YAML."""
     shots: int | None = None
+    """Examples before each question; None is each task's own number."""
     limit: int | None = None
+    """Examples of each task, at most."""
     batch_size: int = 1
+    """Requests that the model sees at a time."""
     chat: bool = False
+    """Whether questions are written by the tokenizer's chat template."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What that is given beside the messages, by name."""
 
 
 def manager_of(asked: Asked) -> Any:
-    """The harness's own list of tasks, with those of a folder.
+    """Return the harness's own list of tasks, with those of a folder.
 
     Its own are 14,000 files of YAML: they are read only where the folder does not have all of it.
 
@@ -88,9 +85,6 @@ def evaluate_tasks(
 
     Args:
         folder: It, with its tokenizer.
-        manager: Of `manager_of`.
-        asked: Which tasks.
-        device: cpu or cuda.
         dtype: torch's name of the weights' format.
         progress: Called with what is done, how much of it, and how much there is.
 
@@ -152,7 +146,7 @@ def evaluate_tasks(
 
 
 def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row for each task, metric and filter of what the harness returns."""
+    """Return one row for each task, metric and filter of what the harness returns."""
     rows = []
     for task, values in found["results"].items():
         samples = found.get("n-samples", {}).get(task, {}).get("effective")
@@ -178,7 +172,7 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _in_parts(
     do: Callable[..., list[Any]], requests: Sequence[Any], what: str, progress: Progress
 ) -> list[Any]:
-    """A method of the model on a piece of its requests after the other."""
+    """Return a method of the model on a piece of its requests after the other."""
     size = max(1, -(-len(requests) // _PARTS))
     done: list[Any] = []
     progress(what, 0, len(requests))

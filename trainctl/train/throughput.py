@@ -19,8 +19,8 @@ from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import RunPlan
-from trainctl.planner.traces import traced_already
 from trainctl.runs.records import short
+from trainctl.search.traces import traced_already
 
 
 class Throughput:
@@ -56,25 +56,21 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The most that a process has used since it started, bytes.
-
-    Attributes:
-        device_peak_bytes: Memory of its device in use: tensors, driver context, communication
-            library; what the plan's budget predicts under this name. On a CPU the resident memory
-            of the process.
-        allocated_peak_bytes: What of it is in tensors; None on a CPU.
-        reserved_peak_bytes: Held by torch's allocator; None on a CPU.
-        host_peak_bytes: Resident memory of the process.
-    """
+    """The most that a process has used since it started, bytes."""
 
     device_peak_bytes: int
+    """Memory of its device in use: tensors, driver context, communication library; what the plan's
+    budget predicts under this name. On a CPU the resident memory of the process."""
     allocated_peak_bytes: int | None
+    """What of it is in tensors; None on a CPU."""
     reserved_peak_bytes: int | None
+    """Held by torch's allocator; None on a CPU."""
     host_peak_bytes: int
+    """Resident memory of the process."""
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
-    """The peaks of this process so far.
+    """Return the peaks of this process so far.
 
     What lies outside the allocator is what the driver counts as used beyond it, so another process
     on the same device is counted too.
@@ -150,15 +146,16 @@ def memory_record(
 
 
 def _planned(plan: RunPlan) -> MemoryBudget | None:
-    """The budget; None of a model that has no closed form and whose trace is not in this user's
-    cache: a rank traces nothing."""
+    """Return the budget; None of a model that has no closed form and whose trace is not in this
+    user's cache: a rank traces nothing."""
     traced = traced_already(plan.config)
     return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
 
 
 def resident_beside(plan: RunPlan, planned: MemoryBudget) -> int:
-    """Bytes of a rank that its budget calls the host's, and that are resident in the same process:
-    what is offloaded, and the buffers of a drive. 0 on a GPU, whose own memory is measured."""
+    """Return bytes of a rank that its budget calls the host's, and that are resident in the same
+    process: what is offloaded, and the buffers of a drive. 0 on a GPU, whose own memory is
+    measured."""
     if plan.hardware.accelerator is not Accelerator.cpu:
         return 0
     host = planned.host
@@ -166,7 +163,7 @@ def resident_beside(plan: RunPlan, planned: MemoryBudget) -> int:
 
 
 def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
-    """The peak since the start, which measuring phases counts anew in each."""
+    """Return the peak since the start, which measuring phases counts anew in each."""
     if phases is None:
         return peak
     highest = phases.highest

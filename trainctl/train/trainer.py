@@ -10,6 +10,8 @@ from dataclasses import asdict
 from functools import partial
 
 from trainctl.config.text.remote import say
+from trainctl.data.bins import bins_of
+from trainctl.data.corpora import bad_text, digests_of, unigram_entropy
 from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
@@ -23,20 +25,18 @@ from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
-from trainctl.train.ahead import BatchesAhead
-from trainctl.train.bins import bins_of
-from trainctl.train.corpora import bad_text, digests_of, unigram_entropy
+from trainctl.train.checkpoint.saver import Saver
 from trainctl.train.evaluation import (
     HeldOutLoss,
     evaluate_sources,
     inference,
     sampled_ids,
 )
-from trainctl.train.model import TORCH_TYPES
+from trainctl.train.models.model import TORCH_TYPES
+from trainctl.train.objectives.reference import give_reference
+from trainctl.train.prefetch import BatchesAhead
 from trainctl.train.profiler import Profiler
 from trainctl.train.prompts import Prompts, prompts_of
-from trainctl.train.reference import give_reference
-from trainctl.train.saver import Saver
 from trainctl.train.session import Session
 from trainctl.train.step import Step, Stepper
 from trainctl.train.stragglers import Stragglers

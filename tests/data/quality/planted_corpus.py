@@ -49,20 +49,15 @@ def edited(text: str, share: float, draw: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Planted:
-    """The corpus.
-
-    Attributes:
-        texts: `{(source, part): texts}`.
-        copies: Documents that have another's text: (source, part, number) of both.
-        near: The same of those of which some words were changed.
-        contaminated: Documents with a passage of a held-out text in them.
-        held_out: The held-out texts.
-    """
+    """The corpus."""
 
     texts: Mapping[tuple[str, str], list[str]]
     copies: list[tuple[tuple[str, str, int], tuple[str, str, int]]]
+    """Documents that have another's text: (source, part, number) of both."""
     near: list[tuple[tuple[str, str, int], tuple[str, str, int]]]
+    """The same of those of which some words were changed."""
     contaminated: list[tuple[str, str, int]]
+    """Documents with a passage of a held-out text in them."""
     held_out: list[str]
 
     def text(self, document: tuple[str, str, int]) -> str:

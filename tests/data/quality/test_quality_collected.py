@@ -21,9 +21,9 @@ from planted_corpus import edited, five_grams, jaccard
 
 from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
+from trainctl.data.corpus import build_corpus
 from trainctl.data.selecting import DROPPED
-from trainctl.train.corpus import build_corpus
-from trainctl.train.tokenizer import ByteTokenizer
+from trainctl.data.tokenizer import ByteTokenizer
 
 MEGABYTES = float(os.environ.get("TRAINCTL_TEST_CORPUS_MB", "10"))
 THRESHOLD = 0.8

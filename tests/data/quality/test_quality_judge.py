@@ -19,10 +19,10 @@ from planted_corpus import parts_of, texts_of_python
 
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.judge import judge
+from trainctl.data.quality.dropped_text import shown
 from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
+from trainctl.data.quality.pipeline import judge
 from trainctl.data.quality.selection import Contamination, Rules
-from trainctl.data.quality.shown import shown
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 

@@ -14,7 +14,7 @@ from planted_corpus import entries, parts_of
 from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.exact_duplicates import same_texts
 from trainctl.data.quality.groups import MEMORY
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.passages import shared_passages

@@ -14,9 +14,9 @@ from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, plan
 from trainctl.data.quality.contamination import passage, write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.exact_duplicates import same_texts
 from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.near import Pairs, near_pairs
+from trainctl.data.quality.near_duplicates import Pairs, near_pairs
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,

@@ -18,7 +18,7 @@ from trainctl.data.quality import lists, statistics
 from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.exact_duplicates import same_texts
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
 from trainctl.errors import TrainctlError

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainctl.config.registry import new_section
 from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.data.streaming.cache import to_remove
+from trainctl.data.streaming.corpora import corpus_elsewhere
 from trainctl.data.streaming.layout import (
     ShardFacts,
     StreamRecord,
@@ -24,9 +25,8 @@ from trainctl.data.streaming.layout import (
     unpacked,
 )
 from trainctl.data.streaming.lookahead import Lookahead
+from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.train.streams import corpus_elsewhere
-from trainctl.train.tokenizer import ByteTokenizer
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,11 +13,11 @@ import sys
 MODULES = (
     "trainctl",
     "trainctl.data",
-    "trainctl.loggers",
+    "trainctl.monitor.loggers",
     "trainctl.train",
     "trainctl.train.offline",
-    "trainctl.train.stored_entry",
-    "trainctl.train.trace_entry",
+    "trainctl.train.models.stored_entry",
+    "trainctl.train.models.trace_entry",
 )
 
 

@@ -183,7 +183,7 @@ GROUPS = tuple(
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Every leaf of a config: its dotted key, its field and its value."""
+    """Yield every leaf of a config: its dotted key, its field and its value."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):

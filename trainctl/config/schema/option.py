@@ -28,7 +28,7 @@ def option(
     whole: bool = False,
     local: bool = False,
 ) -> Any:
-    """A config field with its meaning, unit and range.
+    """Return a config field with its meaning, unit and range.
 
     Args:
         default: The default; lists and dicts are copied for each instance.
@@ -63,7 +63,7 @@ def option(
 
 
 def section(cls: type) -> Any:
-    """A nested section with that class's defaults.
+    """Return a nested section with that class's defaults.
 
     Of a group whose options are units (it has a `units`), the class is that of the default kind;
     one with `parts` has a section in it for each option of that group.

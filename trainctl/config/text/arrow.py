@@ -106,7 +106,6 @@ def readable(file: File, what: str) -> Iterator[None]:
     """Within it, what pyarrow cannot read is a file that is damaged.
 
     Args:
-        file: That is read.
         what: It should be: ``Parquet``.
     """
     package = pyarrow()

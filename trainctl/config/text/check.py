@@ -28,7 +28,7 @@ from trainctl.config.text.files import (
     split_files,
 )
 from trainctl.config.text.remote import File
-from trainctl.config.text.silence import told_if_silent
+from trainctl.config.text.stall_notice import told_if_silent
 from trainctl.config.text.stream import Damaged, is_packed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 
@@ -50,23 +50,18 @@ _REMOTE_OPENED = 20
 
 @dataclass(frozen=True, slots=True)
 class FileProblem:
-    """What is wrong with one file.
-
-    Attributes:
-        rule: Identifier of its finding.
-        kind: What files that share a finding have in common.
-        message: Naming the file.
-        hint: What to do.
-        key: The key that has to do with it; empty is the one that names the file.
-        exit_code: How a command that stops for it ends.
-    """
+    """What is wrong with one file."""
 
     rule: str
+    """Identifier of its finding."""
     kind: str
+    """What files that share a finding have in common."""
     message: str
     hint: str
     key: str = ""
+    """The key that has to do with it; empty is the one that names the file."""
     exit_code: ExitCode = ExitCode.bad_input
+    """How a command that stops for it ends."""
 
 
 Look = Callable[[File, Any], FileProblem | None]
@@ -157,7 +152,7 @@ def _overlaps(data: DataConfig) -> Iterator[Finding]:
 
 
 def under_source(name: str, section: Any, text: str) -> str:
-    """A text that names keys of `data`, with those that a source has in their place.
+    """Return a text that names keys of `data`, with those that a source has in their place.
 
     Names of files may look like keys, such as `data.jsonl`.
     """
@@ -272,7 +267,7 @@ def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Itera
 
 
 def _most_tokens(files: list[File], data: DataConfig) -> int:
-    """Bytes of the files, as far as they are read, and an end of each document."""
+    """Return bytes of the files, as far as they are read, and an end of each document."""
     size = sum(file.stat().st_size for file in files)
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
 

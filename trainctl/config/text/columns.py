@@ -45,7 +45,7 @@ class NoColumn(TrainctlError):
 
 
 def key_of(reader_or_section: Reader | DataConfig) -> str:
-    """The column that the texts are in."""
+    """Return the column that the texts are in."""
     section = reader_or_section
     if isinstance(section, Reader):
         section = section.config
@@ -54,7 +54,7 @@ def key_of(reader_or_section: Reader | DataConfig) -> str:
 
 
 def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:
-    """The text of a cell; None to leave it out.
+    """Return the text of a cell; None to leave it out.
 
     Args:
         reader: Judges what is bad.

@@ -66,7 +66,7 @@ class BadConversation(ValueError):
 
 
 def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]:
-    """The conversation of a record: `messages`, and `tools` where there are any.
+    """Return the conversation of a record: `messages`, and `tools` where there are any.
 
     Args:
         record: As its file has it.
@@ -89,7 +89,7 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
 
 
 def as_text(conversation: Mapping[str, Any]) -> str:
-    """A conversation as the text of a document: the same for the same, in any shape.
+    """Return a conversation as the text of a document: the same for the same, in any shape.
 
     What JSON has no type for, such as a date in a column beside the text, is there as its text.
     """

@@ -26,7 +26,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
-from trainctl.config.text.silence import told_if_silent
+from trainctl.config.text.stall_notice import told_if_silent
 from trainctl.errors import TrainctlError
 
 EXAMPLES = 10
@@ -45,32 +45,26 @@ _LINE_HINT = "correct the line, or set data.on_bad_text=skip, which leaves such 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, and where it is.
-
-    Attributes:
-        text: All of it; encodes as UTF-8.
-        file: That it is in.
-        line: Its line, or row, from 1; None of a file that is one document.
-    """
+    """A text, and where it is."""
 
     text: str
+    """All of it; encodes as UTF-8."""
     file: File
+    """That it is in."""
     line: int | None
+    """Its line, or row, from 1; None of a file that is one document."""
 
 
 @dataclass(slots=True)
 class BadText:
-    """What was bad in the text that was read.
-
-    Attributes:
-        replaced: Documents in which U+FFFD stands for something.
-        skipped: Documents and lines left out.
-        examples: The first places, and what is wrong there.
-    """
+    """What was bad in the text that was read."""
 
     replaced: int = 0
+    """Documents in which U+FFFD stands for something."""
     skipped: int = 0
+    """Documents and lines left out."""
     examples: list[str] = field(default_factory=list)
+    """The first places, and what is wrong there."""
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.skipped)
@@ -92,7 +86,7 @@ class Reader:
         self.bad = BadText()
 
     def documents(self, files: Sequence[File]) -> Iterator[Document]:
-        """The documents of files, in order.
+        """Yield the documents of files, in order.
 
         Raises:
             TrainctlError: A file cannot be read or is no text; or, by the policy, bad text.
@@ -101,7 +95,7 @@ class Reader:
             yield from self.read(file)
 
     def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-        """The documents of a file, or of one of the ranges that its source gives for it.
+        """Yield the documents of a file, or of one of the ranges that its source gives for it.
 
         Raises:
             TrainctlError: As `documents`.
@@ -114,7 +108,7 @@ class Reader:
                 wait(True)
 
     def clean(self, text: str, where: str) -> str | None:
-        """A text as it can be encoded; None to leave it out.
+        """Return a text as it can be encoded; None to leave it out.
 
         Args:
             text: That may have lone surrogates in it.
@@ -129,7 +123,7 @@ class Reader:
             return self.judge(where, problem, _SURROGATES.sub(REPLACEMENT, text))
 
     def decoded(self, raw: bytes, where: str, *, whole: bool = False) -> str | None:
-        """The text of bytes; None to leave it out.
+        """Return the text of bytes; None to leave it out.
 
         Args:
             raw: The bytes.
@@ -170,7 +164,8 @@ class Reader:
 
 
 def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tuple[str, Document]]:
-    """Each document with the side that it is on, `held_out` or `train`; each side in file order.
+    """Yield each document with the side that it is on, `held_out` or `train`; each side in file
+    order.
 
     `data.max_bytes` bounds each side; of a single file, which is divided, the two together.
 
@@ -209,7 +204,7 @@ def is_one_document(config: DataConfig, files: TextFiles) -> bool:
 
 
 def limit_of(places: Iterable[int], fraction: float) -> int:
-    """The highest place of a held-out document: at least one is, and at least one is not.
+    """Return the highest place of a held-out document: at least one is, and at least one is not.
 
     A document's place is a function of its text, so that adding some moves no other and two of the
     same text are on the same side. The lowest and the highest of them decide.
@@ -221,7 +216,7 @@ def limit_of(places: Iterable[int], fraction: float) -> int:
 
 
 def _place(document: Document) -> int:
-    """A number below 2^64."""
+    """Return a number below 2^64."""
     return int.from_bytes(sha256(document.text.encode()).digest()[:8], "big")
 
 
@@ -235,7 +230,7 @@ def _cut(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
 
 
 def _bounded(documents: Iterator[Document], room: int | None) -> Iterator[Document]:
-    """The documents, up to so many bytes of text."""
+    """Yield the documents, up to so many bytes of text."""
     for document in documents:
         if room is None:
             yield document

@@ -47,33 +47,26 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a corpus, each list sorted by path.
-
-    Attributes:
-        train: Files to train on.
-        held_out: Held-out files.
-        by_document: Whether it is documents that are held out, of the one file in `train`: another
-            file to hold out there is not.
-    """
+    """The files of a corpus, each list sorted by path."""
 
     train: list[File]
+    """Files to train on."""
     held_out: list[File]
     by_document: bool = False
+    """Whether it is documents that are held out, of the one file in `train`: another file to hold
+    out there is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """What a path, glob or URL of `data.paths` means.
-
-    Attributes:
-        files: Resolved, sorted; those of this machine first.
-        left_out: What a folder has beside them: how many files of each other ending it has.
-        is_folder: Whether it names one.
-    """
+    """What a path, glob or URL of `data.paths` means."""
 
     files: list[File]
+    """Resolved, sorted; those of this machine first."""
     left_out: Counter[str]
+    """What a folder has beside them: how many files of each other ending it has."""
     is_folder: bool = False
+    """Whether it names one."""
 
 
 Choose = Callable[[list[File]], list[File]]
@@ -81,13 +74,12 @@ Choose = Callable[[list[File]], list[File]]
 
 
 def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> FoundFiles:
-    """The files of a path, a folder, a glob or a URL of one of these; perhaps none.
+    """Return the files of a path, a folder, a glob or a URL of one of these; perhaps none.
 
     A folder gives its files with these endings, packed or not, and those of the folders in it, but
     for hidden ones. A glob takes what it matches, and does not go into the folders among it.
 
     Args:
-        pattern: Of `data.paths`.
         endings: That are taken of a folder.
         choose: Says of a folder's files which they are, before endings do.
 
@@ -147,7 +139,7 @@ def _is_hidden(file: File, folder: PurePath) -> bool:
 
 
 def split_files(config: DataConfig) -> TextFiles:
-    """The files to train on and the held-out files.
+    """Return the files to train on and the held-out files.
 
     Which file is held out is a function of its name alone, so that adding a file moves no other.
 

@@ -51,7 +51,8 @@ class NoTextKey(TrainctlError):
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-    """The documents of a file, or of one of its `ranges`, in order; lines are counted there."""
+    """Return the documents of a file, or of one of its `ranges`, in order; lines are counted
+    there."""
     return _lines(reader, file, span) if _has_lines(file) else _whole(reader, file)
 
 
@@ -75,7 +76,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 
 
 def places(file: File) -> list[int | None]:
-    """Lines of a file's documents: all of JSONL's; None of any other file, which is one."""
+    """Return lines of a file's documents: all of JSONL's; None of any other file, which is one."""
     if not _has_lines(file):
         return [None]
     with opened(file) as lines:
@@ -122,7 +123,8 @@ def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator
 
 
 def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, each with its number, from 1, in a file or one of its `ranges`.
+    """Yield lines that are not empty, each with its number, from 1, in a file or one of its
+    `ranges`.
 
     Raises:
         TrainctlError: The file is no text.
@@ -147,7 +149,6 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
 
     Args:
         reader: Its configuration has the policy.
-        raw: The line.
         where: What it is, for the account and for errors.
 
     Raises:
@@ -168,7 +169,7 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
 
 
 def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
-    """The text of a JSON object, such as a JSONL line; None to leave it out.
+    """Return the text of a JSON object, such as a JSONL line; None to leave it out.
 
     Args:
         reader: Its configuration has the text's key, and the policy.
@@ -197,7 +198,8 @@ def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
 
 
 def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
-    """The first problem of a JSONL file's first lines; where lines may be left out, of all."""
+    """Return the first problem of a JSONL file's first lines; where lines may be left out, of
+    all."""
     lines = head.removeprefix(_BOM).split(b"\n")
     if len(head) == HEAD_BYTES:
         lines.pop()  # it goes on
@@ -237,7 +239,7 @@ def _refuse_binary(file: File, head: bytes) -> None:
 
 
 def _listed(keys: list[str]) -> str:
-    """The first few of them, as they are typed."""
+    """Return the first few of them, as they are typed."""
     more = [f"{len(keys) - _KEYS_SHOWN} more"] if len(keys) > _KEYS_SHOWN else []
     return ", ".join([*(repr(key) for key in keys[:_KEYS_SHOWN]), *more])
 

@@ -21,7 +21,7 @@ ANSWERS = ("chosen", "rejected")
 
 
 def pair_of(record: object) -> dict[str, Any]:
-    """The pair of a record: `prompt`, `chosen`, `rejected`, and `tools` where there are any.
+    """Return the pair of a record: `prompt`, `chosen`, `rejected`, and `tools` where there are any.
 
     Either the three are texts, or lists of messages.
 

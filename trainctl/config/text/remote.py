@@ -59,17 +59,14 @@ def say(message: str) -> None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RemoteFile:
-    """A file under a URL; it has the methods of a `Path` that reading a corpus needs.
-
-    Attributes:
-        url: Where it is, with the protocol.
-        size: Bytes, as it was listed.
-        version: Its entity tag or the like, else its time; empty where the server tells neither.
-    """
+    """A file under a URL; it has the methods of a `Path` that reading a corpus needs."""
 
     url: str
+    """Where it is, with the protocol."""
     size: int
+    """Bytes, as it was listed."""
     version: str = ""
+    """Its entity tag or the like, else its time; empty where the server tells neither."""
 
     @property
     def name(self) -> str:
@@ -95,7 +92,7 @@ class RemoteFile:
         return cast(BinaryIO, io.BufferedReader(_Patient(self, tell), _READ_BYTES))
 
     def read_bytes(self) -> bytes:
-        """All of it."""
+        """Return all of it."""
         with self.open() as stream:
             return stream.read()
 
@@ -121,7 +118,7 @@ def version_of(file: File) -> str:
 
 
 def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
-    """The files of a URL, a folder's or a glob's, and whether it is a folder.
+    """Return the files of a URL, a folder's or a glob's, and whether it is a folder.
 
     Of HTTP a `?` begins a query and only `*` is a glob; a page of links is its folder. A folder of
     this machine is no glob.

@@ -44,7 +44,7 @@ class Damaged(TrainctlError):
 
 
 def opened(file: File) -> BinaryIO:
-    """A file's bytes, unpacked where it is packed; seekable only where it is not.
+    """Return a file's bytes, unpacked where it is packed; seekable only where it is not.
 
     Raises:
         OSError: It cannot be opened.
@@ -65,7 +65,7 @@ def opened(file: File) -> BinaryIO:
 
 
 def head_of(file: File, size: int) -> bytes:
-    """The first bytes of what is in it."""
+    """Return the first bytes of what is in it."""
     with opened(file) as stream:
         return stream.read(size)
 

@@ -39,32 +39,25 @@ _WITHOUT_SPACES = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A document to measure.
-
-    Attributes:
-        number: Its number in the part, which the columns keep.
-        text: All of it.
-        url: Where it is from; empty if unknown.
-    """
+    """A document to measure."""
 
     number: int
+    """Its number in the part, which the columns keep."""
     text: str
     url: str = ""
+    """Where it is from; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Segments of a batch's characters, none of which crosses a document.
-
-    Attributes:
-        starts: First characters, ascending, [spans].
-        ends: Characters after the last, [spans].
-        document: The index in the batch of each one's document, [spans].
-    """
+    """Segments of a batch's characters, none of which crosses a document."""
 
     starts: I64
+    """First characters, ascending, [spans]."""
     ends: I64
+    """Characters after the last, [spans]."""
     document: I64
+    """The index in the batch of each one's document, [spans]."""
 
     @property
     def lengths(self) -> I64:
@@ -166,7 +159,6 @@ class DocumentBatch:
         """Hashes of the runs of so many words, and the word that each begins with, [n-grams].
 
         Args:
-            size: Words.
             short: Whether a document of fewer words has one n-gram: all of them.
         """
         document = self.words.document
@@ -182,7 +174,8 @@ class DocumentBatch:
     def total(
         self, of: Spans, weights: npt.NDArray[np.generic] | None = None
     ) -> npt.NDArray[np.float64]:
-        """The number of spans, or the sum of their weights, of each document, [documents]."""
+        """Return the number of spans, or the sum of their weights, of each document,
+        [documents]."""
         return np.bincount(of.document, weights, len(self)).astype(np.float64)
 
     def _runs(self, inside: Bool, cut: Bool) -> Spans:
@@ -211,7 +204,7 @@ def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[
 
 @cache
 def _classes() -> npt.NDArray[np.uint8]:
-    """The class of each code point below `_ASTRAL`, and of all others: [_ASTRAL + 1]."""
+    """Return the class of each code point below `_ASTRAL`, and of all others: [_ASTRAL + 1]."""
     table = np.zeros(_ASTRAL + 1, dtype=np.uint8)
     for code in range(_ASTRAL):
         letter = chr(code)

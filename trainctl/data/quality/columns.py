@@ -70,7 +70,6 @@ class ColumnWriter:
         """Rows of a column that have any number of values each.
 
         Args:
-            name: The column.
             values: Of all these rows, one after the other.
             counts: How many each has, [rows].
         """
@@ -102,15 +101,11 @@ class ColumnWriter:
 
 @dataclass(frozen=True)
 class Columns:
-    """A part's columns, mapped into memory when they are asked for.
-
-    Attributes:
-        folder: The part's.
-        manifest: What its manifest says.
-    """
+    """A part's columns, mapped into memory when they are asked for."""
 
     folder: Path
     manifest: Mapping[str, Any]
+    """What its manifest says."""
 
     @classmethod
     def load(cls, folder: Path) -> Columns:
@@ -159,7 +154,8 @@ class Columns:
         return self._mapped[name]
 
     def ragged(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[Array, npt.NDArray[np.int64]]:
-        """The values of some rows of a column, one after the other, and how many each has."""
+        """Return the values of some rows of a column, one after the other, and how many each
+        has."""
         values, ends = self[name], self[f"{name}.ends"]
         last = ends[rows]
         first = np.where(rows > 0, ends[rows - 1], 0)
@@ -181,7 +177,7 @@ class Columns:
 
 
 def key_of(folder: Path) -> str | None:
-    """The key of a part that is done; None of one that is not."""
+    """Return the key of a part that is done; None of one that is not."""
     try:
         key: str = json.loads((folder / MANIFEST).read_bytes())["key"]
     except (OSError, ValueError, KeyError, TypeError):

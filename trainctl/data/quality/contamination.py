@@ -35,9 +35,7 @@ def write_held_out(
     Takes 40 bytes a word of them in memory.
 
     Args:
-        folder: To make.
         texts: The held-out texts; their numbers are kept.
-        words: Of an n-gram.
         identity: What the texts depend on: where these were written before, none is read.
     """
     if identity and _identity(folder) == identity:
@@ -75,23 +73,19 @@ def write_held_out(
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The n-grams of held-out texts.
-
-    Attributes:
-        key: A digest of them.
-        ngrams: Hashes, ascending, [n-grams].
-        numbers: The first text that has each, [n-grams].
-        sizes: The numbers of words that they have.
-        too_short: Texts of which nothing is looked for.
-        table: Whether some n-gram has these bits at its top: most of what is looked up has none.
-    """
+    """The n-grams of held-out texts."""
 
     key: str
+    """A digest of them."""
     ngrams: U64
     numbers: I64
+    """The first text that has each, [n-grams]."""
     sizes: tuple[int, ...]
+    """The numbers of words that they have."""
     too_short: int
+    """Texts of which nothing is looked for."""
     table: npt.NDArray[np.bool_]
+    """Whether some n-gram has these bits at its top: most of what is looked up has none."""
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:

@@ -25,19 +25,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """A part's columns in the table.
-
-    Attributes:
-        source: The source.
-        name: The part.
-        columns: What was measured of it.
-        first: The id of its first document.
-    """
+    """A part's columns in the table."""
 
     source: str
     name: str
     columns: Columns
+    """What was measured of it."""
     first: int
+    """The id of its first document."""
 
     @property
     def ids(self) -> I64:
@@ -54,23 +49,19 @@ class MeasuredPart:
 
 @dataclass(frozen=True)
 class Measured:
-    """All parts.
-
-    Attributes:
-        parts: All of them, by precedence.
-    """
+    """All parts."""
 
     parts: Sequence[MeasuredPart]
+    """All of them, by precedence."""
 
     @classmethod
     def load(
         cls, parts: Sequence[PartToMeasure], folder: Path, precedence: Sequence[str] = ()
     ) -> Measured:
-        """The columns of parts.
+        """Return the columns of parts.
 
         Args:
             parts: In any order; all measured.
-            folder: Of all columns.
             precedence: Sources, those first whose documents stay; others follow by name.
 
         Raises:
@@ -101,12 +92,12 @@ class Measured:
         return last.first + last.columns.documents if last is not None else 0
 
     def where(self, document: int) -> tuple[MeasuredPart, int]:
-        """A document's part, and its number there, as the part's reader gave it."""
+        """Return a document's part, and its number there, as the part's reader gave it."""
         part = self.parts[int(np.searchsorted(self.firsts, document, side="right")) - 1]
         return part, int(part.columns["number"][document - part.first])
 
     def rows(self, name: str, ids: I64) -> Array:
-        """A column at some ids, in their order."""
+        """Return a column at some ids, in their order."""
         found: list[tuple[I64, Array]] = [
             (places, np.asarray(part.columns[name][rows])) for part, places, rows in self._of(ids)
         ]
@@ -118,7 +109,8 @@ class Measured:
         return result
 
     def ragged(self, name: str, ids: I64) -> tuple[Array, I64]:
-        """A column of several values a row at some ids: values one after the other, and counts."""
+        """Return a column of several values a row at some ids: values one after the other, and
+        counts."""
         counts = np.zeros(len(ids), dtype=np.int64)
         pieces = []
         for part, places, rows in self._of(ids):
@@ -135,7 +127,8 @@ class Measured:
         return result, counts
 
     def _of(self, ids: I64) -> Iterator[tuple[MeasuredPart, I64, I64]]:
-        """Each part that has some of the ids, their places among them, and their rows in it."""
+        """Yield each part that has some of the ids, their places among them, and their rows in
+        it."""
         if not len(ids):
             return
         owner = np.searchsorted(self.firsts, ids, side="right") - 1

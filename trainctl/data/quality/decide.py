@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trainctl.config.registry import load
 from trainctl.data.quality.corpus import Measured, MeasuredPart
 from trainctl.data.quality.hashing import I64, Bool, mix
-from trainctl.data.quality.near import Pairs
+from trainctl.data.quality.near_duplicates import Pairs
 from trainctl.data.quality.passages import Passages
 from trainctl.data.quality.selection import (
     CONTAMINATED,
@@ -50,11 +50,8 @@ def select(
     Takes some 2 bytes of memory a document of the corpus, and 100 a duplicate.
 
     Args:
-        corpus: The columns.
         rules: What removes a document; a filter that a source is not measured for is an error.
-        same: What `exact.same_texts` gives.
         pairs: What `near.near_pairs` gives, at the threshold of the rules or a lower one.
-        passages: What `passages.shared_passages` gives.
         fixed: Documents that stay whatever they are, and before which all others go: those that are
             held out, [documents]. None has none.
     """
@@ -103,7 +100,6 @@ class _Judge:
         """Have documents go.
 
         Args:
-            reason: Why.
             ids: The documents, ascending; some may have gone already, and fixed ones stay.
             values: The number of each that the reason is about.
             likes: What stays in each one's place.
@@ -127,7 +123,7 @@ class _Judge:
         self.why[ids[stays]] = code
 
     def selection(self, common: int) -> Selection:
-        """All of it."""
+        """Return all of it."""
         return Selection(
             why=self.why,
             reasons=tuple(self._reasons),
@@ -196,7 +192,7 @@ class _Judge:
 def _filtered(
     part: MeasuredPart, filters: Mapping[str, Any]
 ) -> Iterator[tuple[str, npt.NDArray[Any], Bool]]:
-    """Each bound with the numbers, and the documents that are not within it."""
+    """Yield each bound with the numbers, and the documents that are not within it."""
     for name, keys in filters.items():
         for bound in load("filter", name).bounds:
             limit = getattr(keys, bound.key)
@@ -233,7 +229,7 @@ def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
 
 
 def _owners(part: MeasuredPart) -> I64:
-    """The row that has each of a part's hits, [hits]."""
+    """Return the row that has each of a part's hits, [hits]."""
     ends = np.asarray(part.columns["contamination.ends"])
     return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
 

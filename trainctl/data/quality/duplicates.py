@@ -12,10 +12,10 @@ import numpy as np
 
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.corpus import Measured
-from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.exact_duplicates import same_texts
 from trainctl.data.quality.groups import MEMORY
 from trainctl.data.quality.hashing import I64
-from trainctl.data.quality.near import Pairs, near_pairs
+from trainctl.data.quality.near_duplicates import Pairs, near_pairs
 from trainctl.data.quality.passages import Passages, shared_passages
 from trainctl.data.quality.selection import Rules
 
@@ -24,13 +24,7 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What documents have in common; whatever was not asked for is empty.
-
-    Attributes:
-        same: What `exact.same_texts` gives.
-        pairs: What `near.near_pairs` gives.
-        passages: What `passages.shared_passages` gives.
-    """
+    """What documents have in common; whatever was not asked for is empty."""
 
     same: I64
     pairs: Pairs
@@ -45,7 +39,6 @@ def find_duplicates(
     A higher `near` than that of before, and any filters, need nothing new.
 
     Args:
-        corpus: The columns.
         rules: What removes a document.
         folder: To keep it in; what does not fit in memory lies beside it meanwhile.
         memory: Bytes to stay below while sorting.
@@ -78,7 +71,7 @@ def find_duplicates(
 
 
 def key_of_corpus(corpus: Measured, *others: object) -> str:
-    """A digest of all that was measured, in the order of the ids, and of something else."""
+    """Return a digest of all that was measured, in the order of the ids, and of something else."""
     parts: Sequence[object] = [
         (part.source, part.name, part.columns.manifest["key"]) for part in corpus.parts
     ]

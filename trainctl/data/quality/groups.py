@@ -79,7 +79,7 @@ def _grouped(keys: U64, ids: I64) -> Iterator[Groups]:
 
 
 def components(pairs: npt.NDArray[np.int64]) -> tuple[I64, I64]:
-    """The ids that are in pairs, ascending, and the lowest id that each hangs together with.
+    """Return the ids that are in pairs, ascending, and the lowest id that each hangs together with.
 
     Every id takes the lowest of its neighbours' lowest until nothing changes, with the paths halved
     in

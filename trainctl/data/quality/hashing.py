@@ -26,7 +26,7 @@ _FOR_LENGTH = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(value: U64 | np.uint64) -> U64:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError, describe_exception
 
 
 def words(batch: DocumentBatch, *, file: str) -> Statistics:
-    """How many of a document's words are listed: `listed`, and `listed_share` of them.
+    """Return how many of a document's words are listed: `listed`, and `listed_share` of them.
 
     An entry of several words is found as they stand together, and counts as one.
     """
@@ -34,7 +34,7 @@ def words(batch: DocumentBatch, *, file: str) -> Statistics:
 
 
 def urls(batch: DocumentBatch, *, file: str) -> Statistics:
-    """How many entries match a document's address: `matches`; 0 where it has none."""
+    """Return how many entries match a document's address: `matches`; 0 where it has none."""
     listed = _addresses(file)
     matches = [len(_above(entry.url) & listed) for entry in batch.entries]
     return {"matches": np.array(matches, dtype=np.float32)}
@@ -108,7 +108,7 @@ def _addresses(path: str) -> frozenset[str]:
 
 
 def _plain(url: str) -> str:
-    """An address without its scheme, port, user and end: host and path."""
+    """Return an address without its scheme, port, user and end: host and path."""
     rest = url.lower().partition("://")[2] or url.lower()
     host, slash, path = rest.partition("/")
     host = host.rpartition("@")[2].partition(":")[0].removesuffix(".")
@@ -116,7 +116,7 @@ def _plain(url: str) -> str:
 
 
 def _above(url: str) -> set[str]:
-    """The entries that would match an address: it, the paths and the hosts above it."""
+    """Return the entries that would match an address: it, the paths and the hosts above it."""
     if not url:
         return set()
     plain = _plain(url)

@@ -38,40 +38,34 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PartToMeasure:
-    """Documents that are measured by one process, in one go.
-
-    Attributes:
-        source: The source that they are of.
-        name: The part's name in it: a file name; with the source, it is one of a kind.
-        identity: What its documents depend on; another one has it measured again.
-        read: Gives them. It is called in another process, to which it is pickled.
-        filters: What is measured for filters: `{name: keys}`; the keys' thresholds do not matter.
-        order: Its place among its source's parts; those of one place follow by name.
-    """
+    """Documents that are measured by one process, in one go."""
 
     source: str
+    """The source that they are of."""
     name: str
+    """The part's name in it: a file name; with the source, it is one of a kind."""
     identity: str
+    """What its documents depend on; another one has it measured again."""
     read: Callable[[], Iterable[Entry]]
+    """Gives them. It is called in another process, to which it is pickled."""
     filters: Mapping[str, Any] = field(default_factory=dict)
+    """What is measured for filters: `{name: keys}`; the keys' thresholds do not matter."""
     order: int = 0
+    """Its place among its source's parts; those of one place follow by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedColumns:
-    """What is measured of all parts.
-
-    Attributes:
-        exact: Whether hashes of texts are.
-        near: Whether MinHash signatures are.
-        passages: Whether anchors of passages are.
-        held_out: The folder of held-out n-grams (`contamination.write_held_out`); None has none.
-    """
+    """What is measured of all parts."""
 
     exact: bool = True
+    """Whether hashes of texts are."""
     near: bool = True
+    """Whether MinHash signatures are."""
     passages: bool = False
+    """Whether anchors of passages are."""
     held_out: Path | None = None
+    """The folder of held-out n-grams (`contamination.write_held_out`); None has none."""
 
 
 def measure_all(
@@ -85,9 +79,7 @@ def measure_all(
     """Measure parts that are not done yet.
 
     Args:
-        parts: In any order.
         folder: Of all columns: `SOURCE/NAME/` below it is a part's.
-        wanted: What to measure.
         processes: That work side by side; 1 works in this one.
         done: Called when a part is.
 
@@ -178,7 +170,7 @@ def folder_of(part: PartToMeasure, folder: Path) -> Path:
 
 
 def measured(part: PartToMeasure, folder: Path) -> Columns:
-    """A part's columns.
+    """Return a part's columns.
 
     Raises:
         TrainctlError: It is not measured, or its columns are damaged (exit code 5).
@@ -207,7 +199,7 @@ def _append_near(writer: ColumnWriter, batch: DocumentBatch) -> None:
 
 
 def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
-    """The batches, or one without documents: a part of none has the same columns."""
+    """Yield the batches, or one without documents: a part of none has the same columns."""
     empty = True
     for batch in every:
         empty = False

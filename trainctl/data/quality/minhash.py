@@ -36,23 +36,21 @@ _MASKS = (_DRAWN[HASHES:] >> np.uint64(32)).astype(np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """How signatures are compared: two documents whose rows agree in a whole band are candidates.
-
-    Attributes:
-        count: Bands.
-        rows: Numbers of a band; count x rows is at most `HASHES`.
-    """
+    """How signatures are compared: two documents whose rows agree in a whole band are
+    candidates."""
 
     count: int
     rows: int
+    """Numbers of a band; count x rows is at most `HASHES`."""
 
     def recall(self, jaccard: float) -> float:
-        """The probability that two documents of that Jaccard index are candidates."""
+        """Return the probability that two documents of that Jaccard index are candidates."""
         return 1 - (1 - jaccard**self.rows) ** self.count
 
     @classmethod
     def for_threshold(cls, threshold: float, recall: float = 0.95) -> Bands:
-        """The longest rows that have this recall at the threshold itself: fewest candidates."""
+        """Return the longest rows that have this recall at the threshold itself: fewest
+        candidates."""
         for rows in range(HASHES, 1, -1):
             bands = cls(HASHES // rows, rows)
             if bands.recall(threshold) >= recall:
@@ -70,7 +68,8 @@ class Bands:
 
 
 def ngram_sets(batch: DocumentBatch) -> tuple[U32, I64]:
-    """The distinct hashes of each document's n-grams, ascending, one document after the other.
+    """Return the distinct hashes of each document's n-grams, ascending, one document after the
+    other.
 
     Returns:
         The hashes, [n-grams], and how many each document has, [documents].
@@ -103,7 +102,7 @@ def signatures(values: U32, counts: I64) -> U32:
 
 
 def sketches(values: U32, counts: I64) -> tuple[U32, I64]:
-    """The smallest `SKETCH` hashes of each document, and how many it has of them.
+    """Return the smallest `SKETCH` hashes of each document, and how many it has of them.
 
     Args:
         values: The distinct hashes of all, ascending within a document, [n-grams].

@@ -15,26 +15,22 @@ from trainctl.data.quality.hashing import I64, U64
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """Anchors that occur more than once, in order of their documents and words.
-
-    Attributes:
-        anchor: Which one, from 0 without gaps, [occurrences].
-        document: The id of its document, [occurrences].
-        word: The word of the document that it begins with, [occurrences].
-    """
+    """Anchors that occur more than once, in order of their documents and words."""
 
     anchor: I64
+    """Which one, from 0 without gaps, [occurrences]."""
     document: I64
+    """The id of its document, [occurrences]."""
     word: I64
+    """The word of the document that it begins with, [occurrences]."""
 
 
 def shared_passages(corpus: Measured, same: I64, scratch: Path, memory: int = MEMORY) -> Passages:
-    """The anchors that occur more than once; of documents with the same text in one of them.
+    """Yield the anchors that occur more than once; of documents with the same text in one of them.
 
     Takes 24 bytes of memory an occurrence, beside `memory`.
 
     Args:
-        corpus: The columns.
         same: What `exact.same_texts` gives: these documents are left out.
         scratch: A folder for what does not fit in memory.
         memory: Bytes to stay below while sorting.

@@ -20,94 +20,76 @@ EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
-    """When passages of held-out texts remove a document.
-
-    Attributes:
-        min_ngrams: Least n-grams that it has of them.
-        max_documents: An n-gram that more documents of different texts have is boilerplate, and
-            does not count; None counts all.
-    """
+    """When passages of held-out texts remove a document."""
 
     min_ngrams: int = 1
+    """Least n-grams that it has of them."""
     max_documents: int | None = 10
+    """An n-gram that more documents of different texts have is boilerplate, and does not count;
+    None counts all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What removes a document.
-
-    Attributes:
-        filters: The keys of each source's filters: `{source: {filter: keys}}`.
-        contamination: None removes none by that.
-        exact: Whether copies go; they do wherever what is nearly the same does.
-        near: The Jaccard index from which documents are nearly the same; None keeps them.
-        substring: The share of a document's words in passages that earlier ones have, from which it
-            goes; None keeps it.
-    """
+    """What removes a document."""
 
     filters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The keys of each source's filters: `{source: {filter: keys}}`."""
     contamination: Contamination | None = None
+    """None removes none by that."""
     exact: bool = True
+    """Whether copies go; they do wherever what is nearly the same does."""
     near: float | None = None
+    """The Jaccard index from which documents are nearly the same; None keeps them."""
     substring: float | None = None
+    """The share of a document's words in passages that earlier ones have, from which it goes; None
+    keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a reason removes of a source.
-
-    Attributes:
-        documents: That go for it and for none before it.
-        characters: Theirs.
-        applies: Documents that it applies to, those among them that went before it.
-    """
+    """What a reason removes of a source."""
 
     documents: int
+    """That go for it and for none before it."""
     characters: int
     applies: int
+    """Documents that it applies to, those among them that went before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A document that went.
-
-    Attributes:
-        source: Its source.
-        part: Its part.
-        number: Its number in the part.
-        value: The filter's number, the n-grams that it has of held-out texts, its Jaccard index, or
-            the share of its words that are in shared passages; None where it is not finite.
-        like: The document that stays in its place: source, part and number.
-        word: The first word of the first held-out passage (`contamination.passage`).
-    """
+    """A document that went."""
 
     source: str
     part: str
     number: int
+    """Its number in the part."""
     value: float | None = None
+    """The filter's number, the n-grams that it has of held-out texts, its Jaccard index, or the
+    share of its words that are in shared passages; None where it is not finite."""
     like: tuple[str, str, int] | None = None
+    """The document that stays in its place: source, part and number."""
     word: int | None = None
+    """The first word of the first held-out passage (`contamination.passage`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What stays of a corpus.
-
-    Attributes:
-        why: 0 for a document that stays; else 1 + the index of the first reason, [documents].
-        reasons: Their names, in the order in which they are applied: `gopher_quality.min_words`.
-        counts: `{source: {reason: Tally}}`, of reasons that apply to some document.
-        examples: `{source: {reason: some of the documents that went for it}}`.
-        common_ngrams: N-grams of held-out texts that were taken as boilerplate.
-        parts: Source, part and first id of each part.
-    """
+    """What stays of a corpus."""
 
     why: npt.NDArray[np.uint8]
+    """0 for a document that stays; else 1 + the index of the first reason, [documents]."""
     reasons: tuple[str, ...]
+    """Their names, in the order in which they are applied: `gopher_quality.min_words`."""
     counts: Mapping[str, Mapping[str, Tally]]
+    """`{source: {reason: Tally}}`, of reasons that apply to some document."""
     examples: Mapping[str, Mapping[str, tuple[Example, ...]]]
+    """`{source: {reason: some of the documents that went for it}}`."""
     common_ngrams: int
+    """N-grams of held-out texts that were taken as boilerplate."""
     parts: tuple[tuple[str, str, int], ...]
+    """Source, part and first id of each part."""
 
     @property
     def stays(self) -> Bool:
@@ -159,6 +141,6 @@ class Selection:
 
 
 def example_of(data: dict[str, Any]) -> Example:
-    """One that was written as JSON."""
+    """Return one that was written as JSON."""
     like = data["like"]
     return Example(**{**data, "like": tuple(like) if like is not None else None})

@@ -167,7 +167,8 @@ def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArra
 
 
 def _runs(keys: U64) -> tuple[I64, I64]:
-    """An order in which equal keys stand together, the first before the others; where they begin.
+    """Return an order in which equal keys stand together, the first before the others; where they
+    begin.
 
     Places are sorted within the keys, in their low bits, which costs a quarter of `argsort`. Two
     keys that differ are taken as equal with a probability of N^2 / 2^(65 - bits) for N keys.
@@ -190,7 +191,7 @@ def _repeated(hashes: U64, document: I64) -> Bool:
 
 
 def _distinct_words(batch: DocumentBatch, words: tuple[str, ...]) -> npt.NDArray[np.float64]:
-    """How many of some words a document has, [documents]."""
+    """Return how many of some words a document has, [documents]."""
     found = np.zeros((len(words), len(batch)), dtype=np.bool_)
     for number, word in enumerate(words):
         found[number, batch.words.document[batch.word_hashes == hash_of_word(word)]] = True

@@ -22,7 +22,7 @@ SHARED = WORDS + WINDOW - 1
 
 
 def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
-    """The anchors of documents.
+    """Return the anchors of documents.
 
     Returns:
         Their hashes, [anchors]; the word of its document that each begins with, ascending within a

@@ -51,7 +51,6 @@ def to_remove(
     Args:
         here: Sizes of what may be removed, by name.
         missing: Bytes that are missing; not above 0 where there is room.
-        next_use: Of each.
         later_than: Only what is needed later than this is removed.
 
     Returns:
@@ -96,7 +95,8 @@ class ShardCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def opened(self, name: str) -> int:
-        """A descriptor of a shard that is needed now; fetched, or waited for, if it is not here.
+        """Return a descriptor of a shard that is needed now; fetched, or waited for, if it is not
+        here.
 
         Raises:
             TrainctlError: It does not come, not as it was written, or there is no room for it.
@@ -148,7 +148,7 @@ class ShardCache:
                     path.unlink(missing_ok=True)
 
     def size(self) -> int:
-        """Bytes of all that is here."""
+        """Return bytes of all that is here."""
         with self._locked():
             return sum(self._sizes().values())
 
@@ -172,8 +172,8 @@ class ShardCache:
             os.close(lock)
 
     def _claimed(self, name: str, *, is_urgent: bool) -> int | None:
-        """The locked file that a shard is fetched into; None where it is here, another fetches it,
-        or there is no room for what is not urgent."""
+        """Return the locked file that a shard is fetched into; None where it is here, another
+        fetches it, or there is no room for what is not urgent."""
         size = self._facts(name).size
         with self._locked():
             here = self._sizes()

@@ -31,34 +31,28 @@ SIDES = ("train", "held_out")
 
 @dataclass(frozen=True, slots=True)
 class ShardFacts:
-    """One shard.
-
-    Attributes:
-        documents: Documents that end in it.
-        size: Bytes of its file.
-        crc: CRC-32 of its file.
-    """
+    """One shard."""
 
     documents: int
+    """Documents that end in it."""
     size: int
+    """Bytes of its file."""
     crc: int
+    """CRC-32 of its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """What `stream.json` says.
-
-    Attributes:
-        corpus: The record of the corpus as it was where it was made.
-        tokenizer: Fingerprint of what made its ids.
-        shard_tokens: Tokens of each shard but the last of a side.
-        shards: Those of each side, in order.
-    """
+    """What `stream.json` says."""
 
     corpus: dict[str, Any]
+    """The record of the corpus as it was where it was made."""
     tokenizer: str
+    """Fingerprint of what made its ids."""
     shard_tokens: int
+    """Tokens of each shard but the last of a side."""
     shards: dict[str, tuple[ShardFacts, ...]]
+    """Those of each side, in order."""
 
     @property
     def digest(self) -> str:
@@ -76,16 +70,16 @@ class StreamRecord:
         return int(self.corpus[side]["tokens"])
 
     def facts(self, name: str) -> ShardFacts:
-        """The shard of a name, as `name_of` makes it."""
+        """Return the shard of a name, as `name_of` makes it."""
         side, number = side_and_number(name)
         return self.shards[side][number]
 
     def size(self, *sides: str) -> int:
-        """Bytes of all shards of some sides."""
+        """Return bytes of all shards of some sides."""
         return sum(facts.size for side in sides for facts in self.shards[side])
 
     def as_json(self) -> bytes:
-        """The file's content."""
+        """Return the file's content."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
@@ -123,7 +117,7 @@ def name_of(side: str, number: int) -> str:
 
 
 def side_and_number(name: str) -> tuple[str, int]:
-    """The inverse of `name_of`."""
+    """Return the inverse of `name_of`."""
     side, _, number = name.removesuffix(".shard").rpartition("-")
     return side, int(number)
 
@@ -140,7 +134,7 @@ def spans(tokens: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def shards_of(start: int, stop: int, shard_tokens: int) -> range:
-    """The shards that tokens from `start` up to `stop` are read from: the fewest.
+    """Return the shards that tokens from `start` up to `stop` are read from: the fewest.
 
     The first token behind a shard is in it too.
     """
@@ -153,7 +147,7 @@ def shards_of(start: int, stop: int, shard_tokens: int) -> range:
 def packed(
     ids: Tokens, ends: npt.NDArray[Any], start: int, stop: int, dtype: np.dtype[Any]
 ) -> bytes:
-    """The file of a shard.
+    """Return the file of a shard.
 
     Args:
         ids: Those of the whole side.
@@ -172,6 +166,6 @@ def packed(
 def unpacked(
     raw: memoryview, facts: ShardFacts, dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The ids of a shard's file and its ends, counted from its first token: views of it."""
+    """Return the ids of a shard's file and its ends, counted from its first token: views of it."""
     ends = np.frombuffer(raw, END, count=facts.documents)
     return np.frombuffer(raw, dtype, offset=ends.nbytes), ends

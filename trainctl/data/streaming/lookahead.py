@@ -82,7 +82,7 @@ class Lookahead:
             return True
 
     def wanted(self) -> list[int]:
-        """The shards that are needed from here on, in the order of first use."""
+        """Return the shards that are needed from here on, in the order of first use."""
         with self._lock:
             return list(dict.fromkeys(shard for _, shards in self._chunks for shard in shards))
 

@@ -42,7 +42,7 @@ Side = tuple[Tokens, npt.NDArray[Any]]
 
 
 def as_url(place: str) -> str:
-    """A URL as it is, and a folder as a URL."""
+    """Return a URL as it is, and a folder as a URL."""
     if is_url(place):
         return place.rstrip("/")
     return f"file://{Path(place).expanduser().resolve()}"  # as it is: fsspec decodes no %20
@@ -66,13 +66,11 @@ def read_record(place: str, tell: Tell = say) -> StreamRecord:
 
 
 def blocks_of_shard(place: str, digest: str, tell: Tell, name: str) -> Iterator[bytes]:
-    """The bytes of a shard.
+    """Yield the bytes of a shard.
 
     Args:
         place: URL or folder of the corpus.
-        digest: Of the corpus.
         tell: Called before each wait.
-        name: Of the shard.
 
     Raises:
         TrainctlError: It is not there, or nothing answers (exit code 4).
@@ -101,7 +99,6 @@ def write_elsewhere(
 
     Args:
         place: Where; another corpus may not be there.
-        record: Without its shards.
         sides: What is cut into them.
         show: Called with how far it has come.
         tell: Called before each wait.
@@ -160,7 +157,7 @@ def _require_same(url: str, record: StreamRecord, tell: Tell) -> None:
 
 
 def _text_of(url: str, tell: Tell) -> bytes | None:
-    """A small file, or None where there is none."""
+    """Return a small file, or None where there is none."""
     file_system, path = file_system_of(url)
 
     def look() -> Any:

@@ -43,7 +43,6 @@ def tell_of_experts(module: nn.Module, job: Job) -> None:
 
     Args:
         module: What DeepSpeed trains; it gets a child without parameters.
-        job: The engine's.
     """
     mesh = job.mesh
     of_experts = [group for group in job.groups if group["moe"]]

@@ -47,7 +47,8 @@ class Partitioner:
         self._whole = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
-        """The parameter that takes a skeleton's place, with the values of this rank's partition."""
+        """Return the parameter that takes a skeleton's place, with the values of this rank's
+        partition."""
         size = meta.numel() * meta.element_size()
         unset = self._whole[:size].view(meta.dtype).view(meta.shape)
         parameter = nn.Parameter(unset, requires_grad=meta.requires_grad)

@@ -61,7 +61,8 @@ class PipelineEngine(DeepSpeedEngine):
         }
 
     def _timed(self, part: str, instruction: Callable[..., None]) -> Callable[..., None]:
-        """The instruction as a part of the step's time; an evaluation's is timed as a whole."""
+        """Return the instruction as a part of the step's time; an evaluation's is timed as a
+        whole."""
 
         def execute(engine: Any, *arguments: Any, **options: Any) -> None:
             is_training = engine.module.training
@@ -126,7 +127,7 @@ class PipelineEngine(DeepSpeedEngine):
         return None if logits is None else self._stage.of_all_tokens(logits)[0, position]
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor | None:
-        """The logits on the last stage, None on the others."""
+        """Return the logits on the last stage, None on the others."""
         self.deepspeed.reset_activation_shape()  # of the training's batches
         self.deepspeed.total_loss = None  # it adds up whatever the last stage puts out
         _, logits = self.deepspeed.eval_batch(
@@ -146,7 +147,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def group_of_ends(pipeline: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
-    """A group of the first and the last stage, on these; on all stages together."""
+    """Return a group of the first and the last stage, on these; on all stages together."""
     first, *between, last = pipeline.ranks
     is_end = pipeline.is_first or pipeline.is_last
     # NCCL splits groups off that of all ranks, and waits for all: those between make one too.

@@ -18,7 +18,8 @@ _SECTIONS = ("offload_optimizer", "offload_param")
 
 
 def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
-    """The plan with a folder of its own below `offload.nvme_path`, emptied; on all ranks together.
+    """Return the plan with a folder of its own below `offload.nvme_path`, emptied; on all ranks
+    together.
 
     DeepSpeed names its files by rank and parameter only: two runs that share a drive would
     overwrite each other's states. What an attempt that died left there is removed.

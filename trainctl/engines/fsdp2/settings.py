@@ -17,25 +17,22 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The payload of a plan.
-
-    Attributes:
-        reshard_after_forward: Whether weights are gathered anew for the backward pass.
-        param_dtype: Format that weights are gathered in.
-        reduce_dtype: Format that gradients are sent in.
-        offload: Whether shards, their gradients and states are in host memory.
-        pin_memory: Whether that is page-locked, where there is an accelerator.
-        reduce_every_micro_batch: Whether gradients are reduced in each backward pass.
-        optimizer: Name and arguments of torch's optimizer; empty if the trainer brings one.
-    """
+    """The payload of a plan."""
 
     reshard_after_forward: bool
+    """Whether weights are gathered anew for the backward pass."""
     param_dtype: torch.dtype
+    """Format that weights are gathered in."""
     reduce_dtype: torch.dtype
+    """Format that gradients are sent in."""
     offload: bool
+    """Whether shards, their gradients and states are in host memory."""
     pin_memory: bool
+    """Whether that is page-locked, where there is an accelerator."""
     reduce_every_micro_batch: bool
+    """Whether gradients are reduced in each backward pass."""
     optimizer: dict[str, Any]
+    """Name and arguments of torch's optimizer; empty if the trainer brings one."""
 
     @classmethod
     def of(cls, plan: RunPlan) -> Settings:

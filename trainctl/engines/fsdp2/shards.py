@@ -21,13 +21,13 @@ from trainctl.engines.shards import ParameterPiece, Pieces, Read
 
 
 def rows_of(count: int, axis: Axis) -> range:
-    """The rows that a rank has of a parameter with so many."""
+    """Return the rows that a rank has of a parameter with so many."""
     each = -(-count // axis.size)
     return range(min(axis.index * each, count), min((axis.index + 1) * each, count))
 
 
 def start_of(shape: torch.Size, axis: Axis) -> int:
-    """The first element of a rank's shard of a parameter, flattened."""
+    """Return the first element of a rank's shard of a parameter, flattened."""
     return rows_of(shape[0], axis).start * shape[1:].numel()
 
 
@@ -43,7 +43,7 @@ class ShardMaker:
         self._replicas, self._place = replicas, place
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
-        """The shard that takes a skeleton's place until `shard` puts it into torch's."""
+        """Return the shard that takes a skeleton's place until `shard` puts it into torch's."""
         rows = rows_of(meta.shape[0], self._replicas)
         shard = torch.empty((len(rows), *meta.shape[1:]), dtype=torch.float32, device=self._place)
         start = start_of(meta.shape, self._replicas)
@@ -54,15 +54,12 @@ class ShardMaker:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A parameter in torch's hands.
-
-    Attributes:
-        shard: This rank's, a plain tensor: what the optimizer updates.
-        parameter: The model's, whose local part it is, and which gets the gradient.
-    """
+    """A parameter in torch's hands."""
 
     shard: nn.Parameter
+    """This rank's, a plain tensor: what the optimizer updates."""
     parameter: nn.Parameter
+    """The model's, whose local part it is, and which gets the gradient."""
 
     def take_gradient(self) -> None:
         """Give the shard the gradient of its part; zeros where the parameter got none."""
@@ -94,9 +91,7 @@ def shard(
     Args:
         module: What is trained; in its parameters' places are this rank's shards.
         blocks: Modules in it that are gathered one at a time.
-        pieces: Of these shards.
         replicas: The ranks that share the parameters out.
-        settings: The engine's.
         device: That the model computes on.
 
     Returns:
@@ -138,7 +133,7 @@ def shard(
 
 
 def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place in a unit of a parameter that no unit inside it has."""
+    """Return every place in a unit of a parameter that no unit inside it has."""
     return [
         (owner, name, parameter)
         for owner in unit.modules()
@@ -148,7 +143,7 @@ def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Par
 
 
 def _filled(meta: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
-    """A sharded parameter with this rank's values."""
+    """Return a sharded parameter with this rank's values."""
     assert isinstance(meta, DTensor)
     values = DTensor.from_local(
         shard.detach(),

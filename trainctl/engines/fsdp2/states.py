@@ -109,7 +109,6 @@ class Shards(States):
         """Clip the gradients and step.
 
         Args:
-            norm: Of them.
             limit: What it is clipped at; None does not clip.
         """
         if limit is not None and limit < norm + CLIPPING_EPSILON:

@@ -1,5 +1,5 @@
 """The rules' texts by identifier; those over DeepSpeed's JSON say theirs where they are declared
-(`trainctl.plan.deepspeed_rules`)."""
+(`trainctl.rules.deepspeed`)."""
 
 from __future__ import annotations
 

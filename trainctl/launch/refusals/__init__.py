@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from trainctl.config.references import references
+from trainctl.config.environment_references import references
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import names_in
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import UNSET
+from trainctl.launch.quoting import UNSET
 from trainctl.options.launcher import spec_of
 
 UNREACHED_NODES = "TC077"
@@ -63,7 +63,7 @@ def _unset_variables(config: RunConfig) -> Iterator[Finding]:
 
 
 def _key_of(config: RunConfig, name: str) -> str:
-    """The first key that refers to a variable."""
+    """Return the first key that refers to a variable."""
     for variable, value in config.launcher.environment.items():
         if f"oc.env:{name}" in value.replace(" ", ""):
             return f"launcher.environment.{variable}"

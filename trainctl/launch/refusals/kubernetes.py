@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from trainctl.config.references import references
+from trainctl.config.environment_references import references
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import UNSET, check_programs, check_words
+from trainctl.launch.quoting import UNSET, check_programs, check_words
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesConfig
 
@@ -18,7 +18,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """The same, as far as the configuration tells: all but where the run is."""
+    """Return the same, as far as the configuration tells: all but where the run is."""
     launcher = section_of(config, KubernetesConfig)
     findings = []
     if launcher.kubernetes_image is None:

@@ -8,7 +8,7 @@ from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import UNSAFE_WORD, check_programs
+from trainctl.launch.quoting import UNSAFE_WORD, check_programs
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.mpi import MpiConfig
 
@@ -49,12 +49,12 @@ def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 
 def hosts_in(text: str) -> list[str]:
-    """The hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
+    """Return the hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
     return [name.rpartition("@")[2] for name in _named(text)]
 
 
 def _named(text: str) -> list[str]:
-    """The same, each with its user if the file has one."""
+    """Return the same, each with its user if the file has one."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
     names = [words[0] for words in lines if words]
     return [name.partition(":")[0] if name.count(":") == 1 else name for name in names]

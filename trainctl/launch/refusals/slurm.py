@@ -5,13 +5,13 @@ from __future__ import annotations
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import check_options, check_words
+from trainctl.launch.quoting import check_options, check_words
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import SlurmConfig
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """The same, as far as the configuration tells."""
+    """Return the same, as far as the configuration tells."""
     launcher = section_of(config, SlurmConfig)
     words = {
         "slurm_partition": launcher.slurm_partition,

@@ -6,7 +6,7 @@ from trainctl.config.hosts import chosen_hosts
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.launch.words import check_programs
+from trainctl.launch.quoting import check_programs
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 

@@ -31,15 +31,13 @@ class ActivationCheckpointing(Spec):
 
     `build` takes nothing, and gives the contexts in which torch's checkpoint runs a block at first
     and again.
-
-    Attributes:
-        keeps_products: Whether, of a block that is computed again, what its products with weights
-            and its attention gave is kept beside the input: the rest is computed from it.
-        why_not: Reasons, by the name of a `kernels.compile` that it does not go with.
     """
 
     keeps_products: bool = False
+    """Whether, of a block that is computed again, what its products with weights and its attention
+    gave is kept beside the input: the rest is computed from it."""
     why_not: Mapping[str, str] = field(default_factory=dict)
+    """Reasons, by the name of a `kernels.compile` that it does not go with."""
 
     @property
     def recomputes(self) -> bool:
@@ -65,7 +63,7 @@ def recomputed(config: RunConfig) -> Recomputing | None:
 
 
 def by_what_they_keep() -> tuple[ActivationCheckpointing, ...]:
-    """All kinds; the one that keeps least, and computes most again, first."""
+    """Return all kinds; the one that keeps least, and computes most again, first."""
 
     def kept(spec: ActivationCheckpointing) -> tuple[bool, bool]:
         return not spec.recomputes, spec.keeps_products

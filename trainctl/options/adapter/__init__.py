@@ -69,15 +69,12 @@ class Adapter(Spec):
     """What is added to a linear layer.
 
     `build` is called on a rank with the skeleton and the section, and adds it.
-
-    Attributes:
-        rank_power: What is added is multiplied by alpha / rank ** rank_power.
-        has_magnitude: Whether each row of the sum is scaled to a length that trains
-            (arXiv:2402.09353).
     """
 
     rank_power: float = 1.0
+    """What is added is multiplied by alpha / rank ** rank_power."""
     has_magnitude: bool = False
+    """Whether each row of the sum is scaled to a length that trains (arXiv:2402.09353)."""
 
     def scale(self, section: LowRank) -> float:
         """What the product of the two matrices is multiplied by."""

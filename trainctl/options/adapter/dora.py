@@ -5,5 +5,5 @@ from __future__ import annotations
 from trainctl.options.adapter import Adapter, LowRank
 
 SPEC = Adapter(
-    name="dora", keys=LowRank, build="trainctl.train.adapters:attach", has_magnitude=True
+    name="dora", keys=LowRank, build="trainctl.train.adapters.layers:attach", has_magnitude=True
 )

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from trainctl.options.adapter import Adapter, LowRank
 
-SPEC = Adapter(name="lora", keys=LowRank, build="trainctl.train.adapters:attach")
+SPEC = Adapter(name="lora", keys=LowRank, build="trainctl.train.adapters.layers:attach")

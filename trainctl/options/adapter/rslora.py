@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from trainctl.options.adapter import Adapter, LowRank
 
-SPEC = Adapter(name="rslora", keys=LowRank, build="trainctl.train.adapters:attach", rank_power=0.5)
+SPEC = Adapter(
+    name="rslora", keys=LowRank, build="trainctl.train.adapters.layers:attach", rank_power=0.5
+)

@@ -26,54 +26,50 @@ class DataSource(Spec):
     Its `build` gives the documents of a file: it is called as ``read(reader, file)``, with a
     `config.text.documents.Reader` that has the section and the policy for bad text, and gives
     `Document`s in order. No torch is loaded then.
-
-    Attributes:
-        endings: Those of the files that it takes from a folder of `data.paths`, packed or not; a
-            glob takes any.
-        choose: Gives, of all files of such a folder, those that are its corpus, before endings are
-            looked at; None takes them by their endings alone.
-        files: Gives its files, sorted, of its section; None takes those that `data.paths` names.
-        ranges: Gives, of a file and a number of bytes, ranges of about so many each that are read
-            by themselves, so that many processes read one file; in order, and without gaps where
-            documents are. Their two numbers are the source's own: bytes, row groups. Its `build` is
-            then also called with one of them, as ``read(reader, file, span)``. None has files read
-            whole.
-        counts_lines: Whether documents of a range have the number of their line there, as who reads
-            a range of lines knows none before it; else that in the file.
-        problem: What is wrong with the beginning of a file, before anything starts; None does not
-            look.
-        is_plain: Whether a file that is not packed is at least as long as its text, so that a
-            corpus that is too short is seen by the sizes of its files.
-        places: Lines of a file's documents, from 1, where all of them are kept; None has the file
-            read again to know them.
-        identity: Gives, of its section, what its documents depend on beside the files. It is a part
-            of the key of the cache; None is the kind and all of its own keys.
-        is_demonstration: Whether its text serves to try trainctl, not to train a model for use.
-        has_pairs: Whether each of its documents is a pair of answers, one of them preferred.
-        encoder: `module:function` that makes the ids of its documents, where that is more than the
-            tokenizer's work, and says which of them are learnt: called as ``of(section,
-            tokenizer)``, it gives a `data.encoding.Encoder` of marked ids (`data.marks`).
-        is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
-            called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
-            has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
-        is_prepared: Whether it names a corpus that lies prepared elsewhere, and has no files here.
-            Its `build` is then called as ``open(section, tokenizer, tell)`` and gives the corpus.
     """
 
     endings: tuple[str, ...] = ()
+    """Those of the files that it takes from a folder of `data.paths`, packed or not; a glob takes
+    any."""
     choose: Choose | None = None
+    """Gives, of all files of such a folder, those that are its corpus, before endings are looked
+    at; None takes them by their endings alone."""
     files: Callable[[Any], Sequence[File]] | None = None
+    """Gives its files, sorted, of its section; None takes those that `data.paths` names."""
     ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
+    """Gives, of a file and a number of bytes, ranges of about so many each that are read by
+    themselves, so that many processes read one file; in order, and without gaps where documents
+    are. Their two numbers are the source's own: bytes, row groups. Its `build` is then also called
+    with one of them, as ``read(reader, file, span)``. None has files read whole."""
     counts_lines: bool = False
+    """Whether documents of a range have the number of their line there, as who reads a range of
+    lines knows none before it; else that in the file."""
     problem: Callable[..., FileProblem | None] | None = None
+    """What is wrong with the beginning of a file, before anything starts; None does not look."""
     is_plain: bool = False
+    """Whether a file that is not packed is at least as long as its text, so that a corpus that is
+    too short is seen by the sizes of its files."""
     places: Callable[[File], list[int | None]] | None = None
+    """Lines of a file's documents, from 1, where all of them are kept; None has the file read again
+    to know them."""
     identity: Callable[[Any], str] | None = None
+    """Gives, of its section, what its documents depend on beside the files. It is a part of the key
+    of the cache; None is the kind and all of its own keys."""
     is_demonstration: bool = False
+    """Whether its text serves to try trainctl, not to train a model for use."""
     has_pairs: bool = False
+    """Whether each of its documents is a pair of answers, one of them preferred."""
     encoder: str = ""
+    """`module:function` that makes the ids of its documents, where that is more than the
+    tokenizer's work, and says which of them are learnt: called as ``of(section, tokenizer)``, it
+    gives a `data.encoding.Encoder` of marked ids (`data.marks`)."""
     is_tokenized: bool = False
+    """Whether its files have ids, which are used where they are. Its `build` is then called as
+    ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem` has what is known
+    of the tokenizer, a `TokenizerFacts` or None, as its first argument."""
     is_prepared: bool = False
+    """Whether it names a corpus that lies prepared elsewhere, and has no files here. Its `build` is
+    then called as ``open(section, tokenizer, tell)`` and gives the corpus."""
 
 
 def spec_of(section: DataConfig) -> DataSource:
@@ -88,7 +84,8 @@ def spec_of(section: DataConfig) -> DataSource:
 
 
 def read_section(plain: Mapping[str, Any]) -> DataConfig:
-    """A section from plain data, of a run or of one of its sources, as what reads it needs it."""
+    """Return a section from plain data, of a run or of one of its sources, as what reads it needs
+    it."""
     own = {item.name for item in fields(section_class("data", plain["kind"]))}
     return from_plain(DataConfig, {key: value for key, value in plain.items() if key in own})
 

@@ -28,7 +28,7 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
-    """The texts of a file's rows, in order."""
+    """Yield the texts of a file's rows, in order."""
     row = 0
     for texts in read_in_process(_texts, file, key_of(reader)):
         for cell in texts:
@@ -39,7 +39,7 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    """All columns of a file's rows, each row with its number, from 1."""
+    """Yield all columns of a file's rows, each row with its number, from 1."""
     yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
 
 
@@ -71,7 +71,7 @@ def _look(file: File, key: str) -> Iterator[None]:
 
 
 def choose(files: list[File]) -> list[File]:
-    """The files that `state.json` names where `datasets` has written one; elsewhere all.
+    """Return the files that `state.json` names where `datasets` has written one; elsewhere all.
 
     What that library keeps beside its data has names of its own, or ones that begin with `cache-`.
 

@@ -55,7 +55,7 @@ class ChatConfig(DataFromPaths):
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-    """The conversations of a file, or of one of its `ranges`, in order, each as JSON."""
+    """Yield the conversations of a file, or of one of its `ranges`, in order, each as JSON."""
     assert isinstance(reader.config, ChatConfig)
     for number, record, where in records(reader, file, span):
         try:
@@ -81,7 +81,7 @@ def problem(file: File, section: ChatConfig) -> FileProblem | None:
 def records(
     reader: Reader, file: File, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, Any, str]]:
-    """Each record with its line or row, from 1, and both in words.
+    """Yield each record with its line or row, from 1, and both in words.
 
     Raises:
         TrainctlError: A file is one JSON array of all; or as reading it raises.
@@ -116,5 +116,5 @@ SPEC = DataSource(
     counts_lines=True,
     problem=problem,
     identity=lambda section: f"chat {section.shape.value}",
-    encoder="trainctl.train.chat_encoder:encoder_of",
+    encoder="trainctl.data.conversations:encoder_of",
 )

@@ -34,7 +34,7 @@ class CsvConfig(DataFromRecords):
 
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
-    """The texts of a file's rows, each with its first line."""
+    """Yield the texts of a file's rows, each with its first line."""
     found = no_text(head_of(file, HEAD_BYTES))
     if found is not None:
         raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
@@ -67,7 +67,8 @@ def problem(file: File, section: CsvConfig) -> FileProblem | None:
 
 
 def _numbered(rows: Any) -> Iterator[tuple[int, list[str], str]]:
-    """Each row with its first line, from 1, and what is wrong with it; empty lines are none."""
+    """Yield each row with its first line, from 1, and what is wrong with it; empty lines are
+    none."""
     while True:
         line = rows.line_num + 1
         try:

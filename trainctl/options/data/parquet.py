@@ -30,7 +30,7 @@ _BUFFER = 1 << 20
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-    """The texts of a file's rows, or of a range of its row groups, in order."""
+    """Yield the texts of a file's rows, or of a range of its row groups, in order."""
     for row, cell in chain.from_iterable(read_in_process(_texts, file, key_of(reader), span)):
         text = text_of(reader, cell, f"{file}, row {row:,}")
         if text is not None:
@@ -38,7 +38,7 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    """All columns of a file's rows, each row with its number, from 1."""
+    """Yield all columns of a file's rows, each row with its number, from 1."""
     yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
 
 

@@ -38,7 +38,7 @@ class PreferencesConfig(DataFromPaths):
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-    """The pairs of a file, or of one of its `ranges`, in order, each as JSON."""
+    """Yield the pairs of a file, or of one of its `ranges`, in order, each as JSON."""
     for number, record, where in chat.records(reader, file, span):
         try:
             pair = pair_of(record)
@@ -65,6 +65,6 @@ SPEC = DataSource(
     counts_lines=True,
     problem=problem,
     identity=lambda section: "preferences",
-    encoder="trainctl.train.preference_encoder:encoder_of",
+    encoder="trainctl.data.preferences:encoder_of",
     has_pairs=True,
 )

@@ -40,10 +40,6 @@ def shards_needed(shuffle_shards: int | None, *, shuffle: bool) -> int | None:
 
     Two windows: while one is read, the next is fetched. Without shuffling a rank is in one shard or
     at the border of two.
-
-    Args:
-        shuffle_shards: Of the section.
-        shuffle: Of the run.
     """
     if not shuffle:
         return 4
@@ -53,7 +49,7 @@ def shards_needed(shuffle_shards: int | None, *, shuffle: bool) -> int | None:
 SPEC = DataSource(
     name="stream",
     keys=StreamConfig,
-    build="trainctl.train.streams:corpus_elsewhere",
+    build="trainctl.data.streaming.corpora:corpus_elsewhere",
     files=lambda section: [],
     identity=lambda section: str(section.url),
     is_prepared=True,

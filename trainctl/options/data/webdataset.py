@@ -47,7 +47,8 @@ class WebDatasetConfig(DataFromRecords):
 
 
 def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Document]:
-    """The texts of a tar's samples, in order, numbered from 1; of its first members, if asked.
+    """Yield the texts of a tar's samples, in order, numbered from 1; of its first members, if
+    asked.
 
     Raises:
         TrainctlError: The tar is damaged, or has members and none of that ending; or by the policy.
@@ -104,7 +105,7 @@ class _Watched:
         self.size = self.filled = 0
 
     def read(self, size: int) -> bytes:
-        """The next bytes; fewer at the end alone."""
+        """Return the next bytes; fewer at the end alone."""
         data = self._stream.read(size)
         used = len(data.rstrip(b"\x00"))
         if used:

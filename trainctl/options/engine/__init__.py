@@ -15,45 +15,38 @@ from trainctl.options.optimizer import Maker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A key that an engine has for some values only.
-
-    Attributes:
-        key: The key.
-        holds: Whether a configuration keeps within.
-        why: Why not otherwise: a sentence without its subject, the engine.
-        nearest: What to type instead.
-    """
+    """A key that an engine has for some values only."""
 
     key: str
     holds: Callable[[RunConfig], bool]
+    """Whether a configuration keeps within."""
     why: str
+    """Why not otherwise: a sentence without its subject, the engine."""
     nearest: str
+    """What to type instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Spec):
-    """What makes the steps of a run.
-
-    Attributes:
-        settings: `module:function` of the settings that a plan has for it, as
-            `trainctl.plan.deepspeed.derived_settings`; empty for none.
-        takes_json: Whether these are DeepSpeed's JSON, and what is known of that holds for it.
-        phases: `module:function` of the memory of a rank, as `trainctl.memory.phases.phases`.
-        offloaded: The same of what a rank has in host memory, as `trainctl.memory.host.offloaded`.
-        makers: Whose optimizers it can step.
-        gradients: Format in which gradients are added up and sent, whatever the weights' is; None
-            is what `precision` says.
-        limits: What it does not have, or not with everything.
-    """
+    """What makes the steps of a run."""
 
     keys: type = EngineConfig
     settings: str = ""
+    """`module:function` of the settings that a plan has for it, as
+    `trainctl.plan.deepspeed.derived_settings`; empty for none."""
     takes_json: bool = False
+    """Whether these are DeepSpeed's JSON, and what is known of that holds for it."""
     phases: str = "trainctl.memory.phases:phases"
+    """`module:function` of the memory of a rank, as `trainctl.memory.phases.phases`."""
     offloaded: str = "trainctl.memory.host:offloaded"
+    """The same of what a rank has in host memory, as `trainctl.memory.host.offloaded`."""
     makers: tuple[Maker, ...] = (Maker.torch, Maker.trainctl)
+    """Whose optimizers it can step."""
     gradients: DataType | None = None
+    """Format in which gradients are added up and sent, whatever the weights' is; None is what
+    `precision` says."""
     limits: tuple[Limit, ...] = ()
+    """What it does not have, or not with everything."""
 
 
 def engine_of(config: RunConfig) -> EngineSpec:

@@ -31,7 +31,7 @@ class Fsdp2Config(EngineConfig):
 
 
 def _equals(key: str, value: object, why: str, nearest: str = "") -> Limit:
-    """One value alone."""
+    """Return one value alone."""
     group, name = key.split(".")
     shown = getattr(value, "value", value)
     typed = str(shown).lower() if isinstance(shown, bool) else str(shown)
@@ -172,7 +172,7 @@ LIMITS = (
 SPEC = EngineSpec(
     name="fsdp2",
     keys=Fsdp2Config,
-    build="trainctl.engines.fsdp2.room:Fsdp2Room",
+    build="trainctl.engines.fsdp2.entry:Fsdp2Room",
     settings="trainctl.plan.fsdp2:derived_settings",
     phases="trainctl.memory.fsdp2:phases",
     offloaded="trainctl.memory.fsdp2:offloaded",

@@ -19,17 +19,14 @@ class FilterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What a number must be at least or at most; else the document goes.
-
-    Attributes:
-        statistic: The number, as `build` calls it.
-        key: The filter's key that has the bound; where that is none, there is none.
-        is_least: Whether less is too little; else more is too much.
-    """
+    """What a number must be at least or at most; else the document goes."""
 
     statistic: str
+    """The number, as `build` calls it."""
     key: str
+    """The filter's key that has the bound; where that is none, there is none."""
     is_least: bool
+    """Whether less is too little; else more is too much."""
 
 
 def at_least(**keys: str) -> tuple[Bound, ...]:
@@ -49,13 +46,11 @@ class Filter(Spec):
     Its `build` is called with a `trainctl.data.quality.batches.DocumentBatch`, and the values of
     `settings` by name; it gives ``{statistic: [documents]}``. It runs in the processes that
     prepare a corpus, and imports no torch.
-
-    Attributes:
-        keys: The dataclass of its thresholds.
-        bounds: What each statistic is held against.
-        settings: The keys that the numbers themselves depend on.
     """
 
     keys: type = FilterConfig
+    """The dataclass of its thresholds."""
     bounds: tuple[Bound, ...]
+    """What each statistic is held against."""
     settings: tuple[str, ...] = ()
+    """The keys that the numbers themselves depend on."""

@@ -62,7 +62,7 @@ class SshConfig(LauncherConfig):
 
 
 def _reach(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
-    """A host for each node, named in one place."""
+    """Yield a host for each node, named in one place."""
     is_chosen = section.include is not None or section.exclude is not None
     if section.hosts and section.hostfile is not None:
         yield KeyProblem(

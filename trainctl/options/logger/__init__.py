@@ -1,6 +1,6 @@
 """What a metrics logger says of itself, and what it is given: a run's metrics, step by step.
 
-It runs in a process of its own (`trainctl.loggers`), away from the ranks: however slow, dead or
+It runs in a process of its own (`trainctl.monitor.loggers`), away from ranks: however slow, dead or
 full what it writes to is, no step waits for it. That process may be killed at any instant. The next
 one goes on from the last `commit`, so points that came after it come again: a logger takes a step
 that it has already as the one that counts.
@@ -28,49 +28,41 @@ class LoggerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The metrics of a step, or of an evaluation after it.
-
-    Attributes:
-        number: Its place among all points of the run, from 1. It only grows, where the step falls
-            back with a rewind or a resume.
-        kind: `train` or `evaluation`.
-        step: The optimizer step, from 1.
-        time: Unix seconds at which it was recorded.
-        values: The metrics by name, such as `train/loss`; NaN and infinities among them.
-    """
+    """The metrics of a step, or of an evaluation after it."""
 
     number: int
+    """Its place among all points of the run, from 1. It only grows, where the step falls back with
+    a rewind or a resume."""
     kind: str
     step: int
+    """The optimizer step, from 1."""
     time: float
+    """Unix seconds at which it was recorded."""
     values: Mapping[str, float]
+    """The metrics by name, such as `train/loss`; NaN and infinities among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """The run whose metrics are sent.
-
-    Attributes:
-        folder: `RUN/NAME`, which is there, for a logger that writes files; whatever it makes in it
-            has the modes of a run's files.
-        id: The run's id: the same for all its attempts, another one for each run.
-        name: The run directory's name.
-        keys: The logger's own keys, `logging.NAME`; None if it has none.
-        config: The configuration of its newest attempt; secrets are references in it.
-        about: What else is known of it, as plain JSON: `config`, that configuration, `plan`, its
-            mesh, batch and steps, `memory`, what is predicted, `run`, where it comes from. Without
-            secrets.
-        curve: The points of the run as it stood after so many points (`Point.number`), in order,
-            each step once: for what has to be written anew.
-    """
+    """The run whose metrics are sent."""
 
     folder: Path
+    """`RUN/NAME`, which is there, for a logger that writes files; whatever it makes in it has the
+    modes of a run's files."""
     id: str
+    """The run's id: the same for all its attempts, another one for each run."""
     name: str
+    """The run directory's name."""
     keys: Any
+    """The logger's own keys, `logging.NAME`; None if it has none."""
     config: RunConfig
+    """The configuration of its newest attempt; secrets are references in it."""
     about: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known of it, as plain JSON: `config`, that configuration, `plan`, its mesh,
+    batch and steps, `memory`, what is predicted, `run`, where it comes from. Without secrets."""
     curve: Callable[[int], Iterator[Point]] = lambda points: iter(())
+    """The points of the run as it stood after so many points (`Point.number`), in order, each step
+    once: for what has to be written anew."""
 
 
 class Sink(Protocol):
@@ -113,19 +105,17 @@ class Logger(Spec):
 
     `build` is called in the logger's process with the run (`Followed`) and what the last `commit`
     gave, None before the first: it then begins with nothing, whatever is there. It gives a `Sink`.
-
-    Attributes:
-        keys: The dataclass of its own keys.
-        modules: What it imports beside Python's own: looked for before a launch.
     """
 
     keys: type = LoggerConfig
+    """The dataclass of its own keys."""
     modules: tuple[str, ...] = ()
+    """What it imports beside Python's own: looked for before a launch."""
 
 
 def python_of(name: str, config: RunConfig) -> str:
-    """The Python that a logger's process runs in: this one where it has what the logger imports,
-    else that of `logging.python`, if there is one.
+    """Return the Python that a logger's process runs in: this one where it has what the logger
+    imports, else that of `logging.python`, if there is one.
 
     Raises:
         TrainctlError: There is no such logger.
@@ -140,7 +130,6 @@ def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
     """What it imports and is not installed; looks for packages and imports none.
 
     Args:
-        spec: The logger's.
         python: The Python that it would run in.
     """
     lacking = _lacking(spec) if python == sys.executable else _lacking_in(python, spec)
@@ -182,7 +171,7 @@ _LOOK_SECONDS = 30
 
 
 def _lacking_in(python: str, spec: Logger) -> list[str]:
-    """The same of another Python, which trainctl's own code has to run in too."""
+    """Return the same of another Python, which trainctl's own code has to run in too."""
     command = [python, "-P", "-c", _LOOK, "yaml", *spec.modules]
     try:
         look = subprocess.run(

@@ -23,18 +23,18 @@ _SESSION_START = 1
 
 
 def version_record(time: float) -> bytes:
-    """The first record of a file."""
+    """Return the first record of a file."""
     return _record(_event(time, None, _field(3, _BYTES, FORMAT.encode())))
 
 
 def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes:
-    """A record of numbers of a step, by tag."""
+    """Return a record of numbers of a step, by tag."""
     summary = b"".join(_field(1, _BYTES, _value(tag, value)) for tag, value in values.items())
     return _record(_event(time, step, _field(5, _BYTES, summary)))
 
 
 def session_start_record(time: float, step: int) -> bytes:
-    """A record that says that steps from this one on come again."""
+    """Return a record that says that steps from this one on come again."""
     log = _field(1, _VARINT, _varint(_SESSION_START))
     return _record(_event(time, step, _field(7, _BYTES, log)))
 
@@ -71,7 +71,8 @@ def _record(data: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    """The CRC-32C of bytes, masked: a checksum of data with checksums in it would mean little."""
+    """Return the CRC-32C of bytes, masked: a checksum of data with checksums in it would mean
+    little."""
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)

@@ -136,7 +136,7 @@ class Tracker:
 
 
 def _compared(point: Point) -> object:
-    """The values that are compared; as text, in which NaN equals itself."""
+    """Return the values that are compared; as text, in which NaN equals itself."""
     return sorted(
         (name, repr(value)) for name, value in point.values.items() if name.startswith(_COMPARED)
     )

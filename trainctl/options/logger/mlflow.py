@@ -49,7 +49,7 @@ SPEC = Logger(
 
 
 def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
-    """The sink of a run."""
+    """Return the sink of a run."""
     return Tracker(run, state, Server(run))
 
 
@@ -146,7 +146,8 @@ class Server:
 
 
 def named(name: str) -> str:
-    """A metric's or parameter's name as it takes it, which refuses what is no path of words."""
+    """Return a metric's or parameter's name as it takes it, which refuses what is no path of
+    words."""
     return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", f"/{name}")).strip("/")[:_NAME_LENGTH]
 
 

@@ -91,7 +91,7 @@ class TextFile:
 
 
 def _gauge(name: str) -> str:
-    """The metric's name: `trainctl_train_loss` of `train/loss`."""
+    """Return the metric's name: `trainctl_train_loss` of `train/loss`."""
     return "trainctl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 

@@ -59,7 +59,8 @@ def _event_files(folder: Path) -> list[Path]:
 
 
 def _begin(folder: Path, state: Mapping[str, Any] | None) -> Path:
-    """A new file behind those that were committed; what came after the commit is taken back."""
+    """Return a new file behind those that were committed; what came after the commit is taken
+    back."""
     last, size = (state["file"], state["bytes"]) if state is not None else ("", 0)
     for path in _event_files(folder):
         if path.name > last:

@@ -42,7 +42,7 @@ SPEC = Logger(
 
 
 def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
-    """The sink of a run."""
+    """Return the sink of a run."""
     if run.keys.folder is not None:  # read when it is imported
         os.environ["TRACKIO_DIR"] = str(Path(run.keys.folder).expanduser().absolute())
     return Tracker(run, state, Database(run))

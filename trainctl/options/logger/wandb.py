@@ -56,7 +56,7 @@ SPEC = Logger(
 
 
 def build(run: Followed, state: Mapping[str, Any] | None) -> Any:
-    """The sink of a run."""
+    """Return the sink of a run."""
     if "offline" in (run.keys.mode.value, os.environ.get("WANDB_MODE")):
         return OfflineFolder(run)
     return Tracker(run, state, Online(run))

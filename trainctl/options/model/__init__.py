@@ -17,23 +17,18 @@ from trainctl.config.schema import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A norm of transformers' modelling code.
-
-    Attributes:
-        has_bias: Besides its weight.
-        copies_in_fp32: Whether it keeps its input in fp32 and the scaled values in the input's
-            type; otherwise it keeps its input alone.
-        statistics: fp32 numbers per token that it keeps: the root mean square, or mean and
-            deviation.
-        moved: Bytes that it reads and writes for an element of two bytes.
-        moved_fused: The same as one kernel.
-    """
+    """A norm of transformers' modelling code."""
 
     has_bias: bool
     copies_in_fp32: bool
+    """Whether it keeps its input in fp32 and the scaled values in the input's type; otherwise it
+    keeps its input alone."""
     statistics: int
+    """fp32 numbers per token that it keeps: the root mean square, or mean and deviation."""
     moved: int
+    """Bytes that it reads and writes for an element of two bytes."""
     moved_fused: int = 4
+    """The same as one kernel."""
 
 
 RMS_NORM = Norm(has_bias=False, copies_in_fp32=True, statistics=1, moved=36)
@@ -42,19 +37,16 @@ LAYER_NORM = Norm(has_bias=True, copies_in_fp32=False, statistics=2, moved=4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """What lies between the projections of a feed-forward layer.
-
-    Attributes:
-        kept: Elements that it keeps for each one of the layer's width.
-        kept_by_liger: The same with Liger's kernel.
-        moved: Bytes that it reads and writes for an element of two bytes.
-        moved_fused: The same as one kernel.
-    """
+    """What lies between the projections of a feed-forward layer."""
 
     kept: int
+    """Elements that it keeps for each one of the layer's width."""
     kept_by_liger: int
+    """The same with Liger's kernel."""
     moved: int
+    """Bytes that it reads and writes for an element of two bytes."""
     moved_fused: int
+    """The same as one kernel."""
 
 
 SWIGLU = Activation(kept=4, kept_by_liger=3, moved=10, moved_fused=6)
@@ -66,39 +58,35 @@ GELU_TANH = Activation(kept=5, kept_by_liger=5, moved=36, moved_fused=4)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a block whose matrices are split over the tensor ranks (arXiv:1909.08053).
-
-    Attributes:
-        module: The module, in the block; its input enters the region.
-        columns: Linear layers in it that are split by outputs. Of attention: those of queries, keys
-            and values, or one of all three; of a feed-forward layer: gate and up, or up alone.
-        row: The one that is split by inputs; its output leaves the region.
-        fused: Matrices that lie side by side in each of `columns`.
-        per_head: Norms in it as wide as a head, which every rank has whole and uses for its own
-            heads only: of the queries first.
-        widths: Attributes of the module that hold a width and are divided.
-        column_bias: Whether `columns` have biases.
-        row_bias: Whether `row` has one.
-        across_heads: Norms in it as wide as all heads of its queries or keys together.
-        values: Parameters in it that have one number for each head.
-        is_uneven: Whether what lies side by side in its one column is queries, and fewer keys and
-            values.
-        is_experts: Whether columns and row are experts' parameters, one matrix an expert, and not
-            layers; weights of the routing enter the region beside the hidden states.
-    """
+    """A part of a block whose matrices are split over the tensor ranks (arXiv:1909.08053)."""
 
     module: str
+    """The module, in the block; its input enters the region."""
     columns: tuple[str, ...]
+    """Linear layers in it that are split by outputs. Of attention: those of queries, keys and
+    values, or one of all three; of a feed-forward layer: gate and up, or up alone."""
     row: str
+    """The one that is split by inputs; its output leaves the region."""
     fused: int = 1
+    """Matrices that lie side by side in each of `columns`."""
     per_head: tuple[str, ...] = ()
+    """Norms in it as wide as a head, which every rank has whole and uses for its own heads only: of
+    the queries first."""
     widths: tuple[str, ...] = ()
+    """Attributes of the module that hold a width and are divided."""
     column_bias: bool = False
+    """Whether `columns` have biases."""
     row_bias: bool = False
+    """Whether `row` has one."""
     across_heads: tuple[str, ...] = ()
+    """Norms in it as wide as all heads of its queries or keys together."""
     values: tuple[str, ...] = ()
+    """Parameters in it that have one number for each head."""
     is_uneven: bool = False
+    """Whether what lies side by side in its one column is queries, and fewer keys and values."""
     is_experts: bool = False
+    """Whether columns and row are experts' parameters, one matrix an expert, and not layers;
+    weights of the routing enter the region beside the hidden states."""
 
     @property
     def matrices(self) -> int:
@@ -108,20 +96,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
-    """How a transformers directory, by its config.json, is of a family.
-
-    Attributes:
-        defaults: Values, by key of ours: what transformers' configuration class takes where the
-            file has none.
-        plain: Values, by key of the file: the one value that the family has. Another one makes the
-            model another architecture.
-        switches: Names, by key of ours: the key of the file that turns it on. That makes it another
-            architecture too; without it the key is null.
-    """
+    """How a transformers directory, by its config.json, is of a family."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values, by key of ours: what transformers' configuration class takes where the file has
+    none."""
     plain: Mapping[str, Any] = field(default_factory=dict)
+    """Values, by key of the file: the one value that the family has. Another one makes the model
+    another architecture."""
     switches: Mapping[str, str] = field(default_factory=dict)
+    """Names, by key of ours: the key of the file that turns it on. That makes it another
+    architecture too; without it the key is null."""
 
 
 SHAPE = {
@@ -149,58 +134,56 @@ class Family(Spec):
 
     `name` is transformers' `model_type` too, and `build` makes its configuration. Keys of its own,
     beside the shape that all have, are called there as they are here.
-
-    Attributes:
-        arguments: Keys of the shape that it has, and what transformers' configuration calls them.
-        settings: What else that is told.
-        decoder: The decoder, in the model with its head.
-        embedding: Token embedding, in the decoder.
-        positions: Learned position embedding, in the decoder; None has rotary positions.
-        blocks: List of the blocks, in the decoder.
-        block: Norms and regions of a block, in transformers' order; attention is the first region,
-            the feed-forward layer the second.
-        final_norm: Norm after the last block, in the decoder.
-        head: Output projection, in the model.
-        norm: Kind of its norms.
-        activation: Function of the feed-forward layer.
-        inputs_first: Whether a matrix has a row for each input: transformers' Conv1D.
-        has_equal_heads: Whether each query head has keys and values of its own, and the heads share
-            hidden_size evenly.
-        has_window: Whether attention may slide, by `sliding_window`.
-        softmax_in_fp32: Whether eager attention computes its probabilities in fp32.
-        is_directory: Whether it is what a transformers directory says, and no shape of ours.
-        directory: How a directory is of this family.
-        axes: Axes of parallelism that may cut it.
-        has_mup: Whether muP's table holds: attention's factor is its `scaling`, and the head's
-            input may be multiplied.
-        has_liger: Whether Liger has kernels for its blocks.
-        has_plain_head: Whether a product is all between the last hidden states and the logits.
-        why_not: Reasons, by the name of an axis that may not cut it.
     """
 
-    build: str = "trainctl.train.model:shape_config"
+    build: str = "trainctl.train.models.model:shape_config"
     arguments: Mapping[str, str] = field(default_factory=lambda: SHAPE)
+    """Keys of the shape that it has, and what transformers' configuration calls them."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """What else that is told."""
     decoder: str
+    """The decoder, in the model with its head."""
     embedding: str
+    """Token embedding, in the decoder."""
     positions: str | None = None
+    """Learned position embedding, in the decoder; None has rotary positions."""
     blocks: str
+    """List of the blocks, in the decoder."""
     block: tuple[str | Region, ...]
+    """Norms and regions of a block, in transformers' order; attention is the first region, the
+    feed-forward layer the second."""
     final_norm: str
+    """Norm after the last block, in the decoder."""
     head: str = "lm_head"
+    """Output projection, in the model."""
     norm: Norm = RMS_NORM
+    """Kind of its norms."""
     activation: Activation = SWIGLU
+    """Function of the feed-forward layer."""
     inputs_first: bool = False
+    """Whether a matrix has a row for each input: transformers' Conv1D."""
     has_equal_heads: bool = False
+    """Whether each query head has keys and values of its own, and the heads share hidden_size
+    evenly."""
     has_window: bool = False
+    """Whether attention may slide, by `sliding_window`."""
     softmax_in_fp32: bool = True
+    """Whether eager attention computes its probabilities in fp32."""
     is_directory: bool = False
+    """Whether it is what a transformers directory says, and no shape of ours."""
     directory: Directory = Directory()
+    """How a directory is of this family."""
     axes: tuple[str, ...] = AXES
+    """Axes of parallelism that may cut it."""
     has_mup: bool = False
+    """Whether muP's table holds: attention's factor is its `scaling`, and the head's input may be
+    multiplied."""
     has_liger: bool = False
+    """Whether Liger has kernels for its blocks."""
     has_plain_head: bool = True
+    """Whether a product is all between the last hidden states and the logits."""
     why_not: Mapping[str, str] = field(default_factory=dict)
+    """Reasons, by the name of an axis that may not cut it."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -243,7 +226,7 @@ def families() -> tuple[Family, ...]:
 
 
 def architecture(model: ModelConfig) -> Family | None:
-    """The family that a model's architecture is, whoever said its shape; None of others.
+    """Return the family that a model's architecture is, whoever said its shape; None of others.
 
     A directory may be of a family's architecture and not of its plain form.
     """
@@ -252,5 +235,5 @@ def architecture(model: ModelConfig) -> Family | None:
 
 
 def of_type(model_type: str) -> Family | None:
-    """The family of transformers' name of an architecture, if one is known."""
+    """Return the family of transformers' name of an architecture, if one is known."""
     return next((spec for spec in families() if spec.name == model_type), None)

@@ -13,7 +13,7 @@ from trainctl.options.model import Directory, llama
 SPEC = replace(
     llama.SPEC,
     name="hf",
-    build="trainctl.train.model:directory_config",
+    build="trainctl.train.models.model:directory_config",
     is_directory=True,
     directory=Directory(),
     has_window=True,

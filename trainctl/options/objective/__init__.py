@@ -26,23 +26,21 @@ class Objective(Spec):
     """A loss of what the model says of a sample's tokens.
 
     Its `build` is called on a rank with its section and, for a forward pass, what the model gave:
-    `trainctl.train.objective.SeenTokens`, or `SeenPairs` where it counts pairs. It gives the
+    `trainctl.train.objectives.base.SeenTokens`, or `SeenPairs` where it counts pairs. It gives the
     losses, one for each of what is counted, and a mapping with `measures`, of the same shape. The
     next token's own loss has none: it is the model's, by any of `kernels.cross_entropy`.
-
-    Attributes:
-        counts: `TOKENS`: every token that has a label has the same weight. `PAIRS`: a sample is two
-            answers to a prompt, one of them preferred, and every pair has the same weight.
-        needs_reference: Whether it compares with what the weights before the first step said. That
-            is computed once, and kept with the run.
-        measures: What is recorded beside the loss, as a mean over what is counted; all that count
-            pairs have the two answers' log-probabilities as well.
     """
 
     keys: type = ObjectiveConfig
     counts: str = PAIRS
+    """`TOKENS`: every token that has a label has the same weight. `PAIRS`: a sample is two answers
+    to a prompt, one of them preferred, and every pair has the same weight."""
     needs_reference: bool = False
+    """Whether it compares with what the weights before the first step said. That is computed once,
+    and kept with the run."""
     measures: tuple[str, ...] = ()
+    """What is recorded beside the loss, as a mean over what is counted; all that count pairs have
+    the two answers' log-probabilities as well."""
 
     @property
     def is_entropy(self) -> bool:

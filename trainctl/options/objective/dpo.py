@@ -42,7 +42,7 @@ class DpoConfig(ObjectiveConfig):
 SPEC = Objective(
     name="dpo",
     keys=DpoConfig,
-    build="trainctl.train.preferences:dpo",
+    build="trainctl.train.objectives.preferences:dpo",
     needs_reference=True,
     measures=REWARDS,
 )

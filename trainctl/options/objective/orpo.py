@@ -21,6 +21,6 @@ class OrpoConfig(ObjectiveConfig):
 SPEC = Objective(
     name="orpo",
     keys=OrpoConfig,
-    build="trainctl.train.preferences:orpo",
+    build="trainctl.train.objectives.preferences:orpo",
     measures=(*REWARDS, "chosen_loss"),
 )

@@ -20,5 +20,8 @@ class SimpoConfig(ObjectiveConfig):
 
 
 SPEC = Objective(
-    name="simpo", keys=SimpoConfig, build="trainctl.train.preferences:simpo", measures=REWARDS
+    name="simpo",
+    keys=SimpoConfig,
+    build="trainctl.train.objectives.preferences:simpo",
+    measures=REWARDS,
 )

@@ -42,23 +42,21 @@ class WidthRule(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Temporaries of one update: the most of some moments.
-
-    Attributes:
-        moments: Bytes per element of what is updated at once, and per element of the largest
-            parameter in it, at each moment.
-        whole_tensors: Whether a parameter counts whole where a rank has a part of it only.
-        by_tensor: Whether, without ZeRO, each parameter is updated by itself.
-        at_most: Elements of a parameter that are updated at once; None is all.
-    """
+    """Temporaries of one update: the most of some moments."""
 
     moments: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Bytes per element of what is updated at once, and per element of the largest parameter in it,
+    at each moment."""
     whole_tensors: bool = False
+    """Whether a parameter counts whole where a rank has a part of it only."""
     by_tensor: bool = False
+    """Whether, without ZeRO, each parameter is updated by itself."""
     at_most: int | None = None
+    """Elements of a parameter that are updated at once; None is all."""
 
     def bytes(self, at_once: int, largest: int) -> int:
-        """Bytes of an update of `at_once` elements, whose largest parameter has `largest`."""
+        """Return bytes of an update of `at_once` elements, whose largest parameter has
+        `largest`."""
         part = largest if self.whole_tensors else min(largest, at_once, self.at_most or largest)
         return max(each * at_once + tensor * part for each, tensor in self.moments)
 
@@ -75,45 +73,37 @@ PLAIN = Update(moments=((8, 0),), by_tensor=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParameter:
-    """One parameter of DeepSpeed's JSON, and the keys of ours that say the same; both ways.
-
-    Attributes:
-        name: Under `optimizer.params`.
-        keys: Names in the section: one, or one for each entry of a list.
-        default: That of DeepSpeed's class, which holds where a JSON says nothing.
-        is_rate: Whether it is a learning rate, which follows the batch size.
-        is_epsilon: Whether it is as small as the gradients are, under muP.
-        or_lr: Whether `lr` holds where the key is null.
-    """
+    """One parameter of DeepSpeed's JSON, and the keys of ours that say the same; both ways."""
 
     name: str
     keys: tuple[str, ...]
+    """Names in the section: one, or one for each entry of a list."""
     default: Any = None
+    """That of DeepSpeed's class, which holds where a JSON says nothing."""
     is_rate: bool = False
+    """Whether it is a learning rate, which follows the batch size."""
     is_epsilon: bool = False
+    """Whether it is as small as the gradients are, under muP."""
     or_lr: bool = False
+    """Whether `lr` holds where the key is null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerForm:
-    """An optimizer as DeepSpeed's JSON names it.
-
-    Attributes:
-        type: As it is written.
-        also: Other names that are read as it, in lower case.
-        parameters: All of them, in the order of the JSON; `lr` and `weight_decay` first.
-        fixed: Parameters that make it this one, and why.
-        has_torch_adam: Whether `torch_adam` chooses torch's class in place of DeepSpeed's.
-        is_zero_tested: Whether DeepSpeed lists its class as tested with ZeRO
-            (runtime/zero/utils.py).
-    """
+    """An optimizer as DeepSpeed's JSON names it."""
 
     type: str
+    """As it is written."""
     also: tuple[str, ...] = ()
+    """Other names that are read as it, in lower case."""
     parameters: tuple[OptimizerParameter, ...]
+    """All of them, in the order of the JSON; `lr` and `weight_decay` first."""
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Parameters that make it this one, and why."""
     has_torch_adam: bool = False
+    """Whether `torch_adam` chooses torch's class in place of DeepSpeed's."""
     is_zero_tested: bool = False
+    """Whether DeepSpeed lists its class as tested with ZeRO (runtime/zero/utils.py)."""
 
     def matches(self, name: str, params: Mapping[str, Any]) -> bool:
         """Whether a JSON's optimizer of that name, as DeepSpeed takes it, is this one."""
@@ -123,61 +113,57 @@ class OptimizerForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer(Spec):
-    """What one kind of optimizer allows, needs and becomes.
-
-    Attributes:
-        needs: What of a parameter one element's update depends on.
-        states: Tensor states of the size of what they are for.
-        states_need: A key without which, at 0, it has no state; empty if none.
-        matrix_states: Those of the matrices that it updates by a rule of their own, if it does.
-        matrix_lr: The key of those matrices' learning rate; null there means `lr`.
-        state_bytes: Bytes of an element of a state; None is what `precision` says.
-        has_factored_states: Whether the second moment is rows and columns of each matrix.
-        stages: ZeRO stages.
-        offload: Places of its states.
-        offload_variants: Keys of `offload` whose way of updating knows this rule.
-        tensor: Whether parameters may be cut over tensor-parallel ranks.
-        low_precision_states: Whether the states may be kept in bf16.
-        why_not: Reasons, by the name of what is not allowed.
-        made_by: Whose code updates on a device.
-        made_on_host_by: Whose updates states in host memory; None is `made_by`.
-        fused_by: Whose kernel updates all on an accelerator; None has none.
-        is_ours_because: Why it is trainctl's; empty says that its pieces are cut anywhere.
-        has_cpu_kernel: Whether DeepSpeed can update its states in host memory.
-        host_operator: What DeepSpeed compiles for that, with trainctl's trainer; empty for nothing.
-        device_operator: What it compiles for its own kernel on a GPU, the only one that it has.
-        update: Temporaries of an update by trainctl's code; None is torch's AdamW.
-        matrix_update: Those of its matrices, for each two bytes of the format of computing.
-        width_rule: Its column of muP's table; None has none that is known to hold.
-        decays_gradient: Whether the weight decay is a part of the gradient.
-        deepspeed: As DeepSpeed's JSON has it; None if it cannot.
-    """
+    """What one kind of optimizer allows, needs and becomes."""
 
     needs: str
+    """What of a parameter one element's update depends on."""
     states: tuple[str, ...]
+    """Tensor states of the size of what they are for."""
     states_need: str = ""
+    """A key without which, at 0, it has no state; empty if none."""
     matrix_states: tuple[str, ...] = ()
+    """Those of the matrices that it updates by a rule of their own, if it does."""
     matrix_lr: str = ""
+    """The key of those matrices' learning rate; null there means `lr`."""
     state_bytes: float | None = None
+    """Bytes of an element of a state; None is what `precision` says."""
     has_factored_states: bool = False
+    """Whether the second moment is rows and columns of each matrix."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     offload: tuple[OffloadDevice, ...] = (OffloadDevice.none,)
+    """Places of its states."""
     offload_variants: tuple[str, ...] = ()
+    """Keys of `offload` whose way of updating knows this rule."""
     tensor: bool = True
+    """Whether parameters may be cut over tensor-parallel ranks."""
     low_precision_states: bool = False
+    """Whether the states may be kept in bf16."""
     why_not: Mapping[str, str] = field(default_factory=dict)
+    """Reasons, by the name of what is not allowed."""
     made_by: Maker = Maker.trainctl
+    """Whose code updates on a device."""
     made_on_host_by: Maker | None = None
+    """Whose updates states in host memory; None is `made_by`."""
     fused_by: Maker | None = None
+    """Whose kernel updates all on an accelerator; None has none."""
     is_ours_because: str = ""
+    """Why it is trainctl's; empty says that its pieces are cut anywhere."""
     has_cpu_kernel: bool = True
+    """Whether DeepSpeed can update its states in host memory."""
     host_operator: str = "cpu_adam"
+    """What DeepSpeed compiles for that, with trainctl's trainer; empty for nothing."""
     device_operator: str = ""
+    """What it compiles for its own kernel on a GPU, the only one that it has."""
     update: Update | None = None
+    """Temporaries of an update by trainctl's code; None is torch's AdamW."""
     matrix_update: Update | None = None
+    """Those of its matrices, for each two bytes of the format of computing."""
     width_rule: WidthRule | None = None
+    """Its column of muP's table; None has none that is known to hold."""
     decays_gradient: bool = False
+    """Whether the weight decay is a part of the gradient."""
     deepspeed: OptimizerForm | None = None
+    """As DeepSpeed's JSON has it; None if it cannot."""
 
     @property
     def is_elementwise(self) -> bool:
@@ -193,7 +179,6 @@ class Optimizer(Spec):
         """Tensor states of a group, of the size of its parameters; whoever makes the update.
 
         Args:
-            section: The run's.
             is_matrix: Whether the rule of matrices updates the group.
         """
         if self.states_need and not getattr(section, self.states_need):
@@ -201,7 +186,7 @@ class Optimizer(Spec):
         return self.matrix_states if is_matrix else self.states
 
     def matrix_rate(self, section: OptimizerConfig) -> float | None:
-        """The peak learning rate of its matrices, if it is another than `lr`."""
+        """Return the peak learning rate of its matrices, if it is another than `lr`."""
         return getattr(section, self.matrix_lr) if self.matrix_lr else None
 
 
@@ -252,12 +237,12 @@ def parameters(
 
 
 def betas(beta1: float, beta2: float) -> OptimizerParameter:
-    """The two decays, which the JSON has in one list."""
+    """Return the two decays, which the JSON has in one list."""
     return OptimizerParameter(name="betas", keys=("beta1", "beta2"), default=[beta1, beta2])
 
 
 def eps(default: float = 1e-8) -> OptimizerParameter:
-    """The smallest divisor."""
+    """Return the smallest divisor."""
     return OptimizerParameter(name="eps", keys=("epsilon",), default=default, is_epsilon=True)
 
 

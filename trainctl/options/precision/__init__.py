@@ -54,29 +54,27 @@ class Precision(Spec):
 
     `build`, where there is one, changes a model of that format: a rank calls it with the model and
     the section.
-
-    Attributes:
-        format: That of activations, and of the weights unless autocast converts them.
-        ability: What a device must have: the name of its fact; empty where all can.
-        instead: Formats for a device that has not, or on which it is refused; the best first.
-        emulated_by: The key with which a device without it computes all the same, slowly.
-        not_on_cpu_because: Why it does not train on a CPU; empty if it does.
-        on_cpu: What is to be said of it there.
-        can_autocast: Whether autocast may convert fp32 weights to it.
-        product_bytes: Bytes of an element of what the products of blocks convert their factors to;
-            None multiplies them as they are.
-        multiple: What every dimension of such a product is a multiple of.
     """
 
     format: DataType
+    """That of activations, and of the weights unless autocast converts them."""
     ability: str = ""
+    """What a device must have: the name of its fact; empty where all can."""
     instead: tuple[str, ...] = ()
+    """Formats for a device that has not, or on which it is refused; the best first."""
     emulated_by: str = ""
+    """The key with which a device without it computes all the same, slowly."""
     not_on_cpu_because: str = ""
+    """Why it does not train on a CPU; empty if it does."""
     on_cpu: str = ""
+    """What is to be said of it there."""
     can_autocast: bool = False
+    """Whether autocast may convert fp32 weights to it."""
     product_bytes: int | None = None
+    """Bytes of an element of what the products of blocks convert their factors to; None multiplies
+    them as they are."""
     multiple: int = 1
+    """What every dimension of such a product is a multiple of."""
 
     def runs_on(self, device: object) -> bool:
         """Whether a device, or hardware of such devices, computes in it."""

@@ -143,28 +143,25 @@ class Counted(Protocol):
         """Tokens of the updates before number `step`."""
 
     def steps_for(self, tokens: int) -> int:
-        """The smallest number of steps from the start that have at least so many tokens."""
+        """Return the smallest number of steps from the start that have at least so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """The run that a schedule is for, as far as a curve depends on it.
-
-    Attributes:
-        config: The section, with the keys of its kind.
-        batches: Steps and tokens, and how they go together in it.
-        total_steps: Updates of the whole run, T; 0 and 1 are allowed.
-        warmup_steps: Updates of the warmup.
-        decay_steps: Updates of the last phase; 0 for kinds without one.
-        drops: Drops that the held-out loss has brought so far, where the kind follows it.
-    """
+    """The run that a schedule is for, as far as a curve depends on it."""
 
     config: Any
+    """The section, with the keys of its kind."""
     batches: Counted
+    """Steps and tokens, and how they go together in it."""
     total_steps: int
+    """Updates of the whole run, T; 0 and 1 are allowed."""
     warmup_steps: int
+    """Updates of the warmup."""
     decay_steps: int = 0
+    """Updates of the last phase; 0 for kinds without one."""
     drops: int = 0
+    """Drops that the held-out loss has brought so far, where the kind follows it."""
 
     @property
     def floor(self) -> float:
@@ -191,7 +188,6 @@ class Course:
         """0 before update number `start`, 1 before the last; 0 if there is nothing in between.
 
         Args:
-            step: The update.
             start: None is the first after the warmup.
         """
         first = self.position(self.warmup_steps if start is None else start)
@@ -207,73 +203,61 @@ Shape = Callable[[Course, int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTurns:
-    """Where a curve jumps, as far as its formula says.
-
-    Attributes:
-        at: Numbers of the updates, from 0, before which it does.
-        key: Key of the plan that lists them.
-        why: What is so in each of them.
-    """
+    """Where a curve jumps, as far as its formula says."""
 
     at: Callable[[Course], tuple[int, ...]]
+    """Numbers of the updates, from 0, before which it does."""
     key: str
+    """Key of the plan that lists them."""
     why: str
+    """What is so in each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleParameter:
-    """One parameter of DeepSpeed's `scheduler.params`, and the key of ours that says the same.
-
-    Attributes:
-        name: Name in DeepSpeed's JSON.
-        key: Key of ours, with its section.
-        default: Default of DeepSpeed's class (runtime/lr_schedules.py); None where it has none.
-        is_whole: Whether it is a whole number.
-    """
+    """One parameter of DeepSpeed's `scheduler.params`, and the key of ours that says the same."""
 
     name: str
+    """Name in DeepSpeed's JSON."""
     key: str
+    """Key of ours, with its section."""
     default: float | None = None
+    """Default of DeepSpeed's class (runtime/lr_schedules.py); None where it has none."""
     is_whole: bool = False
+    """Whether it is a whole number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleForm:
-    """A schedule as DeepSpeed's JSON names it: it is read, and trainctl's trainer has its own.
-
-    Attributes:
-        type: Name as it is written.
-        parameters: Those that we have a key for, in the order of ours.
-    """
+    """A schedule as DeepSpeed's JSON names it: it is read, and trainctl's trainer has its own."""
 
     type: str
+    """Name as it is written."""
     parameters: tuple[ScheduleParameter, ...]
+    """Those that we have a key for, in the order of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule(Spec):
-    """What one kind of schedule is, and what the plan says of it.
-
-    Attributes:
-        shape: The curve after the warmup.
-        floor: What `floor_ratio` is where nobody asks for another, and why.
-        rise: The factor in the warmup, of the share of it that has passed; None goes straight up
-            from 0 to where the shape begins.
-        turns: Where it jumps, if it does.
-        is_flat: Whether it stays at the peak after the warmup.
-        why_not_zero: Why its floor cannot be 0; empty if it can.
-        in_unit: Keys whose numbers are counted in `unit`.
-        deepspeed: Form in DeepSpeed's JSON; None if that has no such schedule.
-    """
+    """What one kind of schedule is, and what the plan says of it."""
 
     shape: Shape
+    """The curve after the warmup."""
     floor: tuple[float, str]
+    """What `floor_ratio` is where nobody asks for another, and why."""
     rise: Callable[[Course, float], float] | None = None
+    """The factor in the warmup, of the share of it that has passed; None goes straight up from 0 to
+    where the shape begins."""
     turns: ScheduleTurns | None = None
+    """Where it jumps, if it does."""
     is_flat: bool = False
+    """Whether it stays at the peak after the warmup."""
     why_not_zero: str = ""
+    """Why its floor cannot be 0; empty if it can."""
     in_unit: tuple[str, ...] = ()
+    """Keys whose numbers are counted in `unit`."""
     deepspeed: ScheduleForm | None = None
+    """Form in DeepSpeed's JSON; None if that has no such schedule."""
 
 
 def spec_of(section: ScheduleConfig) -> Schedule:
@@ -288,7 +272,7 @@ def spec_of(section: ScheduleConfig) -> Schedule:
 
 
 def floor_ratio(section: ScheduleConfig) -> tuple[float, str]:
-    """The floor over the peak, and why."""
+    """Return the floor over the peak, and why."""
     if isinstance(section, WithFloor) and section.floor_ratio is not None:
         return section.floor_ratio, "schedule.floor_ratio"
     floor, why = spec_of(section).floor
@@ -301,7 +285,7 @@ def position_of(section: ScheduleConfig, batches: Counted, step: int) -> int:
 
 
 def steps_of_share(share: float, total_steps: int, length: Callable[[int], int]) -> int:
-    """The number of steps whose length is nearest a share of all steps' length."""
+    """Return the number of steps whose length is nearest a share of all steps' length."""
     wanted = share * length(total_steps)
     steps = bisect_left(range(total_steps), wanted, key=length)
     is_nearer = steps > 0 and wanted - length(steps - 1) < length(steps) - wanted
@@ -342,5 +326,5 @@ TOTAL = ScheduleParameter(name="total_num_steps", key="training.steps", is_whole
 
 
 def warmup_max_lr(default: float | None = None) -> ScheduleParameter:
-    """The peak, which may be the optimizer's."""
+    """Return the peak, which may be the optimizer's."""
     return ScheduleParameter(name="warmup_max_lr", key="optimizer.lr", default=default)

@@ -41,7 +41,7 @@ def restarts(course: Course) -> tuple[int, ...]:
 
 
 def _cycle(config: CosineRestartsConfig, way: int) -> tuple[int, int]:
-    """How far into its cycle a position after the warmup is, and the cycle's length."""
+    """Return how far into its cycle a position after the warmup is, and the cycle's length."""
     length, factor = config.interval, config.restart_factor
     if factor == 1:
         return way % length, length

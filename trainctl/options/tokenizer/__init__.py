@@ -31,24 +31,22 @@ class TokenizerSource(Spec):
 
     Its `build` is called with the section and gives a `train.tokenizer.Tokenizer`. No torch is
     loaded then.
-
-    Attributes:
-        facts: Gives, of its section, its ids, and what ends a document; without its library.
-        file: Gives, of its section, the file that says so; None where none is needed.
-        path_is: What `tokenizer.path` names, where it has that key.
-        is_directory: Whether that is a transformers directory: none is then the model's own.
-        is_byte_level: Whether ids below 256 are the text's own bytes.
-        published: Gives, of its section, what an export has of it, by the name that it has there.
-        why_not_published: Why an export has nothing, and what its ids are.
     """
 
     facts: Callable[[Any], TokenizerFacts]
+    """Gives, of its section, its ids, and what ends a document; without its library."""
     file: Callable[[Any], Path] | None = None
+    """Gives, of its section, the file that says so; None where none is needed."""
     path_is: str = ""
+    """What `tokenizer.path` names, where it has that key."""
     is_directory: bool = False
+    """Whether that is a transformers directory: none is then the model's own."""
     is_byte_level: bool = False
+    """Whether ids below 256 are the text's own bytes."""
     published: Callable[[Any], Mapping[str, Path]] | None = None
+    """Gives, of its section, what an export has of it, by the name that it has there."""
     why_not_published: str = ""
+    """Why an export has nothing, and what its ids are."""
 
 
 def spec_of(section: TokenizerConfig) -> TokenizerSource:
@@ -77,5 +75,5 @@ def path_of(section: TokenizerFromPath) -> Path:
 
 
 def published_in(folder: Path) -> dict[str, Path]:
-    """A tokenizer's files in a transformers directory, by name."""
+    """Return a tokenizer's files in a transformers directory, by name."""
     return {name: folder / name for name in PUBLISHED if (folder / name).is_file()}

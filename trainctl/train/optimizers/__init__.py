@@ -13,7 +13,8 @@ from trainctl.plan.types import RunPlan
 
 
 def own_optimizer(plan: RunPlan, groups: list[dict[str, Any]]) -> Optimizer | None:
-    """The optimizer of a plan, by what its option's `build` names; None if DeepSpeed makes it.
+    """Return the optimizer of a plan, by what its option's `build` names; None if DeepSpeed makes
+    it.
 
     Raises:
         TrainctlError: A package that it needs is missing.

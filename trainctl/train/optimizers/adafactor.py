@@ -115,7 +115,7 @@ class Adafactor(PartitionedOptimizer):
                 mean.copy_(total)
 
     def _variance(self, tensor: torch.Tensor, part: ParameterPart, floor: float) -> torch.Tensor:
-        """The second moment of the part's elements on this replica."""
+        """Return the second moment of the part's elements on this replica."""
         if len(part.shape) == 1:
             return self.side(tensor, part, "variance")[part.start : part.end].clone()
         rows = self.side(tensor, part, "row_var")
@@ -128,7 +128,8 @@ class Adafactor(PartitionedOptimizer):
 
 
 def _whole_rows(part: ParameterPart, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
-    """The rows that a range touches, [first, last), and its values in them, zeros elsewhere."""
+    """Return the rows that a range touches, [first, last), and its values in them, zeros
+    elsewhere."""
     width = part.shape[-1]
     first, last = part.start // width, -(-part.end // width)
     if part.numel == (last - first) * width:
@@ -139,7 +140,7 @@ def _whole_rows(part: ParameterPart, values: torch.Tensor) -> tuple[int, int, to
 
 
 def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Adafactor:
-    """The optimizer of a plan."""
+    """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, AdafactorConfig)
     return Adafactor(groups, mup.epsilon(plan.config, section.epsilon))

@@ -90,7 +90,7 @@ class AdamW8bit(AdamLike):
         slope: torch.Tensor,
         beta: float,
     ) -> torch.Tensor:
-        """A moment of the part with the new gradient in it, fp32."""
+        """Return a moment of the part with the new gradient in it, fp32."""
         new = slope if moment == MOMENTS[0] else slope.square()
         return self._kept(tensor, part, moment).lerp(new, 1 - beta)
 
@@ -135,7 +135,7 @@ class AdamW8bit(AdamLike):
     def _shared_scales(
         self, tensor: torch.Tensor, gradient: torch.Tensor, betas: Sequence[float]
     ) -> dict[tuple[str, str, int], torch.Tensor]:
-        """The largest moment in each block that several replicas have some of."""
+        """Return the largest moment in each block that several replicas have some of."""
         blocks = [(part, block) for part in self.parts(tensor) for block in _cut_blocks(part)]
         if not blocks:
             return {}
@@ -162,14 +162,14 @@ def _is_quantised(part: ParameterPart) -> bool:
 
 
 def _stretches(part: ParameterPart) -> Iterator[ParameterPart]:
-    """The part in pieces of whole blocks, no larger than what is updated at a time."""
+    """Yield the part in pieces of whole blocks, no larger than what is updated at a time."""
     for low in range(part.start - part.start % BLOCK, part.end, AT_ONCE):
         high = min(low + AT_ONCE, part.end)
         yield _stretch(part, max(low, part.start), high)
 
 
 def _stretch(part: ParameterPart, start: int, end: int) -> ParameterPart:
-    """The elements [start, end) of it."""
+    """Return the elements [start, end) of it."""
     ranges = list(part.ranges)
     ranges[part.index] = (start, end)
     return replace(part, ranges=tuple(ranges), offset=part.offset + start - part.start)
@@ -189,7 +189,7 @@ def _cut_blocks(part: ParameterPart) -> list[int]:
 
 
 def _in_blocks(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
-    """The part's elements here as rows of a block each, with zeros where there are none."""
+    """Return the part's elements here as rows of a block each, with zeros where there are none."""
     first, last = _blocks(part.start, part.end)
     if part.numel == (last - first) * BLOCK:
         return values.reshape(-1, BLOCK)
@@ -210,7 +210,7 @@ def _table(moment: str, device: torch.device) -> torch.Tensor:
 
 
 def build(plan: RunPlan, groups: list[dict[str, Any]]) -> AdamW8bit:
-    """The optimizer of a plan."""
+    """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, WithMoments)
     return AdamW8bit(

@@ -53,7 +53,7 @@ class Lamb(AdamLike):
 
 
 def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Lamb:
-    """The optimizer of a plan."""
+    """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, WithMoments)
     return Lamb(groups, (section.beta1, section.beta2), mup.epsilon(plan.config, section.epsilon))

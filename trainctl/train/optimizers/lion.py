@@ -44,7 +44,7 @@ class Lion(Optimizer):
 
 
 def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Lion:
-    """The optimizer of a plan."""
+    """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, WithBetas)
     return Lion(groups, (section.beta1, section.beta2))

@@ -79,7 +79,7 @@ class MatrixOptimizer(PartitionedOptimizer):
     def _orthogonal(
         self, parts: Sequence[ParameterPart], directions: torch.Tensor
     ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
-        """Each part here with its share of its matrix, orthogonalised."""
+        """Yield each part here with its share of its matrix, orthogonalised."""
         for part in parts:
             if part.is_here and not part.is_cut:
                 yield part, self._whole(part.of(directions), part)
@@ -108,7 +108,7 @@ class MatrixOptimizer(PartitionedOptimizer):
                 yield part, change
 
     def _whole(self, values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
-        """A whole matrix, flat, orthogonalised."""
+        """Return a whole matrix, flat, orthogonalised."""
         return orthogonalised(values.view(part.shape), self._kind).reshape(-1)
 
     def _adamw(
@@ -141,12 +141,11 @@ class MatrixOptimizer(PartitionedOptimizer):
 
 
 def orthogonalised(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """A matrix with the singular vectors of another and singular values near 1.
+    """Return a matrix with the singular vectors of another and singular values near 1.
 
     Five steps of the quintic Newton-Schulz iteration of Muon's author, as torch.optim.Muon's.
 
     Args:
-        matrix: Any matrix.
         kind: What the iteration computes in, and gives.
     """
     a, b, c = COEFFICIENTS
@@ -162,7 +161,7 @@ def orthogonalised(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 
 def build(plan: RunPlan, groups: list[dict[str, Any]]) -> MatrixOptimizer:
-    """The optimizer of a plan."""
+    """Return the optimizer of a plan."""
     config, section = plan.config, plan.config.optimizer
     assert isinstance(section, MuonConfig)
     is_fp32 = precision_of(config.precision).format is DataType.fp32

@@ -23,24 +23,20 @@ from trainctl.engines.mesh import Axis
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A parameter in one of the optimizer's tensors, and the range of it on this replica.
-
-    Attributes:
-        name: Canonical name.
-        shape: That of the whole parameter.
-        ranges: Elements [start, end) on each replica, in their order; empty ones are (0, 0).
-            Without ZeRO there is one, which is everything.
-        index: This replica's place in `ranges`.
-        offset: First of its elements in the tensor.
-        inputs_first: Whether the rows of the matrix are its inputs, as gpt2 has them.
-    """
+    """A parameter in one of the optimizer's tensors, and the range of it on this replica."""
 
     name: str
     shape: torch.Size
+    """That of the whole parameter."""
     ranges: tuple[tuple[int, int], ...]
+    """Elements [start, end) on each replica, in their order; empty ones are (0, 0). Without ZeRO
+    there is one, which is everything."""
     index: int
+    """This replica's place in `ranges`."""
     offset: int
+    """First of its elements in the tensor."""
     inputs_first: bool = False
+    """Whether the rows of the matrix are its inputs, as gpt2 has them."""
 
     @property
     def start(self) -> int:
@@ -75,17 +71,14 @@ class ParameterPart:
 
 @dataclass(frozen=True, slots=True)
 class SideState:
-    """A state of a part that is not of its size: such as a second moment by rows.
-
-    Attributes:
-        start: Its first value among those of the whole parameter.
-        values: fp32, of one dimension.
-        is_saved_here: Whether this replica saves it, and not another that has the same.
-    """
+    """A state of a part that is not of its size: such as a second moment by rows."""
 
     start: int
+    """Its first value among those of the whole parameter."""
     values: torch.Tensor
+    """fp32, of one dimension."""
     is_saved_here: bool
+    """Whether this replica saves it, and not another that has the same."""
 
 
 class PartitionedOptimizer(Optimizer):
@@ -149,8 +142,6 @@ class PartitionedOptimizer(Optimizer):
 
         Args:
             tensor: Key of its state.
-            weights: The same, flat.
-            gradient: Flat.
             group: Of parameters, with its numbers.
         """
 
@@ -168,7 +159,7 @@ class PartitionedOptimizer(Optimizer):
         }
 
     def side(self, tensor: torch.Tensor, part: ParameterPart, state: str) -> torch.Tensor:
-        """The values of one of them; zeros at first."""
+        """Return the values of one of them; zeros at first."""
         found = self._sides.setdefault(tensor, {}).setdefault(part.name, {})
         if state not in found:
             start, end, _ = self.side_ranges(part)[state]
@@ -181,7 +172,7 @@ class PartitionedOptimizer(Optimizer):
         return self._parts[tensor]
 
     def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """A state of the tensor's size, flat; zeros at first."""
+        """Return a state of the tensor's size, flat; zeros at first."""
         state = self.state[tensor]
         if name not in state:
             state[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)

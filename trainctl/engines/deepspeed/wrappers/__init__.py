@@ -32,7 +32,7 @@ from trainctl.engines.deepspeed.wrappers.stage_3 import (
 
 
 def adapter_of(wrapper: Any) -> type[Wrapper]:
-    """The adapter of a wrapper, by its kind and by where it has its optimizer."""
+    """Return the adapter of a wrapper, by its kind and by where it has its optimizer."""
     match wrapper:
         case SuperOffloadOptimizer_Stage3():
             return SuperOffload

@@ -43,13 +43,13 @@ class Wrapper(States):
             self._by_tensor.setdefault(fragment.tensor, []).append(fragment)
 
     def _wrapped(self) -> Optimizer:
-        """The optimizer that makes the update."""
+        """Return the optimizer that makes the update."""
         inside: Optimizer = self._wrapper.optimizer
         return inside
 
     @abstractmethod
     def _masters(self) -> list[torch.Tensor]:
-        """The tensors that it updates."""
+        """Return the tensors that it updates."""
 
     @abstractmethod
     def _find(self) -> Iterable[Fragment]:
@@ -57,7 +57,8 @@ class Wrapper(States):
 
     @abstractmethod
     def _gradient(self, index: int) -> list[torch.Tensor]:
-        """The gradient of a tensor, as parts that follow each other; empty if it has none."""
+        """Return the gradient of a tensor, as parts that follow each other; empty if it has
+        none."""
 
     def group(self, index: int) -> dict[str, Any]:
         return self.optimizer.param_groups[index]
@@ -111,7 +112,8 @@ class Wrapper(States):
             change(Place(fragment.name, fragment.shard, start, values.numel()), values)
 
     def _cut(self, index: int) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
-        """The gradient of a tensor: fragment, first element's place in the parameter, values."""
+        """Return the gradient of a tensor: fragment, first element's place in the parameter,
+        values."""
         return cut(self._by_tensor[index], [part.view(-1) for part in self._gradient(index)])
 
     def clip(self, norm: float | None, limit: float | None) -> None:

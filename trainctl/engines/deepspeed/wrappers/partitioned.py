@@ -20,7 +20,7 @@ class _ByGroups(Wrapper):
 
     @abstractmethod
     def _parameter_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters of each group."""
+        """Return the model's parameters of each group."""
 
     def _find(self) -> Iterator[Fragment]:
         for index, group in enumerate(self._parameter_groups()):

@@ -22,7 +22,7 @@ class Replicated(Wrapper):
 
     @abstractmethod
     def _pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with the fp32 tensor that the optimizer updates."""
+        """Return each parameter with the fp32 tensor that the optimizer updates."""
 
     def _masters(self) -> list[torch.Tensor]:
         return [master for _, master in self._pairs()]

@@ -84,7 +84,7 @@ class Stage3OnHost(OnHost, Stage3):
         return updater_of(self._wrapper.backup_optimizer)
 
     def is_swapped(self, index: int) -> bool:
-        """The small ones stay in memory, by a rule that only this method knows."""
+        """Return the small ones stay in memory, by a rule that only this method knows."""
         return bool(self._wrapper._swappable_optimizer_subgroup(index))
 
     def numel(self, index: int) -> int:

@@ -1,0 +1,127 @@
+"""Which checkpoint a command works on, verified before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainctl.cli.console import say
+from trainctl.cli.meter import Meter
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.identity import check_model, check_optimizer, check_trained
+from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, own_id
+from trainctl.runs.directory import newest_run, open_run
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import is_old, read_manifest, verify_files
+
+
+def open_or_newest(path: Path | None) -> RunPaths:
+    """The run in a directory, or the newest one if none is named.
+
+    Raises:
+        TrainctlError: It is not a run, or there is none (exit code 5).
+    """
+    return newest_run() if path is None else open_run(path)
+
+
+def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bool) -> Path:
+    """An intact checkpoint, every byte of it verified; says which damaged ones it passed over.
+
+    Args:
+        meter: Shows how far the verification has come.
+        step: Of the checkpoint; None takes the best or the newest that is intact.
+        best: By the metric of `checkpoint.best_of`, else by the held-out loss.
+
+    Raises:
+        TrainctlError: There is none, or the one of that step is damaged (exit code 5).
+    """
+    if step is not None and best:
+        raise TrainctlError("--step and --best name two checkpoints", hint="leave one of them out")
+    for path in _candidates(run, step=step, best=best):
+        problems = verify(run, path, meter)
+        if not problems:
+            return path
+        if step is not None:
+            raise TrainctlError(problems[0], exit_code=ExitCode.run_state)
+        say(f"warning: checkpoint passed over: {problems[0]}", style="warning")
+    raise TrainctlError(f"{run.root} has no intact checkpoint", exit_code=ExitCode.run_state)
+
+
+def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
+    """Folders to try in turn."""
+    if step is not None or not best:
+        return [path for _, path in reversed(select(run, None if step is None else [step]))]
+    metric = config_of(run).checkpoint.best_of or "loss"
+    found = [info for alone in (False, True) for info in list_checkpoints(run, weights_only=alone)]
+    scored = [info for info in found if metric in info.metrics]
+    if not scored:
+        raise TrainctlError(
+            f"no checkpoint of {run.root} was saved at an evaluation: none is the best by {metric}",
+            hint="name one with --step; checkpoint.best_of keeps the best of a run",
+            exit_code=ExitCode.run_state,
+        )
+    return [info.path for info in sorted(scored, key=lambda info: info.metrics[metric])]
+
+
+def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int, Path]]:
+    """Step and path of the checkpoints of these steps, or of all: whole or not, oldest first.
+
+    Those of the weights alone are among them, each before the full one of its step.
+
+    Raises:
+        TrainctlError: There is none, or none of one of the steps (exit code 5).
+    """
+    alone = checkpoint_folders(run, weights_only=True)
+    folders = sorted([*alone, *checkpoint_folders(run)], key=lambda item: item[0])
+    if not folders:
+        raise TrainctlError(f"{run.root} has no checkpoint", exit_code=ExitCode.run_state)
+    here = list(dict.fromkeys(step for step, _ in folders))
+    for step in steps or ():
+        if step not in here:
+            raise TrainctlError(
+                f"{run.root} has no checkpoint of step {step}",
+                hint=f"steps with a checkpoint: {', '.join(map(str, here))}",
+                exit_code=ExitCode.run_state,
+            )
+    return [item for item in folders if steps is None or item[0] in steps]
+
+
+def check_goes_on(config: RunConfig, path: Path) -> None:
+    """Refuse to go on from a checkpoint of another model or optimizer; say if it cannot be known.
+
+    Raises:
+        TrainctlError: It is of another one, or gone or damaged by now (exit code 5).
+    """
+    try:
+        manifest = read_manifest(path)
+    except ValueError as error:
+        raise TrainctlError(str(error), exit_code=ExitCode.run_state) from None
+    if is_old(manifest):
+        say(
+            f"warning: {path.name} was saved by trainctl {manifest.get('trainctl', '')}, which did "
+            "not note which run and model it is of: that its tensors have the names and shapes of "
+            "the model's is all that can be checked",
+            style="warning",
+        )
+    check_model(config.model, path.name, manifest)
+    check_trained(config, path.name, manifest)
+    check_optimizer(config, path.name, manifest)
+
+
+def verify(run: RunPaths, path: Path, meter: Meter) -> list[str]:
+    """What is wrong with a checkpoint of a run, having read every byte of it; empty if intact."""
+    try:
+        manifest = read_manifest(path, own_id(run))
+    except ValueError as error:
+        return [str(error)]
+    problems: list[str] = []
+    entries = manifest["files"]
+    done, total = 0, sum(entry["bytes"] for entry in entries)
+    for entry in entries:
+        meter(f"verifying {path.name}", done, total)
+        problems += verify_files(path, manifest, [entry])
+        done += entry["bytes"]
+    meter(f"verifying {path.name}", done, total)
+    return problems

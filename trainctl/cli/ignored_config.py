@@ -1,0 +1,74 @@
+"""What a run's configuration is not: an edited `config.yaml`, an attempt that failed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.diff import Change, diff
+from trainctl.config.secrets import redact_setting
+from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.runs.attempts import Standing, config_of, edited_by_hand
+from trainctl.runs.layout import RunPaths
+
+EDITED, FAILED_AT_START = "TC045", "TC046"
+
+
+def passed_over_findings(run: RunPaths, standing: Standing | None) -> list[Finding]:
+    """Warnings of what a person may take for the run's configuration, and nobody reads.
+
+    Args:
+        standing: Which attempt was taken, and which were not; None where one was named.
+    """
+    return [*_edited(run), *(_failed(run, standing) if standing is not None else ())]
+
+
+def changes_text(changes: Sequence[Change]) -> str:
+    """Such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``; secrets are not shown."""
+    return ", ".join(
+        f"{change.key}: {_shown(change.key, change.left)} -> {_shown(change.key, change.right)}"
+        for change in changes
+    )
+
+
+def _shown(key: str, value: Any) -> str:
+    return redact_setting(f"{key}={to_plain(value)}").partition("=")[2]
+
+
+def _edited(run: RunPaths) -> list[Finding]:
+    hint = f"give it as an override: trainctl resume {run.root}"
+    try:
+        changes = edited_by_hand(run)
+    except TrainctlError as error:
+        message = f"{error.message}; it has no effect: the attempts have the configuration"
+        return [_warning(EDITED, message, "it is there to be read; leave it as it was")]
+    if not changes:
+        return []
+    overrides = " ".join(
+        f"{change.key}={_shown(change.key, change.right)}" for change in changes[:4]
+    )
+    message = (
+        f"{run.config} was edited after the run was made, which has no effect: "
+        f"{changes_text(changes)}"
+    )
+    return [_warning(EDITED, message, f"{hint} {overrides}")]
+
+
+def _failed(run: RunPaths, standing: Standing) -> list[Finding]:
+    found = []
+    taken = config_of(run, standing.number) if standing.failed else None
+    for number, how in standing.failed.items():
+        changes = diff(taken, config_of(run, number)) if taken is not None else []
+        if changes:
+            message = (
+                f"attempt {number} failed before its first step, and what it changed is left out: "
+                f"{changes_text(changes)} ({how})"
+            )
+            hint = f"--attempt {number} takes it all the same"
+            found.append(_warning(FAILED_AT_START, message, hint))
+    return found
+
+
+def _warning(rule: str, message: str, hint: str) -> Finding:
+    return Finding(rule=rule, message=message, hint=hint, severity=Severity.warning)

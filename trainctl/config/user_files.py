@@ -1,0 +1,86 @@
+"""Files of the user's code that the ranks will run, found without running any of it."""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainctl.config.registry import kind_of, own_file, unit_groups
+from trainctl.config.schema import RunConfig
+from trainctl.config.user_code import find_module, functions, parse
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_TRAINCTL = Path(__file__).parents[1]
+
+
+def own_files(config: RunConfig, folder: Path) -> list[Path]:
+    """Return the script, the modules of functions, options of the user's folder, and the modules
+    that these import, sorted.
+
+    What is installed is left out, and trainctl itself; so is what only running the code would tell:
+    modules that are imported by computed names, files that are read.
+
+    Args:
+        config: With an absolute `script`.
+        folder: Where the ranks run.
+    """
+    found: dict[Path, None] = {}
+    pending: list[tuple[Path, str, Path]] = []  # a file, its module, where it looks for others
+    if config.script is not None:
+        script = Path(config.script)
+        pending.append((script, "", script.parent))
+    for group in unit_groups():
+        option = own_file(group, kind_of(getattr(config, group)))
+        pending += [(option, "", option.parent)] if option is not None else []
+    for _, reference in functions(config):
+        pending += _modules(reference.partition(":")[0], folder)
+    while pending:
+        file, module, where = pending.pop()
+        if file in found or _is_installed(file) or not file.is_file():
+            continue
+        found[file] = None
+        if file.suffix == ".py":
+            for name in _imported(file, module):
+                pending += _modules(name, where)
+    return sorted(found)
+
+
+def _modules(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
+    """Yield the file of a module, and those of the packages that it is in; none that is not
+    there."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        module = ".".join(parts[:length])
+        file = find_module(module, where)
+        if isinstance(file, str):
+            return
+        if file is not None:
+            yield file.absolute(), module, where
+            if _is_installed(file):
+                return
+
+
+def _imported(file: Path, module: str) -> Iterator[str]:
+    """Yield names of modules, and perhaps of what is in them, that a file imports anywhere."""
+    tree = parse(file)
+    if tree is None:
+        return
+    package = module.split(".") if module else []
+    if file.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_installed(file: Path) -> bool:
+    homes = (sysconfig.get_path("stdlib"), _TRAINCTL)
+    return bool(_INSTALLED & set(file.parts)) or any(file.is_relative_to(home) for home in homes)

@@ -1,0 +1,371 @@
+"""What was in a sample: its text, and the files and documents that it was cut from. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.schema import DataConfig, OnBadText
+from trainctl.config.text.documents import Reader, sides
+from trainctl.config.text.files import TextFiles, split_files
+from trainctl.config.text.remote import File, is_url
+from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.corpus import Corpus
+from trainctl.data.corpus_file import FILES
+from trainctl.data.in_place import Tokens
+from trainctl.data.infilling_settings import infilling_of
+from trainctl.data.mixture import order_of
+from trainctl.data.rows import SampleRows
+from trainctl.data.tokenizer import Tokenizer
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import spec_of
+from trainctl.plan.mixture import sources_of
+from trainctl.plan.types import RunPlan
+from trainctl.runs.records import Event, step_curve
+
+Ends = Sequence[int] | npt.NDArray[np.uint64]
+"""Places right after the end of each document, ascending."""
+
+MOST_SAMPLES = 1000
+"""That are shown at once."""
+_CHUNK = 1 << 24
+"""Tokens that are searched for ends of documents at a time."""
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The part of a sample that is of one document."""
+
+    document: int | None
+    """Its number in the training split, from 0; None where nothing separates them."""
+    file: str | None
+    """That the document is in now; None if that cannot be told."""
+    line: int | None
+    """Or row of that file, from 1; None where the file is one document."""
+    start: int
+    """First token of the passage in the document."""
+    end: int
+    """One past its last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStretch:
+    """Tokens of a sample that follow each other and are learnt, or are not."""
+
+    text: str
+    """Theirs, special tokens among it."""
+    is_learnt: bool
+    """Whether they are labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a sample held."""
+
+    counter: int
+    """Its number in the run's order, as in the records."""
+    source: str
+    """Name of its source; that of a run with one source is `plan.mixture.SOLE`."""
+    index: int
+    """Its number in the source, in samples of its stage's length."""
+    epoch: int
+    """How often the source had been gone through before it."""
+    first_token: int
+    """Its place in the training split; of its first passage, where those are packed."""
+    passages: tuple[Passage, ...]
+    """What it has of its documents, in order."""
+    text: str
+    """What its tokens say, cut to the length that was asked for."""
+    is_cut: bool
+    """Whether there is more of it."""
+    stretches: tuple[ChatStretch, ...] = ()
+    """The same text by what is learnt of it, where that is not all: of conversations."""
+
+
+def parse_counters(text: str) -> list[int]:
+    """Sample counters as ``12,40-44``: both ends of a range are in it.
+
+    Raises:
+        TrainctlError: It is not that, or more than `MOST_SAMPLES`.
+    """
+    counters: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise TrainctlError(
+                f"--samples {text}: {part!r} is neither a number nor a range",
+                hint="--samples 12,40-44",
+            )
+        if len(counters) + last - first >= MOST_SAMPLES:
+            raise TrainctlError(
+                f"--samples {text}: more than {MOST_SAMPLES:,} samples", hint="ask for fewer"
+            )
+        counters += range(first, last + 1)
+    return counters
+
+
+def counters_of_step(events: Iterable[Event], step: int) -> list[int]:
+    """Return the samples of an optimizer step, by the run's records as it stands.
+
+    Args:
+        step: From 1.
+
+    Raises:
+        TrainctlError: No record says (exit code 5), or there are more than `MOST_SAMPLES`.
+    """
+    record = step_curve(events).get(step)
+    if record is None or not record.get("samples"):
+        raise TrainctlError(f"the run has no record of step {step:,}", exit_code=ExitCode.run_state)
+    first, end = record["samples"]
+    if end - first > MOST_SAMPLES:
+        raise TrainctlError(
+            f"step {step:,} has {end - first:,} samples",
+            hint=f"a part of them: --samples {first}-{first + MOST_SAMPLES - 1}",
+        )
+    return list(range(first, end))
+
+
+def samples_of(
+    plan: RunPlan,
+    corpora: Mapping[str, Corpus],
+    tokenizer: Tokenizer,
+    counters: list[int],
+    *,
+    most_characters: int,
+) -> list[Sample]:
+    """What the samples of a run's order held.
+
+    Args:
+        corpora: Of the run, with their tokens in place.
+        most_characters: Of each text; 0 keeps all of it.
+    """
+    sections = sources_of(plan.config.data)
+    try:
+        tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in sections}
+        order = order_of(plan, tokens)
+    except ValueError:  # there is no sample
+        return []
+    found = order.at(counters)
+    numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
+    texts: dict[str, TrainingText] = {}
+    readers: dict[tuple[str, int], SampleRows] = {}
+    samples = []
+    for counter, stage, source, epoch, index in numbers:
+        name, length = order.names[source], order.stages[stage].length
+        if name not in texts:
+            mine = found.source == source
+            lengths = np.array([each.length for each in order.stages])[found.stage[mine]]
+            limit = int(((found.index[mine] + 1) * lengths).max())
+            texts[name] = training_text(plan, corpora[name], name, limit)
+        text = texts[name]
+        if (name, length) not in readers:
+            readers[name, length] = SampleRows(
+                corpora[name],
+                corpora[name].train,
+                length,
+                bins=bins_of(plan.config, corpora[name], corpora[name].train),
+                infilling=infilling_of(plan.config, name),
+            )
+        reader = readers[name, length]
+        pieces = reader.pieces(int(index))
+        size = sum(end - start for start, end in pieces)
+        rows = reader.read(np.array([index]), np.array([epoch]))
+        ids, is_marked = rows.tokens[0, :size], corpora[name].is_marked
+        decoded = tokenizer.decode(ids.tolist(), with_special=is_marked)
+        cut = decoded[:most_characters] if most_characters else decoded
+        stretches = _stretches(ids, rows.silent[0], tokenizer, len(cut)) if is_marked else ()
+        samples.append(
+            Sample(
+                counter=counter,
+                source=name,
+                index=int(index),
+                epoch=int(epoch),
+                first_token=pieces[0][0],
+                passages=tuple(
+                    passage for start, end in pieces for passage in _passages(text, start, end)
+                ),
+                text=cut,
+                is_cut=len(cut) < len(decoded),
+                stretches=tuple(stretches),
+            )
+        )
+    return samples
+
+
+def document_of_all(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:
+    """Return a document that every batch has tokens of, with its source; None if there is none.
+
+    Of several it is the one with the most samples in these batches.
+    """
+    found: dict[tuple[str, int], tuple[set[int], Passage, int]] = {}
+    for number, batch in enumerate(batches):
+        for sample in batch:
+            for passage in sample.passages:
+                if passage.document is not None:
+                    key = sample.source, passage.document
+                    within, _, times = found.get(key, (set(), passage, 0))
+                    found[key] = within | {number}, passage, times + 1
+    everywhere = [
+        (times, source, passage)
+        for (source, _), (within, passage, times) in found.items()
+        if len(within) == len(batches)
+    ]
+    if not everywhere:
+        return None
+    _, source, passage = max(everywhere, key=lambda each: each[0])
+    return source, passage
+
+
+def _stretches(
+    ids: npt.NDArray[np.int64],
+    silent: npt.NDArray[np.bool_],
+    tokenizer: Tokenizer,
+    most_characters: int,
+) -> Iterator[ChatStretch]:
+    """Yield a sample's tokens by what is learnt of them; the first of all is no label."""
+    is_learnt = np.concatenate([[False], ~silent[: len(ids) - 1]])
+    borders = np.flatnonzero(np.diff(is_learnt)) + 1
+    for first, end in pairwise([0, *borders.tolist(), len(ids)]):
+        text = tokenizer.decode(ids[first:end].tolist(), with_special=True)[:most_characters]
+        most_characters -= len(text)
+        if text:
+            yield ChatStretch(text, bool(is_learnt[first]))
+
+
+def training_text(
+    plan: RunPlan, corpus: Corpus, source: str, limit: int | None = None
+) -> TrainingText:
+    """Return the training text of a source.
+
+    Args:
+        limit: Tokens that are looked at; None looks at all.
+    """
+    from_function = plan.config.data.factory is not None
+    section = None if from_function else sources_of(plan.config.data)[source]
+    return TrainingText(corpus, section, corpus.train.tokens if limit is None else limit)
+
+
+class TrainingText:
+    """The training text of a source.
+
+    Args:
+        corpus: Of the source.
+        config: Its section; None where a function gave the texts.
+        limit: Tokens that are looked at.
+
+    Attributes:
+        tokens: All ids.
+        ends: Tokens up to the end of each document; None where nothing separates them.
+    """
+
+    def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
+        self.tokens = corpus.tokens(corpus.train)
+        self.ends: Ends | None = corpus.ends(corpus.train)
+        if self.ends is None:
+            self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
+        self._places: _Origins | _Sources | None = None
+        if corpus.train.origin:
+            self._places = _Origins(corpus)
+        elif config is not None:
+            self._places = _Sources(config)
+
+    def place_of(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document; the file is None where that cannot be told."""
+        return self._places.find(document) if self._places else (None, None)
+
+
+def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
+    """Places right after the end of each document, up to a limit; None if nothing marks them.
+
+    For a corpus of before they were kept.
+    """
+    if end_of_document is None:
+        return None
+    found = [
+        np.flatnonzero(tokens[start : min(start + _CHUNK, limit)] == end_of_document) + start + 1
+        for start in range(0, limit, _CHUNK)
+    ]
+    return [int(end) for end in np.concatenate(found)]
+
+
+def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
+    ends = text.ends
+    if ends is None:
+        yield Passage(None, None, None, first, last)
+        return
+    number = bisect_right(ends, first)
+    inside = [int(end) for end in ends[number : bisect_right(ends, last - 1)]]
+    for document, (start, end) in enumerate(pairwise([first, *inside, last]), number):
+        if start == end:  # a document without a token
+            continue
+        begins = int(ends[document - 1]) if document else 0
+        yield Passage(document, *text.place_of(document), start - begins, end - begins)
+
+
+class _Origins:
+    """The files of the training split, and which document was in which when it was tokenized."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._origin = corpus.origin(corpus.train)
+        self._files: list[str] = json.loads((Path(corpus.folder) / FILES).read_bytes())
+
+    def find(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document; the file must be there still."""
+        assert self._origin is not None
+        if document >= len(self._origin):
+            return None, None
+        file, line = self._origin[document].tolist()
+        path = self._files[file]
+        return (path, line or None) if is_url(path) or Path(path).is_file() else (None, None)
+
+
+class _Sources:
+    """The same of a corpus that does not say: from the files as they are now."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self._places: list[tuple[File, int | None]] | None = None
+        try:
+            self._files = split_files(config)
+        except TrainctlError:  # they have gone; the tokens have not
+            self._files = TextFiles([], [])
+
+    def find(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document."""
+        if self._places is None:
+            self._places = self._all_places()
+        if document >= len(self._places):
+            return None, None
+        file, line = self._places[document]
+        return str(file), line
+
+    def _all_places(self) -> list[tuple[File, int | None]]:
+        """Return the place of every document."""
+        places = spec_of(self._config).places
+        is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
+        if places is None or is_divided:
+            return self._places_read()
+        found: list[tuple[File, int | None]] = []
+        for file in self._files.train:
+            with suppress(OSError, TrainctlError):  # it has gone, or is another
+                found += [(file, line) for line in places(file)]
+        return found
+
+    def _places_read(self) -> list[tuple[File, int | None]]:
+        """Return the same where not every line is a document that was trained on: read as then."""
+        try:
+            found = sides(self._config, self._files, Reader(self._config))
+            return [(document.file, document.line) for side, document in found if side == "train"]
+        except TrainctlError:  # not as it was
+            return []

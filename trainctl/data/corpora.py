@@ -1,0 +1,325 @@
+"""The corpora of a run, one for each of its sources, by name. No torch.
+
+A run of one source has one of the name `plan.mixture.SOLE`, and is kept as it was before there were
+several: `corpus.json` is then that corpus itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.check import under_source
+from trainctl.data.corpus import (
+    Corpus,
+    Tell,
+    build_corpus,
+    build_users_corpus,
+    cached_corpus,
+    do_share,
+    in_parts,
+)
+from trainctl.data.progress import PreparationStanding, Progress, unseen
+from trainctl.data.streaming.corpora import opened
+from trainctl.data.tokenizer import Tokenizer
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mixture import SOLE, sources_of
+from trainctl.runs.atomic import write_json
+
+Corpora = dict[str, Corpus]
+
+_EXAMPLES = 10
+"""Of bad text that a record has, of all sources together."""
+
+_NO_TEXT = "see what is in the files, and that the text is where data looks for it (data.text_key)"
+
+
+class _Together:
+    """Progress over several sources: documents of those before are counted too."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._before, self._last = progress, 0, 0
+
+    def next(self) -> _Together:
+        """Of the next source."""
+        self._before, self._last = self._before + self._last, 0
+        return self
+
+    def __call__(self, standing: PreparationStanding) -> None:
+        if not standing.is_tokenizing:
+            self._progress(standing)
+            return
+        self._last = standing.documents
+        self._progress(replace(standing, documents=self._before + self._last))
+
+
+def _unheard(message: str) -> None:
+    """Nobody listens."""
+
+
+def build_corpora(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    progress: Progress = unseen,
+    tell: Tell = _unheard,
+    *,
+    users_folder: Path | None = None,
+    workers: int | None = None,
+) -> Corpora:
+    """Return the corpora of a run, one source after the other, each from the cache if it is there.
+
+    Args:
+        progress: Called with how far it has come, as tokenizing goes on.
+        tell: Called with a sentence, where the cache is not as it should be.
+        users_folder: For the texts of `data.factory`, which are kept with the run.
+        workers: Processes; None is one for each core.
+
+    Raises:
+        TrainctlError: As `build_corpus`, under the keys that the source has in the mixture.
+    """
+    if config.data.factory is not None:
+        assert users_folder is not None
+        made = build_users_corpus(config.data, tokenizer, users_folder, progress, tell)
+        _require_text(made, "data.factory gives")
+        return {SOLE: made}
+    found, show = {}, _Together(progress)
+    for name, section in sources_of(config.data).items():
+        try:
+            found[name] = build_corpus(
+                section,
+                tokenizer,
+                show.next(),
+                tell,
+                section=config.tokenizer,
+                workers=workers,
+                whole=config.data,
+                name=name,
+            )
+            _require_text(found[name], "the files of data.paths have")
+        except TrainctlError as error:
+            raise of_source(config.data, name, error) from error
+    return found
+
+
+def _require_text(corpus: Corpus, who: str) -> None:
+    """Refuse a corpus without a token of text.
+
+    Raises:
+        TrainctlError: It counts the documents.
+    """
+    train, held_out = corpus.train, corpus.held_out
+    documents = train.documents + held_out.documents
+    if documents == 0:
+        skipped = corpus.bad_text.get("skipped", 0)
+        why = f": data.on_bad_text=skip left out {skipped:,}" if skipped else ""
+        raise TrainctlError(f"{who} 0 documents{why}", hint=_NO_TEXT)
+    ends = train.documents if corpus.end_of_document is not None else 0
+    if train.documents and train.tokens == ends and not train.in_place:
+        raise TrainctlError(
+            f"{train.documents:,} of {train.documents:,} documents to train on are empty",
+            hint=_NO_TEXT,
+        )
+
+
+def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus | None]:
+    """Of each source the corpus, if the same files were tokenized before; no text is read.
+
+    Raises:
+        TrainctlError: No file of a source matches.
+    """
+    found = {}
+    for name, section in sources_of(config.data).items():
+        try:
+            found[name] = cached_corpus(section, tokenizer, config.data, name)
+        except TrainctlError as error:
+            raise of_source(config.data, name, error) from error
+    return found
+
+
+def do_shares(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    share: tuple[int, int],
+    progress: Progress = unseen,
+    *,
+    workers: int | None = None,
+) -> int:
+    """Tokenize one share of each source, and put nothing together: a job of an array.
+
+    Args:
+        config: As for `build_corpora`; so are the others.
+        share: Its number, from 1, and how many there are.
+
+    Returns:
+        Tasks of the sources that are still to be done, by others.
+
+    Raises:
+        TrainctlError: As `build_corpora`; or the text of a source can be no job of an array.
+    """
+    left, show = 0, _Together(progress)
+    for name, section in sources_of(config.data).items():
+        try:
+            left += do_share(
+                section, tokenizer, share, show.next(), section=config.tokenizer, workers=workers
+            )
+        except TrainctlError as error:
+            raise of_source(config.data, name, error) from error
+    return left
+
+
+def help_with(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Tokenize what nobody does yet of the sources, for a process that puts them together.
+
+    Raises:
+        TrainctlError: As `build_corpora`.
+    """
+    for name, section in sources_of(config.data).items():
+        cached = cached_corpus(section, tokenizer, config.data, name)
+        if cached is None and in_parts(section):
+            do_share(section, tokenizer, (1, 1), section=config.tokenizer)
+
+
+def of_source(data: DataConfig, name: str, error: TrainctlError) -> TrainctlError:
+    """What is wrong with a source, under the keys that it has in the mixture."""
+    if not data.sources:
+        return error
+    moved = partial(under_source, name, data.sources[name])
+    return TrainctlError(
+        f"data.sources.{name}: {moved(error.message)}",
+        hint=moved(error.hint),
+        exit_code=error.exit_code,
+        findings=[
+            replace(each, key=moved(each.key), message=moved(each.message), hint=moved(each.hint))
+            for each in error.findings
+        ],
+    )
+
+
+def save_corpora(path: Path, corpora: Mapping[str, Corpus]) -> None:
+    """Write a run's record of its corpora."""
+    write_json(path, _plain(corpora))
+
+
+def load_corpora(path: Path, data: DataConfig) -> Corpora:
+    """Those of a configuration's sources, from a run's record.
+
+    Raises:
+        TrainctlError: It is none, or has not all of them (exit code 5).
+    """
+    found = recorded(path)
+    missing = [name for name in sources_of(data) if name not in found]
+    if missing:
+        raise TrainctlError(
+            f"{path.parent} has not read the text of {', '.join(missing)} yet",
+            hint="it does when its next attempt starts",
+            exit_code=ExitCode.run_state,
+        )
+    return opened(data, {name: found[name] for name in sources_of(data)})
+
+
+def recorded(path: Path) -> Corpora:
+    """Return all that a run's record has, of sources that it has no more among them.
+
+    Raises:
+        TrainctlError: It is none (exit code 5).
+    """
+    try:
+        sources = json.loads(path.read_bytes())["sources"]
+        return {name: Corpus.of(record) for name, record in sources.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {SOLE: Corpus.load(path)}  # of a run with one source; or says what is wrong
+
+
+def digests_of(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
+    """For a checkpoint: what it was trained on."""
+    if set(corpora) == {SOLE}:
+        return {"corpus_digest": corpora[SOLE].digest}
+    of_each = {name: corpus.digest for name, corpus in sorted(corpora.items())}
+    together = hashlib.sha256(json.dumps(of_each).encode()).hexdigest()
+    return {"corpus_digest": together, "source_digests": of_each}
+
+
+def others_than(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) -> list[str]:
+    """Sources whose text is not the one that a checkpoint was trained on."""
+    digests = manifest.get("source_digests") or {SOLE: manifest["corpus_digest"]}
+    return [
+        name
+        for name, digest in digests.items()
+        if name in corpora and not corpora[name].is_that_of(digest)
+    ]
+
+
+def as_before(corpora: Mapping[str, Corpus], path: Path) -> Corpora:
+    """Return the corpora, if those that a run has had are what they were; with those it has no
+    more.
+
+    Args:
+        corpora: As they are now.
+        path: Of the run's record, which may not be there yet.
+
+    Raises:
+        TrainctlError: One is another (exit code 5).
+    """
+    if not path.is_file():
+        return dict(corpora)
+    before = recorded(path)
+    return {
+        **before,
+        **{
+            name: _as_before(name, corpus, before[name]) if name in before else corpus
+            for name, corpus in corpora.items()
+        },
+    }
+
+
+def _as_before(name: str, corpus: Corpus, before: Corpus) -> Corpus:
+    if not corpus.continues(before):
+        hint = "restore the files, or start a new run from this run's weights"
+        if before.format < corpus.format and corpus.held_out.tokens > before.held_out.tokens == 0:
+            hint = (
+                "data.held_out_fraction=0: when it started, nothing of a single file was held out"
+            )
+        which = "corpus" if name == SOLE else f"corpus of data.sources.{name}"
+        raise TrainctlError(
+            f"the {which} is not the one that this run started with",
+            hint=hint,
+            exit_code=ExitCode.run_state,
+        )
+    former = before.digest if before.format < corpus.format else before.former_digest
+    kept = corpus if before.train.ends else corpus.as_without_ends()
+    return replace(kept, former_digest=former)
+
+
+def unigram_entropy(corpora: Mapping[str, Corpus]) -> float:
+    """Loss in nats of a model that knows a token's source, and how often that has each token.
+
+    Sources are weighted by the tokens that they hold out, as in a run's held-out loss.
+    """
+    (first, *_), of = corpora.values(), sum(each.held_out.tokens for each in corpora.values())
+    if len(corpora) == 1 or not of:
+        return first.unigram_entropy
+    return sum(each.unigram_entropy * each.held_out.tokens for each in corpora.values()) / of
+
+
+def bad_text(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
+    """What was done with bad text of all sources, and where first; empty if there was none."""
+    found = [corpus.bad_text for corpus in corpora.values() if corpus.bad_text]
+    if len(found) < 2:
+        return found[0] if found else {}
+    return {
+        "replaced": sum(each["replaced"] for each in found),
+        "skipped": sum(each["skipped"] for each in found),
+        "examples": [text for each in found for text in each["examples"]][:_EXAMPLES],
+    }
+
+
+def _plain(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
+    if set(corpora) == {SOLE}:
+        return asdict(corpora[SOLE])
+    return {"sources": {name: asdict(corpus) for name, corpus in corpora.items()}}

@@ -1,0 +1,404 @@
+"""The tokenized corpus: built once before the ranks start, then memory-mapped. No torch.
+
+A corpus is a folder of the cache with `train.bin` and `held_out.bin` (token ids, little endian, all
+documents one after the other), `train.ends` and `held_out.ends` (where each document ends) and
+`corpus.json`, which has their sizes and checksums: they are compared before every start, and what
+is damaged is made again, from the store of its parts (`trainctl.data`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from trainctl.config.quality import asks
+from trainctl.config.registry import function_of
+from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
+from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
+from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
+from trainctl.data.assembly import bad_text, chunks
+from trainctl.data.corpus_file import FORMAT, Corpus, Split, read_corpus
+from trainctl.data.corpus_folder import chunks_of, locked, migrate, write_corpus
+from trainctl.data.corpus_in_place import chunks_in_place
+from trainctl.data.encoding import encoder_of, marks_learnt
+from trainctl.data.part import DamagedPart
+from trainctl.data.preparation import do_tasks
+from trainctl.data.progress import Progress, unseen
+from trainctl.data.selecting import (
+    DROPPED,
+    Chosen,
+    Prepared,
+    choose,
+    folder_of_columns,
+    identity_of_choice,
+)
+from trainctl.data.store import Store, files_in_order
+from trainctl.data.tasks import Task
+from trainctl.data.tokenizer import Tokenizer
+from trainctl.data.user_functions import in_words, load, make_importable
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import identity_of, spec_of
+from trainctl.plan.mixture import SOLE, sources_of
+
+__all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folder"]
+
+CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
+
+Tell = Callable[[str], None]
+
+_MOST_REPAIRS = 5
+"""Of damaged parts, one after the other: a disk that damages what it is given damages more."""
+
+
+def cache_folder() -> Path:
+    """Where tokenized corpora are kept: TRAINCTL_CACHE_DIR, or the user's cache."""
+    explicit = os.environ.get(CACHE_VARIABLE)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(explicit) if explicit else base / "trainctl"
+
+
+def _unheard(message: str) -> None:
+    """Nobody listens."""
+
+
+def build_corpus(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    progress: Progress = unseen,
+    tell: Tell = _unheard,
+    *,
+    section: TokenizerConfig | None = None,
+    workers: int | None = None,
+    whole: DataConfig | None = None,
+    name: str = SOLE,
+) -> Corpus:
+    """Return the corpus of a config, from the cache if the same files were tokenized before.
+
+    Its tokens are made by the tasks of a store, by any number of processes and machines, and then
+    put together by one. Only a text that is cut somewhere, or a single document, which is divided,
+    goes by itself: what its ids are depends on where.
+
+    Args:
+        config: Which files, and which of them are held out.
+        tokenizer: Its fingerprint is part of the cache's key.
+        progress: Called with how far it has come, as tokenizing goes on.
+        tell: Called with a sentence, where the cache is not as it should be.
+        section: Of the tokenizer, for other processes to load; None does everything in this one.
+        workers: Processes; None is one for each core.
+        whole: The `data` of the run, where the config is one of its sources.
+
+    Raises:
+        TrainctlError: No file matches, one cannot be read or has bad text; nothing is left to train
+            on; or the cache cannot be written (exit code 4).
+    """
+    if spec_of(config).is_prepared:
+        return _prepared(config, tokenizer, tell)
+    whole = whole or config
+    folder, earlier, files = _cached_at(config, tokenizer, whole, name)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, tell)
+
+    def tell_of_format_1() -> None:
+        if (earlier / "corpus.json").is_file():
+            tell(
+                f"{earlier} has this text in an older format: tokenizing it again; nothing of "
+                "this version needs the folder"
+            )
+
+    needed = _needs_ends(config, whole)
+    if not in_parts(config):
+
+        def write() -> None:
+            tell_of_format_1()
+            reader = Reader(config)
+            texts = ((side, document.text) for side, document in sides(config, files, reader))
+            encoder = encoder_of(config, tokenizer)
+            write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
+
+        return _from_cache(folder, write, tell, needed)
+
+    def do(store: Store, tasks: Sequence[Task]) -> None:
+        do_tasks(store, tasks, section=section, workers=workers, show=progress)
+
+    corpus, problem = _read(folder, needed)
+    if corpus is not None:
+        return corpus
+    store, tasks = _store_of(config, tokenizer, files)
+    if not problem:
+        do(store, tasks)  # before the lock, so that others help
+
+    def choose_of_run() -> Chosen:
+        sources = []
+        for source, its in sources_of(whole).items():
+            if in_parts(its):
+                its_store, its_tasks = _store_of(its, tokenizer, split_files(its))
+                do(its_store, its_tasks)
+                sources.append(Prepared(source, its, its_store, its_tasks, split_files(its)))
+        columns = folder_of_columns(cache_folder(), whole, sources)
+        with locked(columns, tell):
+            return choose(
+                whole, sources, columns, workers=1 if section is None else workers, show=progress
+            )
+
+    def put_together() -> None:
+        tell_of_format_1()
+        for _ in range(_MOST_REPAIRS):
+            do(store, tasks)
+            try:
+                chosen = choose_of_run() if asks(whole) else None
+                keep = chosen.keep[name] if chosen is not None else None
+                found = chunks(store, tasks, files, config.held_out_fraction, keep)
+                return write_corpus(
+                    folder,
+                    tokenizer,
+                    found,
+                    lambda: bad_text(store, tasks, files),
+                    files_in_order(files.train, files.held_out),
+                    {DROPPED: chosen.dropped[name]} if chosen is not None else None,
+                    is_marked=marks_learnt(config),
+                )
+            except DamagedPart as damage:
+                tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
+                store.discard(damage.folder)
+        raise TrainctlError(
+            f"what is written to {store.folder} is read as something else, again and again",
+            hint="name a folder on another disk in TRAINCTL_CACHE_DIR",
+            exit_code=ExitCode.environment,
+        )
+
+    return _from_cache(folder, put_together, tell, needed)
+
+
+def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+    """Return one that lies elsewhere, whole."""
+    corpus: Corpus = function_of("data", config.kind)(config, tokenizer, tell)
+    return corpus
+
+
+def _in_place(
+    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
+) -> Corpus:
+    """Of ids that are there already: an index of them."""
+    every = files_in_order(files.train, files.held_out)
+
+    def write() -> None:
+        found = chunks_in_place(config, tokenizer, files)
+        write_corpus(folder, tokenizer, found, BadText, every)
+
+    count = f"{len(every):,} file" + ("s" if len(every) > 1 else "")
+    tell(f"nothing to tokenize: the ids of {count} are used where they are")
+    return _from_cache(folder, write, tell)
+
+
+def do_share(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    share: tuple[int, int],
+    progress: Progress = unseen,
+    *,
+    section: TokenizerConfig | None = None,
+    workers: int | None = None,
+) -> int:
+    """Tokenize one share of a corpus, and put nothing together: a job of an array.
+
+    Args:
+        config: As for `build_corpus`; so are the others.
+        share: Its number, from 1, and how many there are.
+
+    Returns:
+        Tasks of the corpus that are still to be done, by others.
+
+    Raises:
+        TrainctlError: As `build_corpus`; or the text can be no job of an array.
+    """
+    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
+        return 0
+    if not in_parts(config):
+        raise TrainctlError(
+            "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
+            hint="leave out --task",
+        )
+    files = split_files(config)
+    store, tasks = _store_of(config, tokenizer, files)
+    number, count = share
+    do_tasks(store, tasks[number - 1 :: count], section=section, workers=workers, show=progress)
+    return sum(not store.is_done(task) for task in tasks)
+
+
+def in_parts(config: DataConfig) -> bool:
+    """Whether the ids of each document are the same wherever it is in the corpus.
+
+    Raises:
+        TrainctlError: A file is not there, or cannot be read.
+    """
+    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
+        return False
+    is_cut = config.max_bytes is not None or is_one_document(config, split_files(config))
+    if is_cut and marks_learnt(config):
+        raise TrainctlError(
+            "a single conversation cannot be divided, nor one be cut by data.max_bytes",
+            hint="data.held_out_fraction=0, or more conversations; and leave data.max_bytes out",
+        )
+    return not is_cut
+
+
+def _store_of(
+    config: DataConfig, tokenizer: Tokenizer, files: TextFiles
+) -> tuple[Store, list[Task]]:
+    store = Store.of(cache_folder(), config, encoder_of(config, tokenizer))
+    return store, store.tasks(files_in_order(files.train, files.held_out))
+
+
+def cached_corpus(
+    config: DataConfig, tokenizer: Tokenizer, whole: DataConfig | None = None, name: str = SOLE
+) -> Corpus | None:
+    """Return the corpus of a config, if the same files were tokenized before; no text is read.
+
+    Ids that others made are there as soon as they are looked at.
+
+    Args:
+        config: As for `build_corpus`; so are the others.
+
+    Raises:
+        TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
+    """
+    if spec_of(config).is_prepared:
+        return _prepared(config, tokenizer, _unheard)
+    folder, _, files = _cached_at(config, tokenizer, whole or config, name)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, _unheard)
+    file = folder / "corpus.json"
+    corpus = Corpus.load(file) if file.is_file() else None
+    is_too_old = corpus and not corpus.train.ends and _needs_ends(config, whole or config)
+    return None if is_too_old else corpus
+
+
+def _cached_at(
+    config: DataConfig, tokenizer: Tokenizer, whole: DataConfig, name: str
+) -> tuple[Path, Path, TextFiles]:
+    """Where the cache has the corpus of a config, where it had it in format 1, and its files."""
+    files = split_files(config)
+    parts = _parts(config, tokenizer, files)
+    cache = cache_folder()
+    choice = []
+    if asks(whole):
+        every = {each: (its, split_files(its)) for each, its in sources_of(whole).items()}
+        choice = [name, identity_of_choice(whole, every)]
+    folder = cache / f"corpus-{_key([str(FORMAT), *parts, *choice])}"
+    return folder, cache / f"corpus-{_key(_of_format_1(parts))}", files
+
+
+def build_users_corpus(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    progress: Progress = unseen,
+    tell: Tell = _unheard,
+) -> Corpus:
+    """Return the corpus of a config with `data.factory`, in a folder of the run's.
+
+    Nothing tells whether a function would give the same again, so what it gave once is kept with
+    the run: a resume trains on that. Only where that is damaged is the function asked again.
+
+    Args:
+        config: Names the function. It is called as ``function(config, split)``, with ``train`` and
+            ``held_out``, and gives the documents of that split as an iterable of texts.
+        folder: Made if it is not there yet.
+
+    Raises:
+        TrainctlError: The function cannot be imported, fails, or gives anything but texts; or, by
+            `data.on_bad_text`, a text that cannot be encoded.
+    """
+
+    def write() -> None:
+        reader = Reader(config)
+        texts = (
+            (side, text)
+            for side in ("held_out", "train")
+            for text in _users_texts(config, side, reader)
+        )
+        encoder = encoder_of(config, tokenizer)
+        write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
+
+    with locked(folder, tell):
+        migrate(folder, tell)
+    return _from_cache(folder, write, tell)
+
+
+def _needs_ends(config: DataConfig, whole: DataConfig) -> bool:
+    """Whether a source is of no use without the ends of its documents, which were not always kept.
+
+    Args:
+        whole: The `data` of the run.
+    """
+    return whole.packing is not Packing.stream or bool(config.fim_rate)
+
+
+def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
+    """As `read_corpus`; without ends that are needed it is as one that is damaged."""
+    corpus, problem = read_corpus(folder)
+    if corpus is not None and needs_ends and not corpus.train.ends:
+        return None, "it does not say where documents end"
+    return corpus, problem
+
+
+def _from_cache(
+    folder: Path, write: Callable[[], None], tell: Tell, needs_ends: bool = False
+) -> Corpus:
+    """Return the corpus of a folder, written where there is none or it is damaged."""
+    corpus, _ = _read(folder, needs_ends)
+    if corpus is not None:
+        return corpus
+    with locked(folder, tell):  # another launch may be tokenizing the same
+        corpus, problem = _read(folder, needs_ends)
+        if corpus is None:
+            if problem:
+                tell(f"{folder} is damaged ({problem}): tokenizing the text again")
+            write()
+            corpus = Corpus.load(folder / "corpus.json")
+    return corpus
+
+
+def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str]:
+    assert config.factory is not None
+    named = f"data.factory={config.factory}"
+    make_importable(Path.cwd())
+    function = load("data.factory", config.factory)
+    try:
+        for number, text in enumerate(function(config, split)):
+            if not isinstance(text, str):
+                raise TypeError(f"expected texts, got {type(text).__name__}")
+            clean = reader.clean(text, f"{named}, document {number:,} of {split}")
+            if clean is not None:
+                yield clean
+    except TrainctlError:
+        raise
+    except Exception as error:
+        raise TrainctlError(
+            f"{named} failed on the {split} split: {in_words(error)}",
+            hint="it is called as function(config, split) and gives the split's texts",
+            exit_code=ExitCode.training_failed,
+        ) from error
+
+
+def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
+    """Return all that the tokens depend on."""
+    fingerprint = encoder_of(config, tokenizer).fingerprint
+    parts = [fingerprint, identity_of(config), str(config.max_bytes)]
+    for name, of_side in (("train", files.train), ("held_out", files.held_out)):
+        parts.append(name)
+        for file in of_side:
+            parts.append(version_of(file))
+    divided = str(config.held_out_fraction) if files.by_document else ""
+    return [*parts, config.on_bad_text.value, divided]
+
+
+def _of_format_1(parts: list[str]) -> list[str]:
+    """What the key of the same text was made of before."""
+    return ["1", *parts[:-2]]
+
+
+def _key(parts: list[str]) -> str:
+    return digest_of("\n".join(parts))[:24]

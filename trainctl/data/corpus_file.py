@@ -1,0 +1,316 @@
+"""`corpus.json`: what a tokenized corpus is, and whether its files are what they were. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.in_place import Joined, Span, Tokens
+from trainctl.data.loss_marks import LearntTokens, Unmarked
+from trainctl.errors import ExitCode, TrainctlError
+
+FORMAT = 2
+_BLOCKS = ("blocks", "ends_blocks", "origin_blocks")
+ENDS = "<u8"
+"""numpy name of the type of ends of documents."""
+ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
+"""Where a document came from: which of the corpus's files, and its line there from 1, or 0."""
+FILES = "files.json"
+"""Those files, a list of paths."""
+BLOCK_BYTES = 1 << 24
+"""That one checksum is of: CRC-32, which zlib takes of several gigabytes a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One side of the corpus."""
+
+    file: str
+    """Name of the token file in the corpus folder."""
+    tokens: int
+    """Its length in tokens."""
+    documents: int
+    """Documents in it, each followed by the end-of-document id if there is one."""
+    sha256: str = ""
+    blocks: tuple[int, ...] = ()
+    """CRC-32 of each `BLOCK_BYTES` of it, in order."""
+    ends: str = ""
+    """Name of the file with the end of each document: u64, little endian, the tokens of the split
+    up to there. Empty where the corpus was made before there was one."""
+    ends_blocks: tuple[int, ...] = ()
+    origin: str = ""
+    """Name of the file with the file and line of each document, an `ORIGIN`; empty where that is
+    not known."""
+    origin_blocks: tuple[int, ...] = ()
+    in_place: tuple[Span, ...] = ()
+    """Where its ids are, if others have written them; `file` is then empty."""
+
+    def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Its files, each with its size in bytes and the checksums of its blocks."""
+        if not self.in_place:
+            yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
+        if self.ends:
+            yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
+        if self.origin:
+            yield self.origin, self.documents * ORIGIN.itemsize, self.origin_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What `corpus.json` says."""
+
+    folder: str
+    """Folder of the token files."""
+    dtype: str
+    """numpy name of the ids' type."""
+    end_of_document: int | None
+    """Id that closes a document, or None."""
+    train: Split
+    """The text to train on."""
+    held_out: Split
+    """The held-out text; 0 tokens if nothing is held out."""
+    unigram_entropy: float
+    """Entropy of the train split's tokens in nats: the loss of a model that knows how often each
+    token occurs and nothing else."""
+    digest: str
+    """A hash of what is in both splits and which is which: the same on resume, or it is another
+    corpus."""
+    bad_text: dict[str, Any] = field(default_factory=dict)
+    """How many documents were repaired and left out, with examples; empty if none."""
+    former_digest: str = ""
+    """That of the same tokens in format 1, for a run that was started with it."""
+    format: int = FORMAT
+    """Number of this record's form."""
+    is_marked: bool = False
+    """Whether its ids say which of them are learnt (`data.marks`)."""
+
+    def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
+        """Return the split's ids, shape (tokens,), by slices.
+
+        Args:
+            split: As for `stored`; so is the other.
+
+        Raises:
+            TrainctlError: Likewise.
+        """
+        found = self.stored(split, in_order=in_order)
+        return Unmarked(found) if self.is_marked else found
+
+    def learnt(self, split: Split) -> LearntTokens | None:
+        """Which of the split's tokens are learnt, by slices; None where all are.
+
+        Raises:
+            TrainctlError: As `stored`.
+        """
+        return LearntTokens(self.stored(split, in_order=False)) if self.is_marked else None
+
+    def stored(self, split: Split, *, in_order: bool = True) -> Tokens:
+        """Return the split's ids as they are written, shape (tokens,), memory-mapped: by slices.
+
+        Args:
+            in_order: They are read from the first to the last. For samples here and there it is
+                False: the kernel would else read 128 KiB around each page that is missing.
+
+        Raises:
+            TrainctlError: Its file is gone or of another size (exit code 5).
+        """
+        if split.in_place:
+            return Joined(split.in_place)
+        return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
+
+    def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
+        """Tokens up to the end of each document, shape (documents,), memory-mapped; or None.
+
+        None is for a corpus of before they were kept: there only the end's id tells.
+
+        Raises:
+            TrainctlError: As `tokens`.
+        """
+        if not split.ends:
+            return None
+        return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
+
+    def origin(self, split: Split) -> npt.NDArray[Any] | None:
+        """Where each document came from, an `ORIGIN` each, (documents,), memory-mapped; or None.
+
+        Raises:
+            TrainctlError: As `tokens`.
+        """
+        if not split.origin:
+            return None
+        return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
+
+    def as_without_ends(self) -> Corpus:
+        """Return the same, as before anything was kept of documents."""
+        nothing: dict[str, Any] = {
+            **{"ends": "", "ends_blocks": ()},
+            **{"origin": "", "origin_blocks": ()},
+        }
+        return replace(
+            self,
+            train=replace(self.train, **nothing),
+            held_out=replace(self.held_out, **nothing),
+        )
+
+    def _mapped(
+        self, split: Split, file: str, dtype: Any, length: int, in_order: bool
+    ) -> npt.NDArray[Any]:
+        if length == 0:
+            return np.empty(0, dtype=dtype)
+        problem = self._size_problem(split)
+        if problem:
+            raise TrainctlError(
+                f"the tokenized corpus in {self.folder} is damaged: {problem}",
+                hint="start again: a launch or resume looks it through and tokenizes it anew",
+                exit_code=ExitCode.run_state,
+            )
+        with (Path(self.folder) / file).open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if not in_order and hasattr(mmap, "MADV_RANDOM"):  # Windows has none
+            mapped.madvise(mmap.MADV_RANDOM)
+        return np.frombuffer(mapped, dtype=dtype)
+
+    def problem(self, *splits: Split) -> str:
+        """What is wrong with the files of the splits (of all, if none is given); empty if nothing.
+
+        Reads all of them, once, at the speed of the disk or of memory.
+        """
+        for split in splits or (self.train, self.held_out):
+            found = self._size_problem(split) or self._checksum_problem(split)
+            found = found or next(filter(None, (span.problem() for span in split.in_place)), "")
+            if found:
+                return found
+        return ""
+
+    def is_that_of(self, digest: str) -> bool:
+        """Whether a digest of earlier in this run means this corpus."""
+        return digest in (self.digest, self.former_digest or self.digest)
+
+    def continues(self, before: Corpus) -> bool:
+        """Whether a run can go on with this corpus that was started with the other."""
+        if before.format >= FORMAT:
+            return before.digest == self.digest
+        sizes = [(split.tokens, split.documents) for split in (self.train, self.held_out)]
+        was = [(split.tokens, split.documents) for split in (before.train, before.held_out)]
+        return sizes == was and before.digest == self.digest_of_format_1()
+
+    def digest_of_format_1(self) -> str:
+        """SHA-256 of both files one after the other, which did not tell where one ends."""
+        digest = hashlib.sha256()
+        for split in (self.held_out, self.train):
+            with (Path(self.folder) / split.file).open("rb") as stream:
+                for block in blocks_of(stream):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def _size_problem(self, split: Split) -> str:
+        for name, size, _ in split.files(self.dtype):
+            try:
+                found = (Path(self.folder) / name).stat().st_size
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+            if found != size:
+                return f"{name} has {found:,} bytes, not {size:,}"
+        is_gone = split.origin and not (Path(self.folder) / FILES).is_file()
+        return f"{FILES} is not there" if is_gone else ""
+
+    def _checksum_problem(self, split: Split) -> str:
+        problems = (self._differs(name, blocks) for name, _, blocks in split.files(self.dtype))
+        return next(filter(None, problems), "")
+
+    def _differs(self, name: str, blocks: tuple[int, ...]) -> str:
+        """In which blocks a file is not what was written; empty if in none."""
+        try:
+            stream = (Path(self.folder) / name).open("rb")
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        with stream:
+            found = tuple(zlib.crc32(block) for block in blocks_of(stream))
+        if found == blocks:
+            return ""
+        pairs = enumerate(zip(found, blocks, strict=False))
+        wrong = [number for number, (now, then) in pairs if now != then]
+        return (
+            f"{len(wrong):,} of {len(found):,} blocks of {name} have other checksums, the "
+            f"first at byte {wrong[0] * BLOCK_BYTES if wrong else 0:,}"
+        )
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Corpus:
+        """What a record says.
+
+        Raises:
+            ValueError: Or a TypeError or KeyError: it is not one.
+        """
+        sides = {name: _split(record[name]) for name in ("train", "held_out")}
+        return cls(**{"format": 1, **record, **sides})
+
+    @classmethod
+    def load(cls, path: Path) -> Corpus:
+        """Read a record.
+
+        Raises:
+            TrainctlError: It is not one (exit code 5).
+        """
+        try:
+            return cls.of(json.loads(path.read_bytes()))
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        raise TrainctlError(
+            f"{path} does not say what the corpus is: {problem}",
+            hint="remove it: a resume finds out again, and compares with the checkpoints",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
+    """Return the corpus of a folder if it is whole; else None and, if there is one, what is
+    wrong."""
+    record = folder / "corpus.json"
+    if not record.exists():
+        return None, ""
+    try:
+        corpus = replace(Corpus.load(record), folder=str(folder))
+    except TrainctlError as error:
+        return None, error.message
+    problem = corpus.problem()
+    if not problem and corpus.digest != digest_of_splits(corpus):
+        problem = "corpus.json does not agree with itself"
+    return (None, problem) if problem else (corpus, "")
+
+
+def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
+    """Yield the rest of a file, `BLOCK_BYTES` at a time; each is gone when the next is asked
+    for."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))  # one for all: fresh memory costs as much as CRC-32
+    while size := stream.readinto(buffer):
+        yield buffer[:size]
+
+
+def digest_of_splits(corpus: Corpus) -> str:
+    """SHA-256 of what the tokens are, where the sides end, and which side is which."""
+    sides = {
+        name: [split.tokens, split.documents, split.sha256]
+        for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
+    }
+    marks = ["marked"] if corpus.is_marked else []
+    text = json.dumps([corpus.dtype, corpus.end_of_document, sides, *marks], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _split(data: dict[str, Any]) -> Split:
+    blocks = {name: tuple(data.get(name, ())) for name in _BLOCKS}
+    spans = tuple(Span(**span) for span in data.get("in_place", ()))
+    return Split(**{**data, **blocks, "in_place": spans})

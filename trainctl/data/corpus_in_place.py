@@ -1,0 +1,185 @@
+"""A corpus of files that somebody else has tokenized: their ids stay where they are. No torch.
+
+What is written is where documents end, and a record: a few bytes a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import DataConfig
+from trainctl.config.text.check import UNFIT_IDS
+from trainctl.config.text.files import TextFiles
+from trainctl.config.text.remote import File
+from trainctl.data.assembly import Chunk
+from trainctl.data.in_place import Span, fingerprint, places
+from trainctl.data.store import files_in_order
+from trainctl.data.tokenized import Ends, Tokenized, ends_by_id
+from trainctl.data.tokenizer import Tokenizer
+from trainctl.errors import Finding, TrainctlError
+
+_COUNTED = 256
+"""Places of a span whose ids are counted, for the entropy of a corpus."""
+_AT_ONCE = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """Documents of a file that follow one another."""
+
+    first: int
+    """The first token, in the file."""
+    end: int
+    """One past the last."""
+    ends: Ends
+    """Those of the documents, from `first` on."""
+    number: int
+    """That of the first of them in the file, from 1."""
+
+
+def look(
+    config: DataConfig, vocab_size: int, end_of_document: int | None, files: Sequence[File]
+) -> tuple[list[Tokenized], list[Finding]]:
+    """Files of ids, and what is wrong with any of them: all of it.
+
+    Args:
+        vocab_size: Ids of the tokenizer.
+        end_of_document: That which closes a document.
+    """
+    opened, found = [], []
+    open_file = function_of("data", config.kind)
+    for file in files:
+        try:
+            if not isinstance(file, Path):
+                raise TrainctlError(
+                    f"{file} is not on this machine, and ids are used where they are",
+                    hint="copy it here",
+                )
+            opened.append(open_file(config, file))
+        except TrainctlError as error:
+            found.append(_finding(error.message, error.hint))
+            continue
+        found += [
+            _finding(each, "the tokenizer that made them, in tokenizer")
+            for each in opened[-1].problems(vocab_size, end_of_document)
+        ]
+    return opened, found
+
+
+def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> Iterator[Chunk]:
+    """Yield the two sides of a corpus, each in the order of its files.
+
+    Of a single file it is documents at its end that are held out, and of a single document its end:
+    what is in place stays in one piece.
+
+    Raises:
+        TrainctlError: With all that is wrong with the files.
+    """
+    every = files_in_order(files.train, files.held_out)
+    opened, found = look(config, tokenizer.vocab_size, tokenizer.end_of_document, every)
+    found += _of_another_tokenizer(config, tokenizer, opened)
+    if found:
+        more = f" (and {len(found) - 1:,} more problems)" if len(found) > 1 else ""
+        raise TrainctlError(found[0].message + more, hint=found[0].hint, findings=found)
+    held_out = set(files.held_out)
+    for number, (file, tokenized) in enumerate(zip(every, opened, strict=True)):
+        ends = _ends_of(tokenized, tokenizer.end_of_document)
+        if files.by_document:
+            for side, part in zip(
+                ("train", "held_out"), _divided(ends, config.held_out_fraction), strict=True
+            ):
+                yield _chunk(side, tokenized, part, number, tokenizer.vocab_size)
+        else:
+            whole = _Document(0, len(tokenized.ids), ends, 1)
+            side = "held_out" if file in held_out else "train"
+            yield _chunk(side, tokenized, whole, number, tokenizer.vocab_size)
+
+
+def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
+    """By the index, else by the id that ends a document; else all is one."""
+    if tokenized.ends is not None:
+        return tokenized.ends
+    if end_of_document is None:
+        return np.array([len(tokenized.ids)], dtype=np.int64)
+    return ends_by_id(tokenized.ids, end_of_document)
+
+
+def _divided(ends: Ends, fraction: float) -> tuple[_Document, _Document]:
+    """What is trained on of a single file, and what is held out: its last documents."""
+    total = int(ends[-1])
+    kept = round(total * (1 - fraction))
+    if len(ends) == 1:
+        return (
+            _Document(0, kept, np.array([kept]), 1),
+            _Document(kept, total, np.array([total - kept]), 1),
+        )
+    count = int(np.clip(np.searchsorted(ends, kept, side="right"), 1, len(ends) - 1))
+    at = int(ends[count - 1])
+    return _Document(0, at, ends[:count], 1), _Document(at, total, ends[count:] - at, count + 1)
+
+
+def _chunk(side: str, tokenized: Tokenized, part: _Document, file: int, limit: int) -> Chunk:
+    ids = tokenized.ids[part.first : part.end]
+    span = Span(
+        file=str(tokenized.file),
+        dtype=ids.dtype.str,
+        offset=tokenized.offset,
+        first=part.first,
+        tokens=len(ids),
+        size=tokenized.file.stat().st_size,
+        limit=limit,
+    )
+    count = len(part.ends)
+    return Chunk(
+        side,
+        _counted(ids, limit),
+        part.ends,
+        np.full(count, file),
+        np.arange(part.number, part.number + count),
+        replace(span, fingerprint=fingerprint(ids)),
+    )
+
+
+def _counted(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integer]:
+    """Ids all over a span, that stand for all of it; one that is none of the vocabulary's is said
+    when it is read."""
+    parts = [ids[at : at + _AT_ONCE] for at in places(len(ids), _COUNTED, _AT_ONCE)]
+    found = np.concatenate(parts) if parts else ids
+    return found[(found >= 0) & (found < limit)]
+
+
+def _of_another_tokenizer(
+    config: DataConfig, tokenizer: Tokenizer, opened: Sequence[Tokenized]
+) -> Iterator[Finding]:
+    """Where the files' maker has left the name of a tokenizer, it is that of the run."""
+    file = tokenizer.file
+    own = set(file.absolute().parts) if file else set()
+    stated = getattr(config, "made_with", None)
+    for name in sorted({each.tokenizer for each in opened if each.tokenizer} - {stated}):
+        if name.rpartition("/")[2] in own or (file is not None and _is_copy(name, file)):
+            continue
+        first = next(each.file for each in opened if each.tokenizer == name)
+        yield _finding(
+            f"{first} was made with the tokenizer {name!r}, and this run has "
+            f"{file or 'that of bytes'}",
+            f"that tokenizer in tokenizer, or data.made_with={name} if it is the same",
+        )
+
+
+def _is_copy(name: str, file: Path) -> bool:
+    """Whether a name is that of a file with the same bytes."""
+    try:
+        # A name that somebody else wrote may be a device's, which has no end.
+        return Path(name).is_file() and Path(name).read_bytes() == file.read_bytes()
+    except (OSError, ValueError):
+        return False
+
+
+def _finding(message: str, hint: str) -> Finding:
+    return Finding(rule=UNFIT_IDS, key="data.paths", message=message, hint=hint)

@@ -1,0 +1,174 @@
+"""Where a text is in what a run is trained on, and which of its steps have seen it. No torch."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.contents import training_text
+from trainctl.data.corpus import Corpus
+from trainctl.data.mixture import order_of
+from trainctl.data.order import Order
+from trainctl.data.tokenizer import Tokenizer
+from trainctl.plan.mixture import sources_of
+from trainctl.plan.types import RunPlan
+from trainctl.runs.records import Event
+
+AROUND = 60
+"""Characters before and after it that are shown."""
+
+Progress = Callable[[int, int], None]
+"""Called with the tokens that have been looked through, and all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A sample in which a run has seen it."""
+
+    step: int
+    """Number of the optimizer step, from 1."""
+    sample: int
+    """Its counter, as in the records."""
+    epoch: int
+    """How often the source had been gone through before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A document that has the text."""
+
+    source: str
+    """Name of its source; that of a run with one source is `plan.mixture.SOLE`."""
+    document: int
+    """Its number in the training text of the source, from 0."""
+    file: str | None
+    """Where it is, if that can be told."""
+    line: int | None
+    """Or row of that file, from 1; None where the file is one document."""
+    token: int
+    """The first token of the text in the document, counted from the document's own first."""
+    text: str
+    """What stands there, with `AROUND` characters on each side."""
+    times: int
+    """How often the document has it."""
+    seen: tuple[Sighting, ...]
+    """The steps that have seen the first of them, as the run stands."""
+
+
+def matches(
+    plan: RunPlan,
+    corpora: Mapping[str, Corpus],
+    tokenizer: Tokenizer,
+    wanted: str,
+    events: Iterable[Event],
+    *,
+    ignore_case: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Iterator[Match]:
+    """Yield the documents with a text, source after source, in the order of the training text.
+
+    The tokens are looked through, so it finds what the model is shown, also where the files have
+    gone. A text that the tokenizer changes (in case, or in white space) has to be asked for as it
+    is then.
+
+    Args:
+        wanted: What to look for; not empty.
+        events: Records of the run: which samples each step has seen.
+        ignore_case: Letters of another case are the same.
+        progress: Called now and then.
+    """
+    names = sources_of(plan.config.data)
+    lengths = {name: corpora[name].train.tokens for name in names}
+    whole, before = sum(lengths.values()), 0
+    sought = wanted.lower() if ignore_case else wanted
+    history = _History(plan, corpora, events)
+    for name in names:
+        text = training_text(plan, corpora[name], name)
+        ends = [0, len(text.tokens)] if text.ends is None else [0, *map(int, text.ends)]
+        for number, (start, end) in enumerate(pairwise(ends)):
+            progress(before + end, whole)
+            ids = text.tokens[start:end].tolist()
+            found = tokenizer.decode(ids)
+            place = (found.lower() if ignore_case else found).find(sought)
+            if place < 0:
+                continue
+            token = _token_at(tokenizer, ids, place)
+            file, line = text.place_of(number)
+            yield Match(
+                source=name,
+                document=number,
+                file=file,
+                line=line,
+                token=token,
+                text=found[max(0, place - AROUND) : place + len(wanted) + AROUND],
+                times=(found.lower() if ignore_case else found).count(sought),
+                seen=tuple(history.sightings(name, start + token)),
+            )
+        before += lengths[name]
+
+
+def first_of(found: Iterable[Match], most: int) -> tuple[list[Match], bool]:
+    """So many of the matches, and whether there are more; 0 takes all."""
+    if not most:
+        return list(found), False
+    some = list(islice(found, most + 1))
+    return some[:most], len(some) > most
+
+
+def _token_at(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
+    """Return the token that a character of their text is of: the first after which it is there."""
+    low, high = 0, len(ids) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(ids[: middle + 1])) > place:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+class _History:
+    """Which step of a run has seen which token of which source, as the run stands."""
+
+    def __init__(
+        self, plan: RunPlan, corpora: Mapping[str, Corpus], events: Iterable[Event]
+    ) -> None:
+        self._steps, self._firsts, self._ends = array("q"), array("q"), array("q")
+        for event in events:
+            if event["event"] == "step" and event.get("samples"):
+                self._add(event["step"], *event["samples"])
+        self._order: Order | None = None
+        self._plan, self._corpora = plan, corpora
+        if self._steps:
+            names = sources_of(plan.config.data)
+            tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in names}
+            self._order = order_of(plan, tokens)
+
+    def _add(self, step: int, first: int, end: int) -> None:
+        """Of a step that is done again the last time counts, and nothing behind it does."""
+        while self._steps and self._steps[-1] >= step:
+            for column in (self._steps, self._firsts, self._ends):
+                column.pop()
+        self._steps.append(step)
+        self._firsts.append(first)
+        self._ends.append(end)
+
+    def sightings(self, source: str, token: int) -> Iterator[Sighting]:
+        """Of a token of a source's training text."""
+        if self._order is None:
+            return
+        corpus = self._corpora[source]
+        bins = bins_of(self._plan.config, corpus, corpus.train)
+        if bins is not None:  # the order has one bin after the other
+            place = bins.bin_of(token)
+            if place is None:
+                return
+            token = place * self._plan.batch.sequence_length
+        for seen in self._order.when(source, token, max(self._ends)):
+            number = bisect_right(self._firsts, seen.counter) - 1
+            if number >= 0 and seen.counter < self._ends[number]:  # not left out after a spike
+                yield Sighting(self._steps[number], seen.counter, seen.epoch)

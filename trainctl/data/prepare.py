@@ -1,0 +1,210 @@
+"""What happens once on a node before its ranks start: the corpus is tokenized. No torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from trainctl.config.schema import Packing, RunConfig
+from trainctl.data.bins import drawn_tokens
+from trainctl.data.corpora import (
+    Corpora,
+    as_before,
+    build_corpora,
+    help_with,
+    load_corpora,
+    save_corpora,
+)
+from trainctl.data.infilling_settings import infilling_of
+from trainctl.data.mixture import Count, plan_data
+from trainctl.data.progress import PreparationStanding
+from trainctl.data.streaming.corpora import make_room
+from trainctl.data.tokenizer import load_tokenizer
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.mixture import SOLE, sources_of
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+
+
+def say(message: str) -> None:
+    """On stderr, which is the agent's log."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def prepare(
+    plan: RunPlan,
+    run: RunPaths,
+    tell: Callable[[str], None] = say,
+    show: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Tokenize the plan's corpus into the cache and say in `corpus.json` where it is.
+
+    Args:
+        tell: Called with a sentence where the cache is not as it should be.
+        show: Called with how far it has come, in a few words.
+
+    Raises:
+        TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
+            more ids than the model, or the corpus is not the one that this run started with.
+    """
+    corpora = corpora_of_plan(plan, tell, show, users_folder=run.users_corpus)
+    kept = as_before(corpora, run.corpus)
+    _check_ends(plan.config, kept)
+    make_room(plan.config, corpora)
+    save_corpora(run.corpus, kept)
+
+
+def corpora_of_plan(
+    plan: RunPlan,
+    tell: Callable[[str], None] = say,
+    show: Callable[[str], None] = lambda _: None,
+    *,
+    users_folder: Path | None = None,
+) -> Corpora:
+    """Tokenize the plan's text into the cache, and check that a run can be trained on it.
+
+    Args:
+        plan: Of a run, or of one that may come.
+        users_folder: For the texts of `data.factory`, which are kept with the run.
+
+    Raises:
+        TrainctlError: As `prepare`, but for what depends on the run.
+    """
+    config = plan.config
+    show("reading the corpus")
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise TrainctlError(
+            f"model.vocab_size={config.model.vocab_size} but the tokenizer has "
+            f"{tokenizer.vocab_size} ids",
+            hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
+        )
+    corpora = build_corpora(
+        config, tokenizer, TokenizingProgress(show), tell, users_folder=users_folder
+    )
+    for name in sources_of(config.data):
+        infilling_of(config, name)
+    _check_length(plan, corpora, tell)
+    return corpora
+
+
+def help_to_prepare(plan: RunPlan) -> None:
+    """Tokenize what nobody does yet, for the node that puts the corpus together.
+
+    What is wrong with the text is that node's to say, so nothing is raised.
+    """
+    config = plan.config
+    if config.data.factory is not None:
+        return
+    with suppress(TrainctlError):
+        help_with(config, load_tokenizer(config.tokenizer))
+
+
+def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) -> None:
+    """That there is as much text as the plan draws.
+
+    Raises:
+        TrainctlError: A source is too short, and by how much; or the steps of the plan are passes
+            over a text of another length.
+    """
+    config, training = plan.config, plan.config.training
+    counts = {
+        name: Count(tokens=drawn_tokens(config, corpus, tell)) for name, corpus in corpora.items()
+    }
+    if config.data.sources or config.data.stages:
+        problems = [problem for problem in plan_data(plan, counts).problems if problem.is_error]
+        if problems:
+            raise TrainctlError(
+                "; ".join(problem.message for problem in problems),
+                hint=problems[0].hint,
+                exit_code=problems[0].exit_code,
+            )
+    if config.data.sources:
+        return
+    tokens, length = counts[SOLE].tokens, training.sequence_length
+    if tokens <= length:
+        raise TrainctlError(
+            f"the corpus has {tokens} tokens, fewer than one sample of "
+            f"training.sequence_length={length}",
+            hint="add text to data.paths, or shorten the sequence",
+        )
+    if is_counted_in_epochs(training) and training.epoch_tokens != tokens:
+        raise TrainctlError(
+            f"training.epoch_tokens={training.epoch_tokens} says how long training.epochs is, but "
+            f"the corpus has {tokens} tokens to train on",
+            hint=f"training.epoch_tokens={tokens}, or leave it out: it is counted",
+        )
+
+
+def _check_ends(config: RunConfig, corpora: Corpora) -> None:
+    """That a run of before ends of documents were kept goes on without what needs them.
+
+    Raises:
+        TrainctlError: It would pack or rearrange documents (exit code 5).
+    """
+    for name, section in sources_of(config.data).items():
+        needs = [
+            *(["data.packing=best_fit"] if config.data.packing is Packing.best_fit else []),
+            *(["fim_rate"] if section.fim_rate else []),
+        ]
+        if needs and not corpora[name].train.ends:
+            raise TrainctlError(
+                f"{' and '.join(needs)} would need to know where documents end, which was not kept "
+                "yet when this run was started",
+                hint="leave it out, or start a new run from this run's weights",
+                exit_code=ExitCode.run_state,
+            )
+
+
+def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
+    """Return the corpora of a run that was launched, tokenized again if the cache has lost one.
+
+    Raises:
+        TrainctlError: The text of one is not there any more.
+    """
+    config = plan.config
+
+    def build() -> Corpora:
+        tokenizer = load_tokenizer(config.tokenizer)
+        return build_corpora(config, tokenizer, tell=say, users_folder=run.users_corpus)
+
+    if config.data.factory is not None:
+        return build()
+    if not run.corpus.is_file():
+        raise TrainctlError(
+            f"{run.root} has not read its corpus yet",
+            hint="it does when its first attempt starts",
+            exit_code=ExitCode.run_state,
+        )
+    before = load_corpora(run.corpus, config.data)
+    if not any(corpus.problem() for corpus in before.values()):
+        return before
+    again = build()
+    if not all(corpus.continues(before[name]) for name, corpus in again.items()):
+        raise TrainctlError(
+            "the text of this run is not there any more, neither in the cache nor in its files",
+            hint="restore the files",
+            exit_code=ExitCode.run_state,
+        )
+    return again
+
+
+class TokenizingProgress:
+    """How far tokenizing is: a plain line on stderr every few seconds, and shown more often."""
+
+    def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
+        self._last = self._shown = time.monotonic()
+        self._show = show
+
+    def __call__(self, standing: PreparationStanding) -> None:
+        now = time.monotonic()
+        if now - self._shown >= 0.5:
+            self._shown = now
+            self._show(str(standing))
+        if now - self._last >= 5:
+            self._last = now
+            say(str(standing))

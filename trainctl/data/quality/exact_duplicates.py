@@ -1,0 +1,41 @@
+"""Documents with the same text, to the byte: by 128-bit hashes, within and across sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.groups import MEMORY, equal_keys
+from trainctl.data.quality.hashing import I64, U64
+
+
+def same_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
+    """Yield each document whose text one before it has, and the first that has it: [documents, 2].
+
+    Takes 16 bytes of memory a document that goes, beside `memory`. Two texts that differ are taken
+    as the same with a probability of N^2 / 2^129 for N documents.
+
+    Args:
+        scratch: A folder for what does not fit in memory.
+        memory: Bytes to stay below while sorting.
+    """
+
+    def rows() -> Iterator[tuple[U64, I64]]:
+        for part in corpus.parts:
+            yield np.asarray(part.columns["hash"][:, 0]), part.ids
+
+    found = [np.empty((0, 2), dtype=np.int64)]
+    for ids, counts in equal_keys(rows, corpus.documents, scratch, memory):
+        rest = corpus.rows("hash", ids)[:, 1]
+        group = np.repeat(np.arange(len(counts)), counts)
+        order = np.lexsort((ids, rest, group))  # the other 64 bits; a group falls apart very rarely
+        ids, rest, group = ids[order], rest[order], group[order]
+        is_first = np.ones(len(ids), dtype=np.bool_)
+        is_first[1:] = (group[1:] != group[:-1]) | (rest[1:] != rest[:-1])
+        firsts = ids[is_first][np.cumsum(is_first) - 1]
+        found.append(np.stack((ids, firsts), axis=1)[~is_first])
+    pairs = np.concatenate(found)
+    return pairs[np.argsort(pairs[:, 0])]

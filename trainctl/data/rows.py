@@ -1,0 +1,155 @@
+"""The tokens of samples, as they are cut out of a text or packed into bins. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.corpus import Corpus, Split
+from trainctl.data.infilling import Infilling
+from trainctl.data.packing import Bins
+from trainctl.plan.sample_order import samples_in
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Samples."""
+
+    tokens: npt.NDArray[np.int64]
+    """Theirs and the one behind each, (samples, length + 1)."""
+    ends: npt.NDArray[np.bool_]
+    """Which tokens are the last of their document, (samples, length)."""
+    silent: npt.NDArray[np.bool_]
+    """Which tokens have no label, (samples, length): padding, and what comes before it."""
+
+    @classmethod
+    def empty(cls, count: int, length: int) -> Rows:
+        """So many samples, to be written."""
+        shape = (count, length)
+        tokens = np.empty((count, length + 1), dtype=np.int64)
+        return cls(tokens, np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
+
+    def put(self, places: npt.NDArray[np.int64], others: Rows) -> None:
+        """Write other samples at these places."""
+        self.tokens[places] = others.tokens
+        self.ends[places] = others.ends
+        self.silent[places] = others.silent
+
+
+class SampleRows:
+    """Samples of one length of a side of a corpus.
+
+    Without bins, sample i covers tokens [i L, i L + L], one more than its length L for the labels;
+    what is left over at the end of the split is not used. With bins it is the pieces of bin i one
+    after the other, each the last of its document's or as long as a sample, and then padding.
+
+    Args:
+        corpus: The corpus.
+        split: Its side.
+        length: Of a sample.
+        bins: Those of best-fit packing; None cuts the text.
+        infilling: What documents become when they are read; None leaves them as they are.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        split: Split,
+        length: int,
+        *,
+        bins: Bins | None = None,
+        infilling: Infilling | None = None,
+    ) -> None:
+        self._tokens = corpus.tokens(split, in_order=False)
+        self._learnt = corpus.learnt(split)
+        self._ends = corpus.ends(split)
+        self._end_of_document = corpus.end_of_document
+        self._length = length
+        self._bins = bins
+        self._infilling = infilling
+        # There may be no bin at all: of conversations that are all left out.
+        self.num_samples = samples_in(split.tokens, length) if bins is None else len(bins)
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """Where a sample's tokens begin and end in the text, without the one behind them."""
+        if self._bins is None:
+            return [(index * self._length, (index + 1) * self._length)]
+        starts, lengths = self._bins.pieces(index)
+        return [(start, start + size) for start, size in zip(starts, lengths, strict=True)]
+
+    def read(
+        self, indices: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64] | None = None
+    ) -> Rows:
+        """Return the samples at `indices`; below 0 is the first one.
+
+        Args:
+            epochs: Of each, for what is rearranged anew in each; None is the first.
+        """
+        rows = Rows.empty(len(indices), self._length)
+        indices = np.maximum(indices, 0)
+        epochs = np.zeros_like(indices) if epochs is None else epochs
+        if self._bins is not None:
+            for number, index in enumerate(indices.tolist()):
+                self._fill(rows, number, index, int(epochs[number]))
+            return rows
+        starts = indices * self._length
+        for row, start, epoch in zip(rows.tokens, starts.tolist(), epochs, strict=True):
+            # Slices: indices of all tokens cost more than twice as much.
+            self._copy(row, start, int(epoch))
+        for silent, start in zip(rows.silent, starts.tolist(), strict=True):
+            self._silence(silent, start)
+        self._find_ends(rows, starts)
+        return rows
+
+    def _copy(self, row: npt.NDArray[np.int64], start: int, epoch: int) -> None:
+        row[:] = self._tokens[start : start + len(row)]
+        if self._infilling is not None:
+            assert self._ends is not None
+            self._infilling.apply(row, start, self._tokens, self._ends, epoch)
+
+    def _fill(self, rows: Rows, number: int, index: int, epoch: int) -> None:
+        """Write the sample of a bin."""
+        assert self._ends is not None
+        row, at = rows.tokens[number], 0
+        for start, end in self.pieces(index):
+            size = end - start
+            place = np.searchsorted(self._ends, self._ends.dtype.type(end))
+            if int(self._ends[place]) == end:
+                self._copy(row[at : at + size], start, epoch)
+                self._silence(rows.silent[number, at : at + size], start, is_whole=True)
+                at += size
+                rows.ends[number, at - 1] = True
+            else:  # a whole sample, and the document goes on
+                self._copy(row, start, epoch)
+                self._silence(rows.silent[number], start)
+                return
+        row[at:] = self._end_of_document or 0
+        rows.silent[number, at - 1 :] = True
+
+    def _silence(
+        self, silent: npt.NDArray[np.bool_], start: int, *, is_whole: bool = False
+    ) -> None:
+        """Mark the tokens before those that are not learnt.
+
+        Args:
+            silent: Of tokens that follow one another.
+            start: Place of the first in the text.
+            is_whole: Whether a document ends with the last: the next one is no label of it.
+        """
+        if self._learnt is not None:
+            found = self._learnt[start + 1 : start + len(silent) + 1]
+            silent[: len(found)] = ~found
+            silent[len(silent) - is_whole :] = True
+
+    def _find_ends(self, rows: Rows, starts: npt.NDArray[np.int64]) -> None:
+        """Mark the last tokens of documents; none where nothing tells."""
+        if self._ends is None:  # a corpus of before they were kept
+            if self._end_of_document is not None:
+                rows.ends[:] = rows.tokens[:, :-1] == self._end_of_document
+            return
+        bounds = np.stack([starts, starts + self._length]).astype(self._ends.dtype)
+        firsts, lasts = np.searchsorted(self._ends, bounds, side="right")
+        for row, start, first, last in zip(rows.ends, starts, firsts, lasts, strict=True):
+            row[self._ends[first:last].astype(np.int64) - start - 1] = True

@@ -1,0 +1,239 @@
+"""The samples of one source, draw after draw: epochs, windows, and what a new length leaves.
+
+Draws of a source are numbered from 0 over the whole run. With n samples in its text, draw d is
+place ``d % n`` of epoch ``d // n``, and an epoch is a permutation of the text's samples, with a key
+of its own. A source with windows is shuffled in two steps: the order of its shards, then the
+samples of so many shards together, so that few shards have to be at hand and the next are known.
+
+A *leg* is what is drawn of a source at one length of sample. Where the length changes within a
+window, a shorter length that divides cuts what is left of that window into smaller samples, its
+*tail*, so that nothing is left out; any other leaves the rest of the window out. Then it goes on at
+the next window. No token comes twice in an epoch either way. Without shuffling it goes on where it
+is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.permutation import Integers, Words, key_of, mix, permute, unpermute
+
+SHARD_TOKENS = 1 << 26
+"""Of a shard: what is fetched and shuffled as one piece."""
+
+SOLE = "data"
+"""The name of the source of a run that has only one, `data.kind`."""
+
+Permutation = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], Integers]
+
+_SHARDS = -1
+"""In place of a window's first sample: the order of the shards."""
+
+
+def samples_of(tokens: int, length: int) -> int:
+    """Samples that a text is cut into: the last of them needs one token more, for its label."""
+    return max(0, (tokens - 1) // length)
+
+
+def source_key(seed: int, name: str) -> int:
+    """What all of a source's permutations follow from: the seed of the run and its name.
+
+    The name `SOLE` has the key of a run with one source, so that such a run goes on as before when
+    it is given others beside it.
+    """
+    key = mix(np.uint64(seed))
+    if name != SOLE:
+        digest = hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()
+        key = mix(key ^ np.uint64(int.from_bytes(digest[:8], "little")))
+    return int(key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """What is drawn of a source at one length; its own draws are counted from 0."""
+
+    key: int
+    """The key of the source."""
+    tokens: int
+    """Length of its text."""
+    length: int
+    """Tokens of a sample."""
+    window: int | None
+    """Shards that are shuffled together; None shuffles the whole text."""
+    shard_tokens: int
+    """Tokens of a shard, a multiple of every length where there are windows."""
+    shuffle: bool = True
+    """Without it an epoch has the text's own order."""
+    first: int = 0
+    """Draw of the leg's first sample behind the tail, counted as if this had been the length from
+    the start."""
+    before: Leg | None = None
+    """The leg before, of which it has a tail; None if it has none."""
+    tail_from: int = 0
+    """Draw of the leg before that the tail begins with."""
+    tail: int = 0
+    """Samples of the tail."""
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch."""
+        return samples_of(self.tokens, self.length)
+
+    def at(self, draws: Integers) -> tuple[Integers, Integers]:
+        """Epoch and index of the sample of each draw; its tokens begin at index x length."""
+        if self.before is None or not (inside := draws < self.tail).any():
+            return located(draws, self.numbers, self.shuffle)
+        epoch, index = np.empty_like(draws), np.empty_like(draws)
+        epoch[inside], index[inside] = self._of_tail(self.before, draws[inside])
+        epoch[~inside], index[~inside] = located(draws[~inside], self.numbers, self.shuffle)
+        return epoch, index
+
+    def draws_of(self, token: int, draws: int) -> list[tuple[int, int]]:
+        """Epoch and draw of the samples among the first `draws` that have a token: the inverse.
+
+        One of each epoch at most, in the order of the draws.
+        """
+        found = []
+        index, samples = token // self.length, self.samples
+        if self.before is not None:
+            found += self._in_tail(self.before, token)
+        if index < samples:
+            last = self.first + max(0, draws - self.tail)
+            for epoch in range(self.first // samples, -(-last // samples)):
+                place = self._place(epoch, index)
+                draw = epoch * samples + place - self.first
+                found.append((epoch, draw + self.tail if draw >= 0 else -1))
+        return [(epoch, draw) for epoch, draw in found if 0 <= draw < draws]
+
+    def turned(self, draws: int, length: int) -> Leg:
+        """Return the leg that follows after so many draws, at another length."""
+        end, epoch, done = self._window_end(draws)
+        samples = samples_of(self.tokens, length)
+        place = min(done * (self._per_window(length) or samples), samples)
+        rest, ratio = end - draws, self.length // length
+        has_tail = rest > 0 and self.length % length == 0 and self.shuffle
+        if not self.shuffle:  # what is left lies behind the last sample
+            epoch, place = divmod(self.first + draws, self.samples)
+            place = min(-(-place * self.length // length), samples)
+        return Leg(
+            key=self.key,
+            tokens=self.tokens,
+            length=length,
+            window=self.window,
+            shard_tokens=self.shard_tokens,
+            shuffle=self.shuffle,
+            first=epoch * samples + place,
+            before=self if has_tail else None,
+            tail_from=draws,
+            tail=rest * ratio if has_tail else 0,
+        )
+
+    def left_out(self, draws: int, length: int) -> int:
+        """Tokens of the present window that nobody sees in this epoch after such a turn."""
+        end, _, _ = self._window_end(draws)
+        is_cut = self.length % length == 0 or not self.shuffle
+        return 0 if is_cut else (end - draws) * self.length
+
+    def _window_end(self, draws: int) -> tuple[int, int, int]:
+        """Return the draw that ends the window which `draws` are in, or at the beginning of; its
+        epoch, and windows of that epoch that are then done (1 for the whole of a text without)."""
+        draw = self.first + max(0, draws - self.tail)
+        epoch, place = divmod(draw, self.samples)
+        each = self._per_window(self.length) or self.samples
+        done = -(-place // each)
+        if draws < self.tail:
+            return self.tail, epoch, done
+        end = min(done * each, self.samples)
+        return draws + end - place, epoch, done
+
+    def _per_window(self, length: int) -> int | None:
+        return None if self.window is None else self.window * (self.shard_tokens // length)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What `located` needs of the leg: of several, each is then an array."""
+        each = self._per_window(self.length)
+        samples = self.samples
+        in_shard = self.shard_tokens // self.length if each else 0
+        return self.key, self.first, self.tail, samples, each or samples, in_shard
+
+    def _place(self, epoch: int, index: int) -> int:
+        """Where in an epoch a sample is."""
+        if not self.shuffle:
+            return index
+        keys, each = _epoch_keys(self.key, np.array([epoch])), self._per_window(self.length)
+        if each is None:
+            return int(unpermute([index], self.samples, keys)[0])
+        in_shard = self.shard_tokens // self.length
+        shard, within = divmod(index, in_shard)
+        full = self.samples // in_shard
+        mixed = int(_shards(np.array([shard]), full, keys, unpermute)[0]) * in_shard + within
+        begin = mixed // each * each
+        size = min(each, self.samples - begin)
+        return begin + int(unpermute([mixed - begin], size, key_of(keys, begin))[0])
+
+    def _of_tail(self, before: Leg, draws: Integers) -> tuple[Integers, Integers]:
+        ratio = before.length // self.length
+        draws = permute(draws, self.tail, self._tail_key())
+        epochs, indices = before.at(self.tail_from + draws // ratio)
+        return epochs, indices * ratio + draws % ratio
+
+    def _in_tail(self, before: Leg, token: int) -> list[tuple[int, int]]:
+        ratio = before.length // self.length
+        found = []
+        for epoch, draw in before.draws_of(token, self.tail_from + self.tail // ratio):
+            piece = (draw - self.tail_from) * ratio + token // self.length % ratio
+            if piece >= 0:
+                piece = int(unpermute([piece], self.tail, self._tail_key())[0])
+                found.append((epoch, piece))
+        return found
+
+    def _tail_key(self) -> Words:
+        return key_of(np.uint64(self.key), self.tail_from, self.length, self.tail)
+
+
+def located(
+    draws: Integers, numbers: Sequence[npt.ArrayLike], shuffle: bool
+) -> tuple[Integers, Integers]:
+    """Epoch and index of samples behind the tail of a leg, or of several legs.
+
+    Args:
+        draws: Draws of a leg each.
+        numbers: As `Leg.numbers` has them; each may be one of each draw.
+        shuffle: Without it an epoch has the text's own order.
+    """
+    key, first, tail, samples, each, in_shard = (np.asarray(number) for number in numbers)
+    epochs, places = np.divmod(first + draws - tail, samples)
+    if not shuffle:
+        return epochs, places
+    keys, has_windows = _epoch_keys(key, epochs), in_shard > 0
+    if not has_windows.any():
+        return epochs, permute(places, samples, keys)
+    begin = places // each * each
+    size = np.minimum(each, samples - begin)
+    of_window = np.where(has_windows, key_of(keys, begin), keys)
+    mixed = begin + permute(places - begin, size, of_window)
+    chosen = np.flatnonzero(np.broadcast_to(has_windows, mixed.shape))
+    in_shard, samples = (np.broadcast_to(n, mixed.shape)[chosen] for n in (in_shard, samples))
+    slots, within = np.divmod(mixed[chosen], in_shard)
+    shards = _shards(slots, samples // in_shard, keys[chosen], permute)
+    mixed[chosen] = shards * in_shard + within
+    return epochs, mixed
+
+
+def _shards(shards: Integers, full: npt.ArrayLike, keys: Words, how: Permutation) -> Integers:
+    """Return the full shards in another order; one that is not full stays the last of an epoch."""
+    most = np.asarray(full)
+    inside = np.minimum(shards, np.maximum(most - 1, 0))
+    moved = how(inside, np.maximum(most, 1), key_of(keys, _SHARDS))
+    return np.where(shards < most, moved, shards)
+
+
+def _epoch_keys(key: npt.ArrayLike, epochs: Integers) -> Words:
+    with np.errstate(over="ignore"):
+        return np.asarray(key, dtype=np.uint64) + epochs.astype(np.uint64)

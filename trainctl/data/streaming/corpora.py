@@ -1,0 +1,292 @@
+"""Corpora of a run that lie elsewhere: found before its ranks start, and read by them. No torch."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.remote import Tell, say
+from trainctl.data.corpus import cache_folder
+from trainctl.data.corpus_file import Corpus, Split
+from trainctl.data.order import Order
+from trainctl.data.part import writing
+from trainctl.data.streaming.cache import ShardCache
+from trainctl.data.streaming.layout import RECORD, StreamRecord, side_and_number
+from trainctl.data.streaming.lookahead import Lookahead
+from trainctl.data.streaming.reader import StreamedTokens
+from trainctl.data.streaming.transfer import (
+    as_url,
+    blocks_of_shard,
+    read_record,
+    write_elsewhere,
+)
+from trainctl.data.tokenizer import Tokenizer
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data.stream import StreamConfig, shards_needed
+from trainctl.plan.mixture import sources_of
+from trainctl.runs.atomic import write_bytes
+
+_KEPT = 1e18
+"""When what is held out is needed: later than anything in sight, and again at each evaluation."""
+_LOOK_SECONDS = 1.0
+"""Between two looks for room that another rank may have made."""
+_STEPS_APART = 4
+"""Steps that ranks may be apart: those that are made ahead, and a few more."""
+
+
+class Stream:
+    """A corpus elsewhere, as a process of this node reads it.
+
+    Attributes:
+        tell: Called with a sentence where something has to be waited for.
+        record: What lies there.
+
+    Args:
+        section: Names it.
+        record: What lies there.
+    """
+
+    def __init__(self, section: StreamConfig, record: StreamRecord) -> None:
+        assert section.url is not None
+        self.tell: Tell = say
+        self.record = record
+        self.limit = section.cache_bytes
+        self._ahead: Lookahead | None = None
+        self._moved = threading.Event()
+        self.cache = ShardCache(
+            folder_here(section, record.digest),
+            self.limit,
+            record.facts,
+            partial(blocks_of_shard, section.url, record.digest, self._tell),
+            self._next_use,
+            self._tell,
+        )
+
+    def side(self, split: Split) -> StreamedTokens:
+        """Return the ids of a side, and the ends of its documents."""
+        return StreamedTokens(self.record, split.file.removesuffix(".bin"), self.cache)
+
+    def follow(self, order: Order, source: str, *, end: int, batch: int) -> None:
+        """Fetch ahead what samples need, from the first `move` on, in a thread of its own.
+
+        Args:
+            source: Name of this corpus in it.
+            end: Counter behind the last sample of the run.
+            batch: Samples of the largest batch.
+        """
+        size = max((facts.size for facts in self.record.shards["train"]), default=1)
+        kept = max((facts.size for facts in self.record.shards["held_out"]), default=0)
+        self._ahead = Lookahead(
+            partial(_needs, order, source, self.record.shard_tokens),
+            end=end,
+            room=max(1, (self.limit - kept) // size),
+            shards=len(self.record.shards["train"]),
+            lag=_STEPS_APART * batch,
+        )
+        threading.Thread(target=self._fetch, name=f"shards of {source}", daemon=True).start()
+
+    def move(self, counter: int) -> None:
+        """Samples from this one on are read now."""
+        if self._ahead is not None:
+            self._ahead.move(counter)
+            self._moved.set()
+
+    def _fetch(self) -> None:
+        ahead = self._ahead
+        assert ahead is not None
+        self._moved.wait()
+        while True:
+            self._moved.clear()
+            while ahead.look():
+                pass
+            names = [f"train-{number:05d}.shard" for number in ahead.wanted()]
+            fetched = False
+            # Who needs the shard tries again, and raises what there is to raise.
+            with suppress(TrainctlError):
+                fetched = self.cache.fetch_ahead(names)
+            if not fetched:
+                self._moved.wait(_LOOK_SECONDS)
+
+    def _next_use(self, name: str) -> float:
+        side, number = side_and_number(name)
+        if side != "train":
+            return _KEPT
+        use = self._ahead.next_use(number) if self._ahead is not None else None
+        return inf if use is None else use
+
+    def _tell(self, message: str) -> None:
+        self.tell(message)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedCorpus(Corpus):
+    """A corpus of which no more is here than a cache holds."""
+
+    stream: Stream | None = None
+    """How it is read."""
+
+    def tokens(self, split: Split, *, in_order: bool = True) -> StreamedTokens:
+        """Return the split's ids, fetched where they are read."""
+        assert self.stream is not None
+        return self.stream.side(split)
+
+    def ends(self, split: Split) -> Any:
+        """Tokens up to the end of each document, fetched where they are read."""
+        assert self.stream is not None
+        return self.stream.side(split).ends
+
+    def origin(self, split: Split) -> None:
+        """Is not written elsewhere."""
+
+    def problem(self, *splits: Split) -> str:
+        """Nothing: a shard is compared with its checksum whenever it is fetched."""
+        return ""
+
+
+def folder_here(section: StreamConfig, digest: str) -> Path:
+    """Where a node has its shards: also on a disk that nodes share, each has its own."""
+    base = Path(section.cache_folder).expanduser() if section.cache_folder else cache_folder()
+    return base / f"stream-{digest[:24]}-{socket.gethostname()}"
+
+
+def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+    """Return the corpus that a section names.
+
+    Raises:
+        TrainctlError: Nothing lies there, of another tokenizer, or nothing answers.
+    """
+    assert section.url is not None
+    record = read_record(section.url, tell)
+    if record.tokenizer != tokenizer.fingerprint:
+        raise TrainctlError(
+            f"data.url={section.url} was made with another tokenizer than this one",
+            hint="the tokenizer that it was prepared with, in tokenizer",
+        )
+    try:
+        corpus = Corpus.of(record.corpus)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TrainctlError(
+            f"the record of the corpus at data.url={section.url} is not understood: "
+            f"{type(error).__name__}: {error}",
+            hint="the version of trainctl that wrote it, or a later one",
+            exit_code=ExitCode.environment,
+        ) from None
+    folder = folder_here(section, record.digest)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / RECORD, record.as_json())
+    return replace(corpus, folder=as_url(section.url))
+
+
+def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
+    """Before the ranks of a node start: that the shards they need have room, and are whole.
+
+    Raises:
+        TrainctlError: What may be here is too little for the order of the run, or the disk is.
+    """
+    for name, section in sources_of(config.data).items():
+        if not isinstance(section, StreamConfig):
+            continue
+        stream = _stream_of(section, corpora[name])
+        record = stream.record
+        sizes = [facts.size for facts in record.shards["train"]]
+        needed = shards_needed(section.shuffle_shards, shuffle=config.data.shuffle)
+        bytes_needed = sum(sorted(sizes)[-(needed or len(sizes)) :])
+        bytes_needed += max((facts.size for facts in record.shards["held_out"]), default=0)
+        key = f"data.sources.{name}." if config.data.sources else "data."
+        if section.cache_bytes < bytes_needed:
+            raise TrainctlError(
+                f"{key}cache_bytes={section.cache_bytes} holds less than has to be here at a "
+                f"time: {bytes_needed:,} bytes",
+                hint=f"{key}cache_bytes={bytes_needed}, or a smaller {key}shuffle_shards",
+            )
+        stream.cache.clean()
+        folder = folder_here(section, record.digest)
+        free = shutil.disk_usage(folder).free + stream.cache.size()
+        if free < min(section.cache_bytes, record.size("train", "held_out")):
+            raise TrainctlError(
+                f"{folder} has {free / 1e9:,.2f} GB free, and {key}cache_bytes is "
+                f"{section.cache_bytes / 1e9:,.2f} GB",
+                hint=f"free space there, or name another folder in {key}cache_folder",
+                exit_code=ExitCode.environment,
+            )
+
+
+def opened(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]:
+    """Return the same corpora; those that lie elsewhere can be read."""
+    sections = sources_of(data)
+    found = dict(corpora)
+    for name, corpus in corpora.items():
+        section = sections.get(name)
+        if isinstance(section, StreamConfig):
+            stream = _stream_of(section, corpus)
+            plain = {**asdict(corpus), "train": corpus.train, "held_out": corpus.held_out}
+            found[name] = StreamedCorpus(**plain, stream=stream)
+    return found
+
+
+def send(
+    corpus: Corpus, tokenizer: Tokenizer, place: str, shard_tokens: int, show: Tell
+) -> StreamRecord:
+    """Write a corpus elsewhere, as `data=stream` reads it.
+
+    Raises:
+        TrainctlError: As `write_elsewhere`; or the corpus is of conversations.
+    """
+    if corpus.is_marked:
+        raise TrainctlError(
+            "conversations cannot be read from elsewhere: their bins have documents of all shards",
+            hint="trainctl data prepare without --to, on a disk that all nodes have",
+        )
+    sides = {}
+    for name, split in (("train", corpus.train), ("held_out", corpus.held_out)):
+        ends = corpus.ends(split)
+        sides[name] = corpus.tokens(split), np.empty(0, "<u8") if ends is None else ends
+    plain = replace(
+        corpus,
+        folder="",
+        train=replace(corpus.train, file="train.bin", in_place=()),
+        held_out=replace(corpus.held_out, file="held_out.bin", in_place=()),
+    )
+    record = StreamRecord(asdict(plain), tokenizer.fingerprint, shard_tokens, {})
+    return write_elsewhere(place, record, sides, show)
+
+
+def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
+    """What lies there, as it was when it was looked at here; it is read again if that is gone."""
+    assert section.url is not None
+    kept = folder_here(section, corpus.digest) / RECORD
+    with suppress(OSError, TrainctlError):
+        return Stream(section, StreamRecord.from_json(kept.read_bytes(), str(kept)))
+    record = read_record(section.url)
+    if record.digest != corpus.digest:
+        raise TrainctlError(
+            f"{section.url} has another corpus than this run has begun with",
+            hint="restore it",
+            exit_code=ExitCode.run_state,
+        )
+    return Stream(section, record)
+
+
+def _needs(order: Order, source: str, shard_tokens: int, first: int, count: int) -> list[int]:
+    samples = order.at(np.arange(first, first + count))
+    mine = samples.source == order.names.index(source)
+    lengths = np.array([stage.length for stage in order.stages])[samples.stage[mine]]
+    starts = samples.index[mine] * lengths
+    firsts = starts // shard_tokens
+    lasts = np.maximum(firsts, -(-(starts + lengths) // shard_tokens) - 1)
+    if (firsts == lasts).all():
+        return list(dict.fromkeys(firsts.tolist()))
+    pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
+    return list(dict.fromkeys(shard for a, b in pairs for shard in range(a, b + 1)))

@@ -1,0 +1,156 @@
+"""Text to token ids and back: bytes by default, or any `tokenizers` file. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import TokenizerConfig, TokenizerFromPath
+from trainctl.config.special_tokens import read_facts
+from trainctl.errors import TrainctlError
+from trainctl.options.tokenizer import spec_of
+from trainctl.options.tokenizer.byte import END_OF_DOCUMENT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+
+class Tokenizer(Protocol):
+    """What the corpus and the sampler need of a tokenizer."""
+
+    vocab_size: int
+    """Ids are below it."""
+    end_of_document: int | None
+    """Id put after each document; None puts nothing."""
+    fingerprint: str
+    """Changes whenever the same text could give other ids."""
+    file: Path | None
+    """That it was read from; None where there is none."""
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Ids of a text, shape (tokens,)."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Ids of several texts, each as `encode` gives them, by all cores where that helps."""
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its text in the vocabulary; None if there is none."""
+
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ids; what is not text becomes a replacement character.
+
+        Args:
+            ids: Shape (tokens,).
+            with_special: Special tokens by their names; else they are left out.
+        """
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer that the config names.
+
+    Raises:
+        TrainctlError: Its file is missing or is none.
+    """
+    made: Tokenizer = function_of("tokenizer", config.kind)(config)
+    return made
+
+
+def of_bytes(section: TokenizerConfig) -> Tokenizer:
+    """That of UTF-8 bytes."""
+    return ByteTokenizer()
+
+
+def of_library(section: TokenizerFromPath) -> Tokenizer:
+    """That of the file that the kind names.
+
+    Raises:
+        TrainctlError: It is not named, is missing or is none.
+    """
+    spec = spec_of(section)
+    if not section.path:
+        raise TrainctlError(
+            f"tokenizer.kind={section.kind} needs tokenizer.path",
+            hint=f"tokenizer.path=/path/to/{spec.path_is}",
+        )
+    file = spec.file
+    assert file is not None
+    return FileTokenizer(file(section))
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255."""
+
+    vocab_size = 257
+    end_of_document: int | None = END_OF_DOCUMENT
+    fingerprint = "byte-1"
+    file: Path | None = None
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        raw = text.encode("utf-8", errors="surrogateescape")
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.int64)
+
+    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        return [self.encode(text) for text in texts]  # a copy of memory: one core is enough
+
+    def id_of(self, token: str) -> int | None:
+        return None
+
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def take_limits(backend: Backend) -> bool:
+    """Let a tokenizer give all of a text and no more, whatever batches its file was saved for.
+
+    Returns:
+        Whether it would have cut texts at a length, or padded them.
+    """
+    had_limits = backend.truncation is not None or backend.padding is not None
+    backend.no_truncation()
+    backend.no_padding()
+    return had_limits
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            facts = read_facts(path)
+        except TrainctlError as error:
+            raise TrainctlError(f"tokenizer.path: {error.message}", hint=error.hint) from None
+        text = path.read_text(encoding="utf-8")
+        try:
+            self._backend = Backend.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise TrainctlError(f"tokenizer.path: {path} is not a tokenizer: {error}") from None
+        had_limits = take_limits(self._backend)
+        self.vocab_size: int = facts.vocab_size
+        self.end_of_document: int | None = facts.end_of_document
+        end = f"\0{facts.end_of_document}"  # it is among the ids of every text
+        self.file: Path | None = path
+        whole = "\0whole" if had_limits else ""
+        self.fingerprint = hashlib.sha256((text + end + whole).encode()).hexdigest()
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        # The library's own threads, one a core (RAYON_NUM_THREADS); nobody wants the offsets.
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(each.ids, dtype=np.int64) for each in found]
+
+    def id_of(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=not with_special))

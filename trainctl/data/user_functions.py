@@ -1,0 +1,140 @@
+"""Functions of the user's, named in the plan as module:function: imported and called. No torch.
+
+Only the plan's own keys (`trainer`, `model.factory`, `data.factory`) name one, and only a user sets
+them: nothing else of a configuration is ever imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from sysconfig import get_paths
+from types import TracebackType
+from typing import Any
+
+from trainctl.errors import ExitCode, TrainctlError, describe_exception
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import AttemptPaths, RunPaths
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""Folder of this package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What a function that trains is told beside the plan.
+
+    No process group is open yet: what torch and DeepSpeed need to open one is in the environment.
+    """
+
+    rank: int
+    """Its number in the world."""
+    world_size: int
+    """Ranks of the run."""
+    local_rank: int
+    """Its number on this machine; the number of its device."""
+    run_dir: Path
+    """The run's directory, in which to save what must last."""
+    attempt: int
+    """Number of the attempt, 1 for the first: what a restart or a resume counts up."""
+    deepspeed_config: Path
+    """The file of the JSON; `plan.deepspeed` is its content."""
+
+
+def make_importable(folder: Path) -> None:
+    """Put the folder of the user's functions first on the import path of this process.
+
+    Called just before one of them is imported: until then, no module in the folder is taken for
+    one of Python's or of a package.
+    """
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def load(key: str, reference: str) -> Callable[..., Any]:
+    """Import a function.
+
+    Args:
+        key: The config key that names it, for messages.
+
+    Raises:
+        TrainctlError: The module cannot be imported, or has no such function.
+    """
+    module_name, _, name = reference.partition(":")
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        raise TrainctlError(
+            f"{key}={reference} cannot be imported: {in_words(error)}",
+            hint="it is looked for in the folder of the first launch, in PYTHONPATH and among what "
+            "is installed",
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = "has no" if found is None else "is not a function but holds a value:"
+        raise TrainctlError(f"{key}={reference}: {module.__file__} {what} {name}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def own_code() -> str:
+    """Return a digest of the imported files that belong to no installed package."""
+    installed = {PACKAGE, *(Path(str(place)).resolve() for place in get_paths().values())}
+    modules = list(sys.modules.values())
+    names = {str(getattr(module, "__file__", None)) for module in modules}
+    files = [Path(name).resolve() for name in sorted(names) if name.endswith(".py")]
+    own = [file for file in files if installed.isdisjoint(file.parents) and file.is_file()]
+    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in own)).hexdigest()[:16]
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error of the user's code: its type, message, and the line that raised it."""
+    text = describe_exception(error)
+    place = _place(error.__traceback__)
+    return f"{text} ({place})" if place else text
+
+
+def _place(trace: TracebackType | None) -> str:
+    """File and line of the last call outside the import machinery and this package."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith("<frozen") and frame.filename != __file__
+    ]
+    frames = [frame for frame in frames if not frame.filename.endswith("importlib/__init__.py")]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def run_trainer(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> int:
+    """Call the plan's `trainer` with the plan and this rank; the exit code.
+
+    What it raises is left to end the process, with its traceback in the rank's log.
+
+    Raises:
+        TrainctlError: It cannot be imported.
+    """
+    assert plan.config.trainer is not None
+    function = load("trainer", plan.config.trainer)
+    rank = Rank(
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        run_dir=run.root,
+        attempt=attempt.number,
+        deepspeed_config=attempt.deepspeed,
+    )
+    try:
+        function(plan, rank)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return 0
+        # Its codes are not ours: whatever it means, this rank failed.
+        print(f"error: {plan.config.trainer} ended with exit code {end.code}", file=sys.stderr)
+        return int(ExitCode.training_failed)
+    return 0

@@ -1,0 +1,353 @@
+"""`python -m trainctl.launch.agent RUN_DIR --attempt N`, the supervisor of a node.
+
+Which node it is, and where the first one listens, it is told by arguments or finds in the
+environment (`trainctl.launch.agent.node_identity`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainctl.engines import declared
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.hardware.builds import needed_operators
+from trainctl.launch.agent.builds import BuildWatch, sweep_builders
+from trainctl.launch.agent.fork_server import Nursery
+from trainctl.launch.agent.guard import SignalGuard, leave
+from trainctl.launch.agent.hang_detection import HungRank, Watch
+from trainctl.launch.agent.node_identity import (
+    AgentPlace,
+    carry_tag,
+    find_place,
+    prepare_ranks,
+    use_interface_towards,
+)
+from trainctl.launch.agent.ranks import RankExit, start_ranks, watch_ranks
+from trainctl.launch.agent.rendezvous import JoinWatch, NodeRendezvous
+from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
+from trainctl.runs.command import AttemptCommand, read_command
+from trainctl.runs.directory import read_plan
+from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
+from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.processes import (
+    PARENT_VARIABLE,
+    SIGTERM_SAVES_VARIABLE,
+    RunTag,
+    die_with_parent,
+)
+from trainctl.runs.provenance import redact_argv
+from trainctl.runs.records import EventWriter
+from trainctl.runs.status import State, read_status, write_status
+
+_early_sigterm: list[bool] = []
+"""A scheduler's SIGTERM from before the guard was up."""
+
+
+def sigterm_saves() -> bool:
+    """Whether a scheduler tells by SIGTERM that it will end this job soon."""
+    return SIGTERM_SAVES_VARIABLE in os.environ
+
+
+def main() -> NoReturn:
+    """Supervise the node's ranks to their end; exits with the launch's exit code."""
+    # By SIGKILL: until the guard is up there is no process but this one to end.
+    launcher_pid = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
+    die_with_parent(launcher_pid)
+    # Blocked also while this process starts itself again, to carry its tag.
+    early = {signal.SIGTERM} if sigterm_saves() else set()
+    signal.pthread_sigmask(signal.SIG_BLOCK, early)
+    parser = argparse.ArgumentParser(prog="python -m trainctl.launch.agent")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--node", type=int)
+    parser.add_argument("--rendezvous", metavar="HOST:PORT")
+    arguments = parser.parse_args()
+    run = RunPaths(arguments.run_dir)
+    try:
+        place = find_place(os.environ, node=arguments.node, rendezvous=arguments.rendezvous)
+        tag = carry_tag(run, arguments.attempt, place.node)
+    except TrainctlError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+    if early:
+        signal.signal(signal.SIGTERM, lambda *_: _early_sigterm.append(True))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, early)
+    Agent(run, tag, place, launcher_pid).run()
+
+
+class Agent:
+    """One node of one attempt.
+
+    Args:
+        run: The run.
+        tag: Of the attempt's processes.
+        place: Which node it is.
+        launcher_pid: The parent of this process.
+    """
+
+    def __init__(self, run: RunPaths, tag: RunTag, place: AgentPlace, launcher_pid: int) -> None:
+        assert tag.attempt is not None
+        self._run = run
+        self._attempt = run.attempt(tag.attempt)
+        self._place = place
+        self._node = place.node
+        self._tag = tag
+        self._launcher_pid = launcher_pid
+        self._grace_seconds = 0.0
+        self._codes_are_ours = True
+
+    def run(self) -> NoReturn:
+        """Prepare, run the ranks, leave nothing behind, end with the launch's exit code."""
+        try:
+            code = self._supervise()
+        except TrainctlError as error:
+            code = int(error.exit_code)
+            self._report(code, message=error.message, hint=error.hint, exit_code=code)
+        except Exception as error:
+            traceback.print_exc()
+            message = f"the agent failed: {type(error).__name__}: {error}"
+            code = int(ExitCode.internal_error)
+            self._report(code, message=message, exit_code=code)
+        sweep_builders(self._tag, grace_seconds=self._grace_seconds)
+        for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
+            file.unlink(missing_ok=True)
+        leave(code)
+
+    def _supervise(self) -> int:
+        plan = read_plan(self._attempt.plan)
+        # For all ranks of the node; they look once more, at what is in their memory.
+        declared.require(plan.config)
+        command = read_command(self._attempt)
+        if command.folder is not None:  # where the run was launched from: the user's code is there
+            os.chdir(command.folder)
+        self._grace_seconds = plan.config.launcher.grace_seconds
+        guard = SignalGuard(
+            self._tag,
+            grace_seconds=self._grace_seconds,
+            launcher_pid=self._launcher_pid,
+            on_orphaned=self._report_orphaned,
+            lease_seconds=self._place.lease_seconds,
+            on_preempted=self._report_preempted if sigterm_saves() else None,
+        )
+        guard.start()
+        if _early_sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+        launcher = plan.config.launcher
+        nodes = plan.hardware.nodes
+        address, port = self._place.rendezvous or (command.address, command.port)
+        if nodes > 1:
+            use_interface_towards(address)
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        prepare_ranks(plan, command.ranks_per_node)
+        nursery = Nursery(command, launcher.slow_phase_seconds) if command.is_forked else None
+        self._codes_are_ours = plan.config.script is None
+        # Other programs than trainctl's trainer are told a port; one that is asked for is used.
+        is_file = nodes == 1 and port is None and command.prepare
+        rendezvous = NodeRendezvous(
+            self._tag.run_id,
+            self._node,
+            nodes,
+            address,
+            port,
+            file=self._attempt.store if is_file else None,
+        )
+        if command.prepare:
+            from trainctl.data.prepare import help_to_prepare, prepare
+
+            # All tokenize, and the first node alone puts the corpus together where they share a
+            # cache; the others then find what it made.
+            if self._node > 0:
+                help_to_prepare(plan)
+                rendezvous.await_mark("prepared", guard.yield_if_stopping)
+            if self._node == 0:
+                shown = Heartbeat(self._attempt.preparation)
+                prepare(
+                    plan,
+                    self._run,
+                    self._tell_corpus,
+                    lambda text: shown.beat(Phase.start, doing=text),
+                )
+                shown.beat(Phase.start, doing="starting the ranks")
+            else:
+                prepare(plan, self._run, self._tell_corpus)
+            rendezvous.mark("prepared")
+
+        code = 0
+        oom_kills = host_oom_kills()
+        # A program of the user's gives no signs of life, so their absence tells nothing.
+        watch = Watch(
+            self._attempt,
+            heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
+            slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
+        )
+        # All nodes compile the same: one of them tells.
+        operators = needed_operators(plan.config, plan.hardware) if self._node == 0 else ()
+        builds = BuildWatch(self._attempt, operators, self._report_build)
+
+        def on_failure(failed: RankExit | HungRank) -> None:
+            nonlocal code
+            if isinstance(failed, RankExit):
+                kills = host_oom_kills() - oom_kills
+                code = self._report_exit(failed, command, kills)
+            else:
+                code = self._report_hung(failed)
+
+        if command.is_users and self._node == 0:
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("program", command=redact_argv(command.rank_command))
+        stopping = guard.yield_if_stopping
+        joining = None
+        if command.is_users and self._node == 0 and nodes * command.ranks_per_node > 1:
+            joining = JoinWatch(rendezvous, self._report_not_joined)
+
+        def look() -> None:
+            builds.look()
+            if joining is not None:
+                joining.look()
+
+        pids = start_ranks(command, rendezvous, self._tag, nursery, stopping)
+        if watch_ranks(pids, self._tag, guard, watch, look, self._grace_seconds, on_failure):
+            if joining is not None:
+                joining.look(at_end=True)
+            rendezvous.stay_for_others(stopping)
+        return code
+
+    def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
+        """Record the rank that failed, or the one that this comes from; the launch's exit code."""
+        rank, return_code = ended.rank, ended.return_code
+        where: dict[str, Any] = {"pid": ended.pid}
+        culprit = self._rank_behind(ended.rank, len(command.nodes) * command.ranks_per_node)
+        if culprit is not None:
+            rank, return_code = culprit, 1
+            node = command.nodes[culprit // command.ranks_per_node]
+            where = {"pid": None, "node": node.node, "host": node.host}
+        log = self._attempt.rank_log(rank)
+        return_code = settle(return_code, log)
+        fields = describe(
+            return_code,
+            log,
+            host_oom_kills=oom_kills,
+            disk_is_full=disk_is_full(self._run.root),
+            codes_are_ours=self._codes_are_ours,
+        )
+        cause = Cause(fields["cause"])
+        code = exit_code(return_code, cause, codes_are_ours=self._codes_are_ours)
+        self._report(code, rank=rank, **where, **fields)
+        return code
+
+    def _report_hung(self, hung: HungRank) -> int:
+        """Record the rank that hangs; the launch's exit code."""
+        code = int(ExitCode.training_failed)
+        self._report(
+            code,
+            rank=hung.rank,
+            pid=hung.pid,
+            cause=Cause.hung.value,
+            message=hung.message,
+            hint="the ranks' logs have the stacks of all that answered",
+            log=str(self._attempt.rank_log(hung.rank)),
+            log_tail=list(hung.details),
+        )
+        return code
+
+    def _rank_behind(self, ended: int, ranks: int) -> int | None:
+        """Return the rank whose error a lost connection of the ended rank comes from, if its log
+        tells.
+
+        A rank that raised may still be unloading its libraries when its peers are already gone.
+        """
+        if not is_lost_peer(error_line(self._attempt.rank_log(ended))):
+            return None
+        for rank in range(ranks):
+            error = error_line(self._attempt.rank_log(rank))
+            if error and not is_lost_peer(error):
+                return rank
+        return None
+
+    def _report(self, launch_exit_code: int, **fields: Any) -> None:
+        """Append a `failure` record; a full disk must not keep the agent from ending the ranks.
+
+        Args:
+            launch_exit_code: How a launch that ends for this is to exit.
+        """
+        record = {
+            "launch_exit_code": launch_exit_code,
+            "rank": None,
+            "node": self._node,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "cause": Cause.reported.value,
+            "exit_code": None,
+            "signal": None,
+            "hint": "",
+            "log": str(self._attempt.agent_log(self._node)),
+            "log_tail": [],
+            **fields,
+        }
+        try:
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("failure", **record)
+        except OSError as error:
+            with suppress(OSError):  # the log is on the same disk
+                print(f"cannot record {record}: {error}", file=sys.stderr)
+
+    def _report_build(self, operator: str, seconds: float | None) -> None:
+        """Record that an operator is being compiled, or was in so many seconds."""
+        where = {"node": self._node, "host": socket.gethostname()}
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("build", operator=operator, seconds=seconds, **where)
+
+    def _report_not_joined(self, seconds: float) -> None:
+        """Record that ranks of a user's program train without each other, as far as is seen."""
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("not_joined", seconds=seconds)
+
+    def _tell_corpus(self, message: str) -> None:
+        """Record what the run should know of its tokenized corpus."""
+        print(message, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("corpus", message=message, host=socket.gethostname())
+
+    def _report_preempted(self) -> None:
+        """Tell the launcher, which has all ranks save and end."""
+        with suppress(OSError):  # a full disk: nothing could be saved either
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("preempted", node=self._node, host=socket.gethostname())
+
+    def _report_orphaned(self, loss: str) -> None:
+        """What the launcher would have written, had it lived; by one agent for all."""
+        if self._node > 0:
+            return
+        who = f"process {self._launcher_pid}"
+        if self._place.lease_seconds is not None:
+            who = "on another machine"
+        message = f"the launcher ({who}) {loss}"
+        self._report(
+            int(ExitCode.terminated),
+            cause=Cause.killed.value,
+            message=message,
+            hint="continue with `trainctl resume`",
+            launcher_lost=True,
+        )
+        status = read_status(self._run)
+        # A launcher that only this node has lost may have written how it ended.
+        is_open = status is not None and not status.state.is_final
+        if status is not None and is_open and status.attempt == self._attempt.number:
+            write_status(self._run, status.changed(State.failed, message=message))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Records that DeepSpeed compiles: it takes minutes, in which the ranks would seem to hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from trainctl.hardware.builds import build_folders, is_stale_lock, locks_held_by
+from trainctl.runs.heartbeats import Phase, read_beat
+from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.processes import RunTag, processes_of, sweep
+
+_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 5.0
+"""One that is compiled already is locked for a moment, while it is found to be up to date."""
+
+
+class BuildWatch:
+    """Looks for native operators that are being compiled on this machine, until training begins.
+
+    Torch's cpp_extension holds a file `lock` in an operator's folder while it compiles there, and
+    so does a rank that waits for another one, or for another run.
+
+    Args:
+        attempt: The attempt.
+        operators: That its ranks use.
+        on_build: Told an operator, and for how many seconds it was compiled; None when it begins.
+    """
+
+    def __init__(
+        self,
+        attempt: AttemptPaths,
+        operators: Collection[str],
+        on_build: Callable[[str, float | None], None],
+    ) -> None:
+        self._attempt = attempt
+        self._waiting = set(operators)
+        self._on_build = on_build
+        self._looked = 0.0
+        self._locked: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def look(self) -> None:
+        """Look once a second, and tell what begins and ends."""
+        now = time.monotonic()
+        if not self._waiting or now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        with suppress(OSError):  # of a home on a network file system: the next look may succeed
+            self._compare(now)
+        beat = read_beat(self._attempt.heartbeat(0))
+        if beat is not None and beat.phase is not Phase.start:
+            self._waiting.clear()
+
+    def _compare(self, now: float) -> None:
+        for operator in sorted(self._waiting):
+            folders = build_folders(operator)
+            if any((folder / "lock").exists() for folder in folders):
+                since = self._locked.setdefault(operator, now)
+                is_new = not any(_is_built(folder, operator) for folder in folders)
+                if operator not in self._told and (is_new or now - since > _CHECK_SECONDS):
+                    self._told.add(operator)
+                    self._on_build(operator, None)
+            elif operator in self._locked:
+                seconds = now - self._locked.pop(operator)
+                if operator in self._told:
+                    self._waiting.remove(operator)
+                    if any(_is_built(folder, operator) for folder in folders):
+                        self._on_build(operator, seconds)
+
+
+def sweep_builders(tag: RunTag, *, grace_seconds: float) -> None:
+    """End every process that carries the tag, and remove the locks of builds that this cuts
+    short."""
+    locks = {(folder / "lock").resolve() for folder in build_folders("*")}
+    cut_short = locks & {lock for pid in processes_of(tag) for lock in locks_held_by(pid)}
+    sweep(tag, grace_seconds=grace_seconds)
+    for lock in locks:
+        # Of one that was killed before nobody knows whose it was; no living process builds there.
+        if lock in cut_short or is_stale_lock(lock):
+            with suppress(OSError):
+                lock.unlink(missing_ok=True)
+
+
+def _is_built(folder: Path, operator: str) -> bool:
+    return (folder / f"{operator}.so").exists()

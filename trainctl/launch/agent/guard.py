@@ -1,0 +1,130 @@
+"""Ends a node's processes when it is asked to, or when the launcher is gone, at any moment.
+
+The main thread may be deep in C code (an import, a tokenizer) and run no Python signal handler for
+seconds. The kernel's signal still reaches a pipe at once, and a thread that reads it does the work.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from trainctl.launch.agent.builds import sweep_builders
+from trainctl.runs.processes import LEASE_END, RunTag, die_with_parent
+
+_STDIN = 0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class SignalGuard:
+    """A thread that waits for a signal to end this attempt's processes on this node.
+
+    The death of the launcher arrives as SIGTERM too. Until `start`, either simply kills this
+    process, which is right as long as it has started no other.
+
+    An agent on another machine than its launcher's has a lease as well: stdin, on which the
+    launcher is heard again and again. Its end means that the launcher is gone, and so does too
+    long a silence: a cable may be cut, which ends no connection.
+
+    Args:
+        tag: Whose processes are ended.
+        grace_seconds: Between SIGTERM and SIGKILL.
+        launcher_pid: The parent of this process.
+        on_orphaned: Called once all are ended, if the launcher is gone and cannot report; with
+            what is known of it.
+        lease_seconds: Longest silence on stdin; None does not read it.
+        on_preempted: Called for the first SIGTERM, in place of an end: a scheduler sent it, and
+            will end this process later. None where SIGTERM comes from the launcher.
+    """
+
+    def __init__(
+        self,
+        tag: RunTag,
+        *,
+        grace_seconds: float,
+        launcher_pid: int,
+        on_orphaned: Callable[[str], None],
+        lease_seconds: float | None = None,
+        on_preempted: Callable[[], None] | None = None,
+    ) -> None:
+        self._tag = tag
+        self._grace_seconds = grace_seconds
+        self._launcher_pid = launcher_pid
+        self._on_orphaned = on_orphaned
+        self._lease_seconds = lease_seconds
+        self._on_preempted = on_preempted
+        self._stopping = threading.Event()
+        self._wake_up, self._signalled = os.pipe()
+        self._thread = threading.Thread(target=self._wait, name="guard", daemon=True)
+
+    def start(self) -> None:
+        """Take over from the default actions of the signals. Call it in the main thread."""
+        os.set_blocking(self._signalled, False)
+        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+        self._thread.start()
+        die_with_parent(self._launcher_pid, death_signal=signal.SIGTERM)
+
+    def yield_if_stopping(self) -> None:
+        """Return at once, or, if this process is being ended, never."""
+        if self._stopping.is_set():
+            self.wait_for_end()
+
+    def wait_for_end(self) -> NoReturn:
+        """Leave the rest to the thread, which ends this process."""
+        self._thread.join()
+        raise AssertionError("the guard ends the process")
+
+    def _wait(self) -> None:
+        number, loss = self._await_end()
+        self._stopping.set()
+        try:
+            sweep_builders(self._tag, grace_seconds=self._grace_seconds)
+            if loss:
+                self._on_orphaned(loss)
+        finally:
+            leave(128 + number)
+
+    def _await_end(self) -> tuple[int, str]:
+        """Return the signal that ends this node, and how the launcher was lost, if it was."""
+        lease = [] if self._lease_seconds is None else [_STDIN]
+        heard = time.monotonic()
+        while True:
+            patience = None
+            if self._lease_seconds is not None:
+                patience = max(0.0, heard + self._lease_seconds - time.monotonic())
+            ready, _, _ = select.select([self._wake_up, *lease], [], [], patience)
+            if self._wake_up in ready:
+                number = os.read(self._wake_up, 1)[0]
+                if number in _SIGNALS:
+                    is_gone = os.getppid() != self._launcher_pid
+                    if number == signal.SIGTERM and self._on_preempted is not None and not is_gone:
+                        self._on_preempted()
+                        self._on_preempted = None
+                        continue
+                    return number, "ended without stopping this attempt" if is_gone else ""
+            elif _STDIN in ready:
+                heard = time.monotonic()
+                said = os.read(_STDIN, 4096)
+                if not said:
+                    return signal.SIGTERM, "ended without stopping this attempt"
+                if LEASE_END in said:
+                    return signal.SIGTERM, ""
+            else:
+                return signal.SIGTERM, f"has not been heard for {self._lease_seconds:.0f} s"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: libraries that fail while they unload must not change its code."""
+    with suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

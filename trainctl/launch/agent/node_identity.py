@@ -1,0 +1,112 @@
+"""Which node an agent is, by what its launcher or scheduler has put into its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainctl.errors import TrainctlError
+from trainctl.hardware.binding import rank_processors
+from trainctl.hardware.builds import tools_path
+from trainctl.plan.types import RunPlan
+from trainctl.runs.directory import run_id
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.network import interface_towards
+from trainctl.runs.processes import LEASE_VARIABLE, NODE_VARIABLE, RunTag
+from trainctl.runs.rank_entry import BENCHMARK_VARIABLE, PROCESSORS_VARIABLE
+
+RENDEZVOUS_VARIABLE = "TRAINCTL_RENDEZVOUS"
+
+_NODE_VARIABLES = (
+    NODE_VARIABLE,
+    "SLURM_PROCID",  # of srun with one task a node
+    "OMPI_COMM_WORLD_RANK",  # of Open MPI's mpirun
+    "PMI_RANK",  # of MPICH's
+    "JOB_COMPLETION_INDEX",  # of an indexed job of Kubernetes
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlace:
+    """Where an agent runs."""
+
+    node: int
+    """Number of its node."""
+    rendezvous: tuple[str, int] | None
+    """Address and port of the first node; None if `command.json` has them."""
+    lease_seconds: float | None
+    """How long its launcher may be silent on stdin; None if that is no lease."""
+
+
+def find_place(
+    environment: Mapping[str, str], *, node: int | None, rendezvous: str | None
+) -> AgentPlace:
+    """Return the place of this agent: arguments first, then the environment, then the only node.
+
+    Raises:
+        TrainctlError: The rendezvous is not HOST:PORT.
+    """
+    if node is None:
+        found = (environment[name] for name in _NODE_VARIABLES if name in environment)
+        node = int(next(found, "0"))
+    rendezvous = rendezvous or environment.get(RENDEZVOUS_VARIABLE)
+    lease = environment.get(LEASE_VARIABLE)
+    return AgentPlace(
+        node=node,
+        rendezvous=None if rendezvous is None else _endpoint(rendezvous),
+        lease_seconds=None if lease is None else float(lease),
+    )
+
+
+def carry_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
+    """Return the tag of the attempt on this node, which this process shows afterwards.
+
+    An agent that a scheduler started has none. It starts itself again with it: what a process
+    changes in its own environment later, others do not see.
+    """
+    tag = RunTag(run_id(run), run.root.resolve(), attempt, node)
+    if not tag.environment().items() <= os.environ.items():
+        command = [sys.executable, "-P", "-m", "trainctl.launch.agent", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **tag.environment()})
+    return tag
+
+
+def use_interface_towards(address: str | None) -> None:
+    """Have gloo use the interface that reaches the first node, unless the user chose another.
+
+    By itself it takes the address of the host's own name, which is often the loopback device's.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = interface_towards(address) if address else None
+    if interface is None:
+        raise TrainctlError(
+            f"no network interface of this machine reaches the first node ({address})",
+            hint="launcher.interface=NAME names one",
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def prepare_ranks(plan: RunPlan, ranks: int) -> None:
+    """Set where ranks find tools, and what `trainctl.runs.rank_entry` does before one begins: its
+    processors, a benchmark.
+    """
+    launcher = plan.config.launcher
+    os.environ["PATH"] = tools_path()
+    processors = rank_processors(launcher.cpu_binding, ranks, plan.hardware.accelerator)
+    if processors:
+        os.environ[PROCESSORS_VARIABLE] = json.dumps(processors)
+    if launcher.benchmark:
+        os.environ[BENCHMARK_VARIABLE] = "1"
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise TrainctlError(
+            f"--rendezvous {text!r} is not HOST:PORT", hint="as in --rendezvous node1:29500"
+        )
+    return host.strip("[]"), int(port)

@@ -1,0 +1,155 @@
+"""The ranks of a node: started with the variables that torchrun gives, watched, ended together.
+
+All others are ended within one grace when one fails. A rank that ended stays a zombie, so that its
+number is no other process's while the others are asked for their stacks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainctl.launch.agent.builds import sweep_builders
+from trainctl.launch.agent.fork_server import Nursery
+from trainctl.launch.agent.guard import SignalGuard
+from trainctl.launch.agent.hang_detection import HungRank, Watch
+from trainctl.launch.agent.rendezvous import NodeRendezvous
+from trainctl.runs.command import AttemptCommand
+from trainctl.runs.processes import STORE_VARIABLE, RunTag, blocked_for_ranks
+
+_LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """A rank that ended with an error."""
+
+    rank: int
+    """Its number in the world."""
+    pid: int
+    """Number of its process."""
+    return_code: int
+    """Negative is a signal, as `subprocess` has it."""
+
+
+def start_ranks(
+    command: AttemptCommand,
+    rendezvous: NodeRendezvous,
+    tag: RunTag,
+    nursery: Nursery | None,
+    still_wanted: Callable[[], None],
+) -> dict[int, int]:
+    """Start the ranks of this node; the pid of each rank.
+
+    Args:
+        rendezvous: Where they meet those of other nodes.
+        tag: What all processes of the attempt carry.
+        nursery: What forks them, and stands for the first one if it was killed; None starts each as
+            a command.
+        still_wanted: Called again and again; does not return when this process is to end.
+    """
+    variables = rank_variables(command, rendezvous)
+    pids = None
+    if nursery is not None:
+        pids = nursery.fork(variables, still_wanted)
+        if pids is None:
+            sweep_builders(tag, grace_seconds=0)  # it may have forked some
+    if pids is None:
+        pids = [_start(of_rank) for of_rank in variables]
+    return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
+
+
+def rank_variables(command: AttemptCommand, rendezvous: NodeRendezvous) -> list[dict[str, str]]:
+    """What tells each rank of this node who it is: what torchrun sets, for programs made for it.
+
+    Args:
+        rendezvous: Where the ranks meet.
+    """
+    ranks, nodes = command.ranks_per_node, len(command.nodes)
+    node, world = rendezvous.node, ranks * nodes
+    common = {
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": rendezvous.address,
+        "MASTER_PORT": str(rendezvous.port),
+        "ROLE_NAME": "rank",
+        "ROLE_WORLD_SIZE": str(world),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": rendezvous.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(rendezvous.file is None),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "WORLD_SIZE": str(world),
+    }
+    if rendezvous.file is not None:
+        common[STORE_VARIABLE] = str(rendezvous.file)
+    return [
+        {**common, "LOCAL_RANK": str(local), "RANK": str(rank), "ROLE_RANK": str(rank)}
+        for local, rank in enumerate(range(node * ranks, (node + 1) * ranks))
+    ]
+
+
+def watch_ranks(
+    pids: Mapping[int, int],
+    tag: RunTag,
+    guard: SignalGuard,
+    watch: Watch,
+    look: Callable[[], None],
+    grace_seconds: float,
+    on_failure: Callable[[RankExit | HungRank], None],
+) -> bool:
+    """Wait until all ranks have ended; whether they did so by themselves, and well.
+
+    Args:
+        pids: Of the ranks.
+        tag: What all processes of the attempt carry.
+        watch: Finds a rank that hangs.
+        look: Called again and again while ranks live.
+        grace_seconds: Between SIGTERM and SIGKILL for the ranks that outlive the first failure.
+        on_failure: Called at once with the first rank that fails, before the others are stopped.
+    """
+    while True:
+        codes = {rank: _return_code(pid) for rank, pid in pids.items()}
+        # After the look at the ranks: one that the guard ended has not failed.
+        guard.yield_if_stopping()
+        failed = [RankExit(rank, pids[rank], code) for rank, code in codes.items() if code]
+        if failed:
+            # A peer of a killed rank fails a moment later by a broken connection, hence this order.
+            on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
+            sweep_builders(tag, grace_seconds=grace_seconds)
+            return False
+        alive = {rank: pids[rank] for rank, code in codes.items() if code is None}
+        if not alive:
+            return True
+        look()
+        hung = watch.find_hung(alive)
+        if hung is not None:
+            on_failure(hung)
+            sweep_builders(tag, grace_seconds=0)  # its peers wait for it, and it may be stopped
+            return False
+        time.sleep(_LOOK_SECONDS)
+
+
+def _start(variables: Mapping[str, str]) -> int:
+    """Start a rank as a command; until it has its log, it writes to the agent's."""
+    with blocked_for_ranks():
+        started = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainctl.runs.rank_entry"],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return started.pid
+
+
+def _return_code(pid: int) -> int | None:
+    """Return how a child ended, or None while it runs."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -1,0 +1,240 @@
+"""Asking all hosts at once what they are and whether they reach each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from trainctl.config.codec import to_plain
+from trainctl.config.hosts import Host
+from trainctl.config.registry import trusted_options
+from trainctl.config.secrets import resolve_variables
+from trainctl.launch.remote import allow_many_files, ssh
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
+from trainctl.plan.types import RunPlan
+from trainctl.runs.provenance import select
+
+_MARK = ".trainctl-seen-"
+_END_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is known of a host."""
+
+    host: Host
+    facts: dict[str, Any] | None = None
+    """Its answer to the first question (`trainctl.launch.probe`); None if it did not answer all
+    that it was asked."""
+    clock_seconds: float = 0.0
+    """How far its clock is ahead of this machine's, at least; negative is behind."""
+    unreached: tuple[str, ...] = ()
+    """Hosts that it does not reach, each with the reason."""
+    unseen: tuple[str, ...] = ()
+    """Machines whose files it does not see, by name."""
+    return_code: int | None = None
+    """What ssh ended with, where there was no answer; None if it was still waiting."""
+    said: str = ""
+    """What ssh, or the host, said on stderr."""
+
+
+def survey(
+    hosts: Sequence[Host], plan: RunPlan, folder: Path, files: Sequence[str] = ()
+) -> tuple[Report, ...]:
+    """Ask every host, in parallel, within `launcher.preflight_seconds`.
+
+    Args:
+        hosts: Whom; the first has the rendezvous.
+        plan: Its launcher says how they are reached, their interfaces, the port.
+        folder: On the storage that they are to share with each other and with this machine.
+        files: Of the user's code, whose checksums are wanted.
+    """
+    allow_many_files()
+    launcher = section_of(plan.config, SshConfig)
+    deadline = time.monotonic() + launcher.preflight_seconds
+    token = secrets.token_hex(4)
+    marks = [f"{_MARK}{token}-{node}" for node in range(len(hosts))]
+    own = folder / f"{_MARK}{token}-launcher"
+    own.write_text("")
+    try:
+        with _Probes(hosts, launcher) as probes:
+            facts = probes.ask(_fact_questions(hosts, plan, folder, marks, files), deadline)
+            asked = [node for node in sorted(facts) if _can_be_asked(facts[node])]
+            seen = {marks[node]: hosts[node].name for node in asked} | {own.name: "this machine"}
+            addresses = [[facts[node]["address"], facts[node]["listens"]] for node in asked]
+            peers = {"peers": {"addresses": addresses, "marks": list(seen)}}
+            found = probes.ask(dict.fromkeys(asked, peers), deadline)
+            return tuple(
+                Report(
+                    host=host,
+                    facts=facts[node] if node in found or node not in asked else None,
+                    clock_seconds=facts[node]["skew"],
+                    unreached=tuple(
+                        f"{hosts[other].name} ({facts[other]['address']}): {failure}"
+                        for other, failure in zip(asked, found[node]["failures"], strict=True)
+                        if failure
+                    )
+                    if node in found
+                    else (),
+                    unseen=tuple(seen[mark] for mark in found[node]["unseen"])
+                    if node in found
+                    else (),
+                )
+                if node in facts
+                else Report(host=host, return_code=probes.return_code(node), said=probes.said(node))
+                for node, host in enumerate(hosts)
+            )
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _fact_questions(
+    hosts: Sequence[Host],
+    plan: RunPlan,
+    folder: Path,
+    marks: Sequence[str],
+    files: Sequence[str],
+) -> dict[int, dict[str, Any]]:
+    launcher = section_of(plan.config, SshConfig)
+    environment = trusted_options() | select(os.environ, launcher.forward_environment)
+    environment |= resolve_variables(launcher.environment, os.environ)
+    return {
+        node: {
+            "facts": {
+                "interface": launcher.interfaces.get(host.name, launcher.interface),
+                "port": (launcher.port or 0) if node == 0 else None,
+                "folder": str(folder),
+                "mark": marks[node],
+                "files": list(files),
+                "config": to_plain(plan.config),
+                "hardware": to_plain(plan.hardware),
+                "environment": environment,
+            }
+        }
+        for node, host in enumerate(hosts)
+    }
+
+
+def _can_be_asked(facts: dict[str, Any]) -> bool:
+    """Whether a host has what the second question is about."""
+    return bool(facts["address"] and facts["listens"] and not facts["storage"]["problem"])
+
+
+class _Probes:
+    """A probe on each host; none is left when it is exited."""
+
+    def __init__(self, hosts: Sequence[Host], launcher: SshConfig) -> None:
+        self._silent: set[int] = set()
+        self._errors: list[IO[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for host in hosts:
+            errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+            self._errors.append(errors)
+            self._processes.append(
+                subprocess.Popen(
+                    ssh(host, launcher, "trainctl.launch.probe"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+            )
+
+    def ask(
+        self, questions: dict[int, dict[str, Any]], deadline: float
+    ) -> dict[int, dict[str, Any]]:
+        """Answers by the number of the host, of those that gave one in time.
+
+        To each, `skew` is added: how far the host's clock is ahead of this machine's, at least.
+        """
+        answers: dict[int, dict[str, Any]] = {}
+        lines: dict[int, bytes] = {}
+        asked = time.time()
+        with selectors.DefaultSelector() as waiting:
+            for node, question in questions.items():
+                process = self._processes[node]
+                assert process.stdin is not None and process.stdout is not None
+                with suppress(OSError):  # it has ended: no answer will come
+                    process.stdin.write(json.dumps(question).encode() + b"\n")
+                lines[node] = b""
+                waiting.register(process.stdout, selectors.EVENT_READ, node)
+            while waiting.get_map():
+                ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    self._silent |= {key.data for key in waiting.get_map().values()}
+                    break
+                for key, _ in ready:
+                    node, stream = key.data, self._processes[key.data].stdout
+                    assert stream is not None
+                    data = stream.read(65536)
+                    *whole, lines[node] = (lines[node] + (data or b"")).split(b"\n")
+                    answer = next(filter(None, map(_answer, whole)), None)
+                    if answer is not None:
+                        answers[node] = {**answer, "skew": _skew(answer, asked, time.time())}
+                    if answer is not None or not data:
+                        waiting.unregister(key.fileobj)
+        return answers
+
+    def return_code(self, node: int) -> int | None:
+        """Return how its ssh ended; None if it still runs."""
+        if node in self._silent:
+            return self._processes[node].poll()
+        with suppress(subprocess.TimeoutExpired):  # it has closed its output: it is about to end
+            return self._processes[node].wait(_END_SECONDS)
+        return None
+
+    def said(self, node: int) -> str:
+        self._errors[node].seek(0)
+        return self._errors[node].read().decode(errors="replace").strip()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+        deadline = time.monotonic() + _END_SECONDS
+        for process, errors in zip(self._processes, self._errors, strict=True):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+            errors.close()
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is not the probe's: a login script may greet."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _skew(line: dict[str, Any], asked: float, answered: float) -> float:
+    """How far a clock is off at least, given that it was read between the two moments."""
+    there = float(line.get("time", asked))
+    return max(0.0, there - answered) + min(0.0, there - asked)

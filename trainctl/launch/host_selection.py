@@ -1,0 +1,112 @@
+"""The hosts that an attempt runs on: chosen, asked, and found fit or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.config.hosts import Host, chosen_hosts
+from trainctl.config.user_files import own_files
+from trainctl.errors import Finding
+from trainctl.launch.host_probe import Report, survey
+from trainctl.launch.preflight import problems
+from trainctl.launch.probe import PACKAGES, code_digest
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
+from trainctl.plan.types import RunPlan
+from trainctl.runs.provenance import file_digest, package_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The hosts of an attempt, as they answered."""
+
+    hosts: tuple[Host, ...]
+    """Their names, in the order of the nodes."""
+    interfaces: tuple[str | None, ...]
+    """The one of each that is used; None where it is not known yet."""
+    cores: tuple[int | None, ...]
+    """Number of each one's; None where they are not known yet."""
+    address: str
+    """That of the first host's interface, where the rendezvous is."""
+    port: int | None
+    """That of the rendezvous; None where a free one is still to be found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteLook:
+    """What asking the hosts has brought."""
+
+    site: Site | None
+    """Where to start; None if something is wrong."""
+    findings: list[Finding]
+    """What is wrong, and warnings."""
+    there: tuple[Host, ...]
+
+
+def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
+    """Return the hosts that a plan names.
+
+    Raises:
+        TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
+    """
+    hardware = plan.hardware
+    launcher = section_of(plan.config, SshConfig)
+    return chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
+
+
+def look(
+    plan: RunPlan,
+    hosts: Sequence[Host],
+    folder: Path,
+    checkpoint_bytes: int | None,
+    code_folder: Path | None = None,
+) -> SiteLook:
+    """Ask the hosts, all at once.
+
+    Args:
+        plan: What they are for.
+        folder: Of the run, or where one will be made: the part of the path that exists is used.
+        checkpoint_bytes: Space that a checkpoint takes, if known.
+        code_folder: Where ranks run and find code of the user's; None is the current folder.
+    """
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    files = own_files(plan.config, code_folder or Path.cwd())
+    own = {str(file): file_digest(file) for file in files}
+    reports = survey(hosts, plan, folder, list(own))
+    installed = package_versions()
+    here = {package: installed.get(package, "") for package in PACKAGES}
+    findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
+    is_wrong = any(finding.is_error for finding in findings)
+    return SiteLook(
+        site=None if is_wrong else _site(reports),
+        findings=findings,
+        there=tuple(report.host for report in reports if report.facts is not None),
+    )
+
+
+def unasked(plan: RunPlan) -> Site:
+    """What is known of the hosts before any was asked."""
+    launcher, hosts = section_of(plan.config, SshConfig), hosts_of(plan)
+    return Site(
+        hosts=hosts,
+        interfaces=tuple(launcher.interfaces.get(host.name, launcher.interface) for host in hosts),
+        cores=(None,) * len(hosts),
+        address=hosts[0].address,
+        port=launcher.port,
+    )
+
+
+def _site(reports: Sequence[Report]) -> Site:
+    facts = [report.facts for report in reports if report.facts is not None]
+    assert len(facts) == len(reports)
+    return Site(
+        hosts=tuple(report.host for report in reports),
+        interfaces=tuple(str(of_host["interface"]) for of_host in facts),
+        cores=tuple(int(of_host["machine"]["cores"]) for of_host in facts),
+        address=str(facts[0]["address"]),
+        port=int(facts[0]["port"]["number"]),
+    )

@@ -1,0 +1,230 @@
+"""The agents of all nodes, each behind an ssh of its own, as one thing that runs and ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.hosts import Host
+from trainctl.errors import ExitCode
+from trainctl.launch.processes import Process, start_tied
+from trainctl.launch.remote import ssh
+from trainctl.options.launcher.ssh import SshConfig
+from trainctl.runs.causes import Cause
+from trainctl.runs.command import NodeCommand
+from trainctl.runs.failures import log_tail
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.node_entry import envelope
+from trainctl.runs.processes import LEASE_BEAT, LEASE_END, LEASE_VARIABLE, RunTag
+from trainctl.runs.records import EventWriter
+
+_SSH_FAILED = 255
+_BEAT_SECONDS = 1.0
+_SETTLE_SECONDS = 1.0
+"""What the other agents have after a first one failed, to report what they have seen of it."""
+_END_SECONDS = 5.0
+"""What an agent may take beyond the grace, the way to it included."""
+
+
+class Team:
+    """Agents on other machines.
+
+    Each is heard of by its ssh's end, and hears its launcher on its stdin, all the time: where one
+    side is gone, the other knows, at the latest after `launcher.node_timeout_seconds`.
+
+    Args:
+        run: The run.
+        attempt: The attempt.
+        tag: What its processes carry.
+        hosts: Of the nodes, in their order.
+        launcher: How they are reached, and how long they may be silent.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        attempt: AttemptPaths,
+        tag: RunTag,
+        hosts: Sequence[Host],
+        launcher: SshConfig,
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._tag = tag
+        self._hosts = hosts
+        self._launcher = launcher
+        self._processes: list[Process] = []
+        self._first_code: int | None = None
+        self._failed_at: float | None = None
+        self._told_at: float | None = None
+        self._lost: list[int] = []
+        self._code: int | None = None
+        self._ended = threading.Event()
+
+    def start(self, nodes: Sequence[NodeCommand], folder: Path) -> None:
+        """Start the agent of each node.
+
+        Args:
+            folder: Where, on every host.
+        """
+        lease = {LEASE_VARIABLE: str(self._launcher.node_timeout_seconds)}
+        for host, node in zip(self._hosts, nodes, strict=True):
+            process = start_tied(
+                ssh(host, self._launcher, "trainctl.runs.node_entry"),
+                tag=self._tag,
+                log=self._attempt.agent_log(node.node),
+                has_input=True,
+            )
+            self._processes.append(process)
+            assert process.stdin is not None
+            variables = {
+                **node.environment,
+                **replace(self._tag, node=node.node).environment(),
+                **lease,
+            }
+            with suppress(BrokenPipeError):  # it has ended: its code tells
+                process.stdin.write(envelope(node.argv, variables, folder))
+            os.set_blocking(process.stdin.fileno(), False)
+        # Apart from the main thread, which a terminal that takes no more output may stop.
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+
+    @property
+    def margin_seconds(self) -> float:
+        return self._launcher.grace_seconds + _SETTLE_SECONDS + 2 * _END_SECONDS
+
+    @property
+    def returncode(self) -> int | None:
+        return self._code
+
+    def poll(self) -> int | None:
+        """Look at the agents; after the first failure, end the others."""
+        if self._code is not None:
+            return self._code
+        codes = [process.poll() for process in self._processes]
+        now = time.monotonic()
+        for node, code in enumerate(codes):
+            if code not in (None, 0) and self._failed_at is None:
+                self._failed_at, self._first_code = now, code
+            if _is_lost(code) and node not in self._lost and self._told_at is None:
+                self._lost.append(node)
+        if None in codes:
+            if self._failed_at is not None and now > self._failed_at + _SETTLE_SECONDS:
+                self.terminate()
+            patience = self._launcher.grace_seconds + _END_SECONDS
+            if self._told_at is not None and now > self._told_at + patience:
+                for process in self._processes:
+                    process.kill()
+            return None
+        self._ended.set()
+        unclean = [node for node, code in enumerate(codes) if _is_lost(code)]
+        self._code = self._close(unclean)
+        return self._code
+
+    def terminate(self) -> None:
+        """Tell every agent to end its ranks."""
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+            self._say(LEASE_END)
+
+    def describe_death(self) -> dict[str, Any]:
+        """Where an agent ended by an exit code of its own: lost nodes are recorded already."""
+        log = self._attempt.agent_log(0)
+        return {
+            "rank": None,
+            "node": None,
+            "host": "",
+            "pid": None,
+            "cause": Cause.code.value,
+            "message": f"an agent ended with exit code {self._code} and recorded nothing",
+            "hint": "",
+            "log": str(log),
+            "log_tail": log_tail(log),
+        }
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            self._say(LEASE_BEAT)
+
+    def _say(self, word: bytes) -> None:
+        for process in self._processes:
+            # One that has ended, or takes nothing more, is found by its ssh.
+            with suppress(BrokenPipeError, BlockingIOError):
+                assert process.stdin is not None
+                os.write(process.stdin.fileno(), word)
+
+    def _close(self, unclean: Sequence[int]) -> int:
+        """Clean up where no agent did, and record nodes that were lost; the launch's code."""
+        swept = sweep_hosts([self._hosts[node] for node in unclean], self._launcher, self._tag)
+        code = self._first_code or 0
+        for node in self._lost:
+            host = self._hosts[node]
+            is_there = swept[host.name]
+            log = self._attempt.agent_log(node)
+            tail = log_tail(log)
+            if is_there:
+                how, cause, own = "the agent on it was killed", Cause.killed, 137
+            else:
+                said = tail[-1].strip() if tail else "its ssh ended"
+                how, cause, own = f"was lost: {said}", Cause.lost_node, ExitCode.training_failed
+            if node == self._lost[0] and _is_lost(code):
+                code = int(own)
+            with EventWriter(self._run.events, self._attempt.number) as events:
+                events.write(
+                    "failure",
+                    rank=None,
+                    node=node,
+                    host=host.name,
+                    pid=None,
+                    cause=cause.value,
+                    exit_code=None,
+                    signal=None,
+                    message=f"node {node} ({host.name}): {how}",
+                    hint=cause.hint,
+                    log=str(log),
+                    log_tail=tail,
+                    launch_exit_code=int(own),
+                )
+        return code
+
+
+def sweep_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict[str, bool]:
+    """End the processes of a run on hosts, in parallel; those of other runs are left alone.
+
+    Returns:
+        By name, whether the host could be reached and nothing is left on it.
+    """
+    words = [str(tag.directory), tag.run_id]
+    if tag.attempt is not None:
+        words += ["--attempt", str(tag.attempt)]
+    started = [
+        subprocess.Popen(
+            ssh(host, launcher, "trainctl.runs.sweep_entry", *words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for host in hosts
+    ]
+    deadline = time.monotonic() + launcher.node_timeout_seconds
+    done = {}
+    for host, process in zip(hosts, started, strict=True):
+        try:
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        done[host.name] = code == 0
+    return done
+
+
+def _is_lost(code: int | None) -> bool:
+    """Whether an ssh ended for another reason than its agent's end in good order."""
+    return code is not None and (code == _SSH_FAILED or code < 0)

@@ -1,0 +1,111 @@
+"""`python -m trainctl.monitor.loggers RUN_DIR NAME [--follow | --again]`: send metrics.
+
+Without `--follow` what there is now. With it, until its stdin ends: its launcher closes it when the
+run has ended, and what is still to be sent then is. Whatever the logger does, this process tries
+again, later and later. It is the last to get a processor, and may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import select
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.monitor.loggers.alerts import Alerter
+from trainctl.monitor.loggers.follower import Follower
+from trainctl.monitor.loggers.sending import ALERTS
+from trainctl.runs.access import ensure_folder, open_lock
+from trainctl.runs.atomic import sweep_temporary
+from trainctl.runs.directory import open_run
+from trainctl.runs.layout import LoggerPaths, RunPaths
+
+_POLL_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+_NICENESS = 19
+
+
+def main() -> int:
+    """Send; 0 when everything was sent, 4 when not, 5 when another process does."""
+    parser = argparse.ArgumentParser(prog="python -m trainctl.monitor.loggers")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--follow", action="store_true", help="until stdin ends")
+    parser.add_argument("--again", action="store_true", help="what was sent already too")
+    given = parser.parse_args()
+    os.nice(_NICENESS)
+    try:
+        run = open_run(given.run_dir)
+        os.umask(0o777 & ~run.root.stat().st_mode)  # what a logger makes is as the run is
+        paths = run.logger(given.name)
+        ensure_folder(paths.folder)
+        if not _lock(paths, waits=given.follow):
+            return ExitCode.run_state
+        sweep_temporary(paths.folder, paths.cursor.name)
+        if given.again:
+            paths.cursor.unlink(missing_ok=True)
+        return _send(run, given.name, follows=given.follow)
+    except (TrainctlError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.environment
+
+
+def _lock(paths: LoggerPaths, *, waits: bool) -> bool:
+    """Keep other processes from sending the same; held until this one ends."""
+    descriptor = open_lock(paths.lock)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not waits or _has_ended(_POLL_SECONDS):
+                return False
+
+
+def _send(run: RunPaths, name: str, *, follows: bool) -> int:
+    follower = Alerter(run) if name == ALERTS else Follower(run, name)
+    pause, is_last = _FIRST_PAUSE_SECONDS, not follows
+    while True:
+        try:
+            while not (is_last and name == ALERTS) and follower.send():
+                pause = _FIRST_PAUSE_SECONDS
+            if is_last:
+                follower.end()
+                follower.close()
+                return ExitCode.success
+            is_last = _has_ended(_POLL_SECONDS)
+        except Exception as error:  # whatever the logger, its library or its server does
+            traceback.print_exc()
+            with suppress(Exception):
+                follower.give_up(_told(error))
+            if is_last:
+                return ExitCode.environment
+            is_last = _has_ended(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, in a line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, TrainctlError):
+        return f"{text} ({error.hint})" if error.hint else text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _has_ended(seconds: float) -> bool:
+    """Wait for so long, or until stdin ends; whether it has."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and not os.read(sys.stdin.fileno(), 1024):
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

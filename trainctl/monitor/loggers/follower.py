@@ -1,0 +1,137 @@
+"""Reads a run's records in order and hands their metrics to one logger, each step once.
+
+After each batch the logger commits, then the cursor is replaced. Whoever is killed in between comes
+to the same batch again, with the logger's state of before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from trainctl.config.registry import function_of, load
+from trainctl.errors import TrainctlError
+from trainctl.monitor.loggers.about import about
+from trainctl.monitor.loggers.cursor import Cursor, read_cursor, read_on
+from trainctl.monitor.loggers.curve import CurveReader, curve
+from trainctl.options.logger import Followed, Point, Sink, missing
+from trainctl.runs.access import ensure_folder
+from trainctl.runs.attempts import config_of
+from trainctl.runs.directory import run_id
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import Event
+from trainctl.runs.status import State, read_status
+
+
+class Follower:
+    """One logger of a run, from where it was; its sink is made with the first batch.
+
+    Args:
+        run: The run.
+        name: The logger.
+
+    Raises:
+        TrainctlError: Its cursor is damaged.
+    """
+
+    def __init__(self, run: RunPaths, name: str) -> None:
+        self._run, self._name = run, name
+        self._path = run.logger(name).cursor
+        self._sink: Sink | None = None
+        self.cursor = read_cursor(self._path)
+
+    def send(self) -> bool:
+        """Send the next batch of records; whether there was one.
+
+        Raises:
+            Exception: Whatever the logger raises, or writing the cursor. Nothing of the batch
+                counts as sent then.
+        """
+        cursor = self.cursor
+        records = self._run.events
+        if not records.exists():
+            return False
+        events, offset, digest = read_on(records, cursor)
+        if offset == cursor.offset:
+            return False
+        if self._sink is None:
+            self._sink = self._build(cursor.state)
+        after = self._pass_on(events, self._sink)
+        state = dict(self._sink.commit())
+        after = replace(after, offset=offset, digest=digest, state=state, problem="")
+        after.write(self._path)
+        self.cursor = after
+        return True
+
+    def end(self) -> None:
+        """Tell the sink that it has all there is, and how the run stands.
+
+        Raises:
+            Exception: Whatever the logger raises, or writing the cursor.
+        """
+        cursor, status = self.cursor, read_status(self._run)
+        told = f"{cursor.offset} {status.updated if status else 0}"
+        if cursor.state is None or cursor.ended == told:
+            return
+        if self._sink is None:
+            self._sink = self._build(cursor.state)
+        if hasattr(self._sink, "end"):
+            self._sink.end(status.state.value if status else State.running.value)
+        self.cursor = replace(cursor, state=dict(self._sink.commit()), ended=told, problem="")
+        self.cursor.write(self._path)
+
+    def give_up(self, problem: str) -> None:
+        """Let go of the sink, of which nothing can be expected, and write down why.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self.close()
+        if problem != self.cursor.problem:
+            self.cursor = replace(self.cursor, problem=problem)
+            self.cursor.write(self._path)
+
+    def close(self) -> None:
+        """Let go of the sink."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            with suppress(Exception):  # all that counts was committed
+                sink.close()
+
+    def _build(self, state: Mapping[str, Any] | None) -> Sink:
+        run, lacking = self._run, missing(load("logger", self._name))
+        if lacking is not None:
+            raise TrainctlError(lacking.message, hint=lacking.hint)
+        folder = run.root / self._name
+        ensure_folder(folder)
+        config = config_of(run)
+        followed = Followed(
+            folder=folder,
+            id=run_id(run),
+            name=run.root.name,
+            keys=getattr(config.logging, self._name, None),
+            config=config,
+            about=about(run),
+            curve=partial(curve, run.events),
+        )
+        sink: Sink = function_of("logger", self._name)(followed, state)
+        return sink
+
+    def _pass_on(self, events: list[Event], sink: Sink) -> Cursor:
+        """Hand over the metrics of records; the cursor behind them."""
+        before = self.cursor
+        reading = CurveReader(before.attempt, before.step, before.points)
+        waiting: list[Point] = []
+        for point, goes_back in reading.points_of(events):
+            if goes_back:
+                sink.write(waiting)
+                waiting = []
+                sink.go_back(point.step)
+            waiting.append(point)
+        sink.write(waiting)
+        return Cursor(
+            attempt=reading.attempt, step=reading.step, points=reading.points, ended=before.ended
+        )

@@ -1,0 +1,120 @@
+"""Curves made shorter without losing what stands out: smallest, largest and mean of each bucket."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainctl.monitor.report.columns import Numbers
+
+Edges: TypeAlias = NDArray[np.int64]
+"""Index of the first row of each bucket, ascending from 0."""
+
+LATEST = 1 / 8
+"""Of all buckets: those for the newest rows, one each."""
+AROUND_MARKS = 1 / 8
+"""And those for what lies around marks."""
+
+MANTISSA_BITS = 15
+"""Kept of a number that is drawn: five digits. What is left compresses."""
+
+LEVEL = 7
+"""Of zlib."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """A column in buckets; NaN where a bucket has no finite number."""
+
+    mean: Numbers
+    min: Numbers
+    max: Numbers
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each bucket holds one number only, which all three then are."""
+        finite = np.isfinite(self.mean)
+        return bool(np.array_equal(self.min[finite], self.max[finite]))
+
+
+def edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
+    """Buckets of `length` rows, about `most` at the most.
+
+    They are of one size, but for the newest rows and those around marks, which are whole: there
+    people look closest.
+
+    Args:
+        most: Buckets; at least 64.
+        marks: Rows, the most important first.
+    """
+    if length <= most:
+        return np.arange(length, dtype=np.int64)
+    latest, around = int(most * LATEST), int(most * AROUND_MARKS)
+    marked = list(dict.fromkeys(row for row in marks if 0 <= row < length))[: max(1, around // 16)]
+    width = around // len(marked) // 2 if marked else 0
+    starts = np.zeros(length, dtype=bool)
+    starts[:: math.ceil(length / (most - latest - (around if marked else 0)))] = True
+    starts[length - latest :] = True
+    for row in marked:
+        starts[max(0, row - width) : row + width] = True
+    return np.flatnonzero(starts)
+
+
+def reduce(values: Numbers, at: Edges) -> Reduced:
+    """Mean, smallest and largest number of each bucket, of those that are finite.
+
+    Args:
+        values: Shape (rows,).
+    """
+    if len(at) == len(values):
+        found = np.where(np.isfinite(values), values, np.nan)
+        return Reduced(mean=found, min=found, max=found)
+    finite = np.isfinite(values)
+    count = np.add.reduceat(finite, at, dtype=np.int64)
+    total = np.add.reduceat(np.where(finite, values, 0.0), at)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = total / count
+    low = np.minimum.reduceat(np.where(finite, values, np.inf), at)
+    high = np.maximum.reduceat(np.where(finite, values, -np.inf), at)
+    empty = count == 0
+    low[empty] = high[empty] = np.nan
+    return Reduced(mean=mean, min=low, max=high)
+
+
+def last_of(values: Numbers, at: Edges) -> Numbers:
+    """Return the last number of each bucket: of a column that only grows."""
+    ends = np.append(at[1:], len(values)) if len(at) else at
+    last: Numbers = values[ends - 1]
+    return last
+
+
+def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
+    """Return a column as text: 32-bit floats, the first bytes of all before the second, deflated,
+    base64.
+
+    Args:
+        values: Shape (n,).
+        exactly: Keep all 24 bits of each; else `MANTISSA_BITS` of its mantissa.
+    """
+    with np.errstate(over="ignore"):  # what is no 32-bit float is drawn as no number
+        bits = values.astype("<f4").view("<u4")
+    if not exactly:
+        drop = 23 - MANTISSA_BITS
+        finite = np.isfinite(values)
+        rounded = (bits + np.uint32(1 << (drop - 1))) & np.uint32(0xFFFFFFFF << drop & 0xFFFFFFFF)
+        bits = np.where(finite, rounded, bits).astype("<u4")
+    planes = np.ascontiguousarray(bits.view(np.uint8).reshape(-1, 4).T)
+    text = base64.b64encode(zlib.compress(planes.tobytes(), LEVEL)).decode()
+    return {"n": len(values), "data": text}
+
+
+def plain(values: Numbers) -> list[float | None]:
+    """Return a column as a list; None where there is no number."""
+    return [float(value) if math.isfinite(value) else None for value in values]

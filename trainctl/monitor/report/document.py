@@ -1,0 +1,284 @@
+"""Everything that is shown of runs, as one JSON document: for the page, `--json` and `--csv`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainctl import __version__
+from trainctl.errors import TrainctlError
+from trainctl.monitor.report import buckets
+from trainctl.monitor.report.account import account_of
+from trainctl.monitor.report.buckets import Edges, Reduced
+from trainctl.monitor.report.columns import GrowingColumns, Numbers
+from trainctl.monitor.report.differences import differences
+from trainctl.monitor.report.history import Branch, History
+from trainctl.monitor.report.marks import thinned
+from trainctl.monitor.report.memory_beside import memory_beside
+from trainctl.monitor.report.placement import placement
+from trainctl.plan.types import RunPlan
+from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.directory import read_plan, read_record
+from trainctl.runs.listing import RunSummary, summarise
+
+DOCUMENT_SCHEMA = 1
+"""Version of the document."""
+
+BUCKETS = 9000
+"""Of all runs of a file together: about 1.5 MB."""
+LEAST_BUCKETS = 600
+"""Of each run, however many there are."""
+
+BRANCHES, BRANCH_BUCKETS = 60, 128
+"""The newest that are drawn, and points of each."""
+EVALUATION_BUCKETS = 2000
+
+CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "straggler")
+"""Marks around which every step is kept."""
+
+NOT_SERIES = ("step", "time", "attempt", "tokens")
+
+PACKAGES = ("trainctl", "torch", "deepspeed", "transformers", "numpy")
+
+
+def report_document(
+    histories: Sequence[History],
+    *,
+    price: float | None = None,
+    most: int | None = None,
+    is_packed: bool = True,
+) -> dict[str, Any]:
+    """Return the document of runs, as far as they have been read.
+
+    Args:
+        histories: The runs; at least one.
+        price: Of a device for an hour.
+        most: Buckets of a run; None: as many as a file of 2 MB bears; 0: every step.
+        is_packed: GrowingColumns as text for the page's script; else as lists.
+
+    Raises:
+        TrainctlError: A run's `run.json` is damaged (exit code 5).
+    """
+    if most is None:
+        most = max(LEAST_BUCKETS, BUCKETS // len(histories))
+    column = _packed if is_packed else _listed
+    now = time.time()
+    found = [_Run(history, now=now, price=price) for history in histories]
+    plans = [run.plan for run in found]
+    known = [plan for plan in plans if plan is not None]
+    return {
+        "schema": DOCUMENT_SCHEMA,
+        "version": ".".join(str(history.version) for history in histories),
+        "made": now,
+        "trainctl": __version__,
+        "price": price,
+        "runs": [run.to_json(most, column) for run in found],
+        "differences": differences(known) if len(known) == len(plans) > 1 else [],
+    }
+
+
+Column = Callable[..., Any]
+
+
+def _packed(values: Numbers, *, exactly: bool = False) -> Any:
+    return buckets.packed(values, exactly=exactly)
+
+
+def _listed(values: Numbers, *, exactly: bool = False) -> Any:
+    return buckets.plain(values)
+
+
+class _Run:
+    """One run of a document."""
+
+    def __init__(self, history: History, *, now: float, price: float | None) -> None:
+        self._history = history
+        self.record = read_record(history.run)
+        self.summary: RunSummary = summarise(history.run)
+        self._standing = standing_attempt(history.run).number
+        self.plan = self._plan_of(self._standing)
+        self._now, self._price = now, price
+
+    def to_json(self, most: int, column: Column) -> dict[str, Any]:
+        history, summary = self._history, self.summary
+        steps = history.steps
+        at = buckets.edges(len(steps), most or max(1, len(steps)), self._rows_to_look_at())
+        account = account_of(
+            history,
+            stop_step=summary.stop_step,
+            now=self._now if summary.holder is not None else None,
+            price=self._price,
+        )
+        marks, left_out = thinned(history.marks)
+        start = history.start or {}
+        return {
+            "name": history.run.root.name,
+            "path": str(history.run.root),
+            "id": self.record["id"],
+            "state": summary.state,
+            "is_live": summary.is_live,
+            "message": summary.message,
+            "missing_records": summary.missing_records,
+            "created": summary.created,
+            "updated": summary.updated,
+            "attempt": summary.attempt,
+            "launcher": summary.launcher,
+            "host": summary.host,
+            "step": history.last_step,
+            "stop_step": summary.stop_step,
+            "total_steps": self.plan.total_steps if self.plan else None,
+            "num_parameters": start.get("num_parameters"),
+            "num_trained": start.get("num_trained"),
+            "unigram_entropy": start.get("unigram_entropy"),
+            "model": self.plan.config.model.name if self.plan else "",
+            "recipe": (self.plan.config.recipe or "") if self.plan else "",
+            "clip_at": (self.plan.config.optimizer.gradient_clipping if self.plan else None)
+            or None,
+            "steps_read": len(steps),
+            "axes": _axes(steps, at, column),
+            "series": {
+                name: _series(buckets.reduce(_drawn(steps, name), at), column)
+                for name in steps.names
+                if name not in NOT_SERIES
+            },
+            "evaluations": _evaluations(history.evaluations, column),
+            "branches": [_branch(branch, column) for branch in history.branches[-BRANCHES:]],
+            "branches_left_out": max(0, len(history.branches) - BRANCHES),
+            "marks": [mark.to_json() for mark in marks],
+            "marks_left_out": left_out,
+            "memory": memory_beside(self.plan, history.memory),
+            "layout": self._layout(),
+            "account": account,
+            "attempts": self._attempts(),
+            "derived": [
+                {"key": item.key, "value": str(item.value), "reason": item.reason}
+                for item in (self.plan.derived if self.plan else ())
+            ],
+            "provenance": self._provenance(),
+        }
+
+    def _plan_of(self, number: int) -> RunPlan | None:
+        """Return the plan of an attempt; None where there is none, or another version's."""
+        try:
+            return read_plan(self._history.run.attempt(number).plan)
+        except TrainctlError:
+            return None
+
+    def _rows_to_look_at(self) -> list[int]:
+        """Rows of marks around which every step is kept, the newest first."""
+        steps = self._history.steps
+        marks = [mark for mark in reversed(self._history.marks) if mark.kind in CLOSE_TO]
+        return [steps.first_not_below("step", mark.step) for mark in marks if len(steps)]
+
+    def _layout(self) -> dict[str, Any] | None:
+        if self.plan is None:
+            return None
+        return placement(self.plan, self._history.run.attempt(self._standing))
+
+    def _attempts(self) -> dict[str, Any]:
+        """Return the attempts, and in what their plans differ."""
+        known = {number: self._plan_of(number) for number in sorted(self._history.attempts)}
+        plans = {number: plan for number, plan in known.items() if plan is not None}
+        return {
+            "numbers": list(plans),
+            "differences": differences(list(plans.values())) if len(plans) > 1 else [],
+        }
+
+    def _provenance(self) -> dict[str, Any]:
+        record = self.record
+        packages = record.get("packages") or {}
+        git = record.get("git") or {}
+        return {
+            "argv": list(record.get("argv") or ()),
+            "git": {name: git.get(name) for name in ("commit", "dirty") if name in git},
+            "packages": {name: packages[name] for name in PACKAGES if name in packages},
+        }
+
+
+def _drawn(steps: GrowingColumns, name: str) -> Numbers:
+    """Return a field; a part of a step that only some have (a save) took no time in the others."""
+    values = steps[name]
+    if name.startswith("seconds/"):
+        values[np.isnan(values) & np.isfinite(steps["seconds/total"])] = 0.0
+    return values
+
+
+def _axes(steps: GrowingColumns, at: Edges, column: Column) -> dict[str, Any]:
+    """What the curves can be drawn over, at the last step of each bucket: ascending."""
+    hours = np.cumsum(np.nan_to_num(steps["seconds/total"])) / 3600
+    first, last = steps["step"][at], buckets.last_of(steps["step"], at)
+    return {
+        "first_step": column(first, exactly=True),
+        "step": column(last, exactly=True),
+        "tokens": column(buckets.last_of(steps["tokens"], at), exactly=True),
+        "hours": column(buckets.last_of(hours, at), exactly=True),
+    }
+
+
+def _series(found: Reduced, column: Column) -> dict[str, Any]:
+    """Of exact buckets the numbers alone: they are their own extremes."""
+    if found.is_exact:
+        return {"mean": column(found.mean), "min": None, "max": None}
+    return {"mean": column(found.mean), "min": column(found.min), "max": column(found.max)}
+
+
+def _evaluations(found: GrowingColumns, column: Column) -> dict[str, Any]:
+    at = buckets.edges(len(found), EVALUATION_BUCKETS)
+    names = [name for name in found.names if name not in ("step", "time")]
+    return {
+        "step": column(buckets.last_of(found["step"], at), exactly=True),
+        "series": {name: _series(buckets.reduce(found[name], at), column) for name in names},
+        "best": _best(found),
+    }
+
+
+def _best(found: GrowingColumns) -> dict[str, float] | None:
+    losses = found["loss"]
+    if not np.isfinite(losses).any():
+        return None
+    row = int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))
+    last = losses[np.isfinite(losses)][-1]
+    return {"loss": float(losses[row]), "step": int(found["step"][row]), "last": float(last)}
+
+
+def _branch(branch: Branch, column: Column) -> dict[str, Any]:
+    steps = branch.steps
+    at = buckets.edges(len(steps), BRANCH_BUCKETS)
+    names = [name for name in ("loss", "grad_norm", "tokens_per_second") if name in steps]
+    return {
+        "attempt": branch.attempt,
+        "steps": len(steps),
+        "step": column(buckets.last_of(steps["step"], at), exactly=True),
+        "series": {name: column(buckets.reduce(steps[name], at).mean) for name in names},
+    }
+
+
+def rows(document: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yield the curves of an unpacked document as the rows of a table, a bucket each; its heads
+    first."""
+    names = dict.fromkeys(name for run in document["runs"] for name in run["series"])
+    heads = ["run", "first_step", "last_step", "tokens", "hours"]
+    yield [*heads, *(f"{name}_{part}" for name in names for part in ("mean", "min", "max"))]
+    for run in document["runs"]:
+        axes, series = run["axes"], run["series"]
+        for row, step in enumerate(axes["step"]):
+            yield [
+                run["name"],
+                *(int(value) for value in (axes["first_step"][row], step)),
+                axes["tokens"][row],
+                axes["hours"][row],
+                *(_cell(series.get(name), part, row) for name in names for part in _PARTS),
+            ]
+
+
+_PARTS = ("mean", "min", "max")
+
+
+def _cell(series: dict[str, Any] | None, part: str, row: int) -> Any:
+    if series is None:
+        return None
+    column = series[part] if series[part] is not None else series["mean"]
+    return column[row]

@@ -1,0 +1,126 @@
+"""Charts as files, by matplotlib: PNG, SVG, or one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from cycler import cycler
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import write_bytes
+
+SUFFIXES = (".png", ".svg", ".html")
+
+DOTS_PER_INCH = 144
+
+INK, QUIET, GRID = "#15181c", "#545b65", "#e3e6ea"
+COLOURS = (
+    "#0b57d0", "#c2410c", "#0f766e", "#8b3fbf", "#b0215f", "#5f6b00", "#0e7490", "#7c4a12",
+)  # fmt: skip
+"""Of lines and points, in this order; dark enough on white for everybody."""
+
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "axes.labelcolor": QUIET,
+    "axes.prop_cycle": cycler(color=COLOURS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "axes.titleweight": "bold",
+    "font.size": 9.5,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+}
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>body {{ margin: 2rem auto; max-width: 75rem; font-family: sans-serif; }}
+svg {{ width: 100%; height: auto; }}</style>
+{svg}
+</html>
+"""
+
+
+def check_target(path: Path) -> None:
+    """What would keep a chart from being written, before the work that it shows.
+
+    Raises:
+        TrainctlError: The suffix is none of `SUFFIXES`, or there is no such folder.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise TrainctlError(
+            f"{path}: a chart is written as {', '.join(SUFFIXES)}",
+            hint=f"{path.with_suffix('.png')}",
+            exit_code=ExitCode.bad_input,
+        )
+    if not path.absolute().parent.is_dir():
+        raise TrainctlError(
+            f"{path}: there is no folder {path.parent}",
+            hint=f"mkdir -p {path.parent}",
+            exit_code=ExitCode.bad_input,
+        )
+
+
+def save_chart(draw: Callable[[], Figure], path: Path, *, title: str) -> None:
+    """Draw in the style that all charts share, and write the figure; see `save_figure`."""
+    with rc_context(_STYLE):
+        save_figure(draw(), path, title=title)
+
+
+def save_figure(figure: Figure, path: Path, *, title: str) -> None:
+    """Write a figure; the suffix of `path` says in which form.
+
+    Args:
+        figure: Made without pyplot, so that nothing global keeps it.
+        path: Of the file: .png, .svg or .html (the chart as SVG in a page of its own).
+
+    Raises:
+        TrainctlError: As `check_target`, or the file cannot be written.
+    """
+    check_target(path)
+    suffix = path.suffix.lower()
+    data = _png(figure) if suffix == ".png" else _svg(figure)
+    if suffix == ".html":
+        page = PAGE.format(title=html.escape(title), svg=_element(data))
+        data = page.encode()
+    try:
+        write_bytes(path, data)
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.bad_input
+        ) from error
+
+
+def _png(figure: Figure) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=DOTS_PER_INCH, bbox_inches="tight")
+    return stream.getvalue()
+
+
+def _svg(figure: Figure) -> bytes:
+    stream = io.BytesIO()
+    # Without a date and with ids that are not random: the same chart is the same file.
+    with rc_context({"svg.hashsalt": "trainctl"}):
+        figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def _element(svg: bytes) -> str:
+    """Return the svg element, without the declarations of a file."""
+    text = svg.decode()
+    return text[text.index("<svg") :]

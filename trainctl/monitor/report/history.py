@@ -1,0 +1,196 @@
+"""A run's records, read once and as they grow, into columns and marks.
+
+What `runs.records.step_curve` does with all records in hand is done here as they come: a step that
+is done again takes the place of what was there, and of all behind it; that is kept as a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.monitor.report import fields
+from trainctl.monitor.report.columns import GrowingColumns
+from trainctl.monitor.report.marks import Mark, mark_of
+from trainctl.runs.directory import last_attempt
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import holder
+from trainctl.runs.records import Event, events_after
+
+BATCH_BYTES = 4 << 20
+"""Read and taken apart at a time: about 7,000 steps."""
+
+OF_A_BRANCH = (
+    "step",
+    "attempt",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "seconds/total",
+)
+"""Fields of steps that do not count any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Steps that were done and do not count: after a rewind, or a resume from before them."""
+
+    attempt: int
+    """The one that did them."""
+    steps: GrowingColumns
+    """The fields in `OF_A_BRANCH`."""
+    evaluations: GrowingColumns
+    """Evaluations on the way."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptTimes:
+    """When an attempt did what, by the clock of its records (unix seconds; None: it did not).
+
+    Attributes:
+        world_size: Ranks that trained.
+    """
+
+    number: int
+    """Its number."""
+    launched: float
+    last: float
+    ranks: int | None = None
+    first_step_began: float | None = None
+    """When its first step began."""
+
+
+class History:
+    """One run, from its files alone.
+
+    Args:
+        run: The run. Its records need not exist yet.
+
+    Attributes:
+        run: The run.
+        version: Grows whenever something new was read.
+        steps: The run as it stands, a row a step, ascending.
+        evaluations: Those of it, a row each.
+        branches: What does not count any more, oldest first.
+        marks: What happened beside the steps, in the order of the records.
+        attempts: What is known of each, by its number.
+        memory: The last `memory` record; None before the first.
+        start: The last `start` record; None before the first.
+    """
+
+    def __init__(self, run: RunPaths) -> None:
+        self.run = run
+        self.version = 0
+        self._seen: tuple[object, ...] = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset = 0
+        self._attempt = 0
+        self.steps, self.evaluations = GrowingColumns(), GrowingColumns()
+        self.branches: list[Branch] = []
+        self.marks: list[Mark] = []
+        self.attempts: dict[int, AttemptTimes] = {}
+        self.memory: Event | None = None
+        self.start: Event | None = None
+
+    def read(self, most_bytes: int | None = None) -> bool:
+        """Take in what has been appended; whether there was anything, or the run's state changed.
+
+        A file system that fails for a moment has nothing to say; a file that has become shorter is
+        another one, and is read from its beginning.
+
+        Args:
+            most_bytes: How much at most, but always a whole record; None reads to the end.
+        """
+        is_new = self._look()
+        try:
+            if self.run.events.stat().st_size < self._offset:
+                self._begin()
+                is_new = True
+            left = most_bytes
+            while left is None or left > 0:
+                size = BATCH_BYTES if left is None else min(left, BATCH_BYTES)
+                events, offset = events_after(self.run.events, self._offset, size)
+                if offset == self._offset:
+                    break
+                left = None if left is None else left - (offset - self._offset)
+                self._offset, is_new = offset, True
+                for event in events:
+                    self._take(event)
+        except OSError:
+            pass
+        self.version += is_new
+        return is_new
+
+    @property
+    def last_step(self) -> int:
+        """Of the run as it stands; 0 before the first."""
+        return int(self.steps.last("step")) if len(self.steps) else 0
+
+    def _look(self) -> bool:
+        """Whether state or attempt changed since the last look."""
+        try:
+            changed = self.run.status.stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        is_held = holder(self.run) is not None  # a launcher that is killed writes no status
+        seen = (changed, last_attempt(self.run), is_held)
+        is_new, self._seen = seen != self._seen, seen
+        return is_new
+
+    def _take(self, event: Event) -> None:
+        if event["attempt"] < self._attempt:
+            return  # an attempt that is over has nothing to say on the run as it stands
+        self._attempt = event["attempt"]
+        attempt = self._account(event)
+        kind = event["event"]
+        if kind == "step":
+            self._take_step(event, attempt)
+        elif kind == "evaluation" and isinstance(event.get("step"), int):
+            # One that is made again takes the place of the last, as a step does.
+            self.evaluations.cut(self.evaluations.first_not_below("step", event["step"]), ())
+            self.evaluations.append(fields.of_evaluation(event))
+        elif kind == "memory" and isinstance(event.get("measured"), Mapping):
+            self.memory = event
+        elif kind == "start":
+            self.start = event
+        mark = mark_of(event, self.last_step)
+        if mark is not None:
+            self.marks.append(mark)
+
+    def _account(self, event: Event) -> AttemptTimes:
+        number, time = event["attempt"], _time(event)
+        attempt = self.attempts.get(number)
+        if attempt is None:
+            attempt = self.attempts[number] = AttemptTimes(number=number, launched=time, last=time)
+        attempt.last = max(attempt.last, time)
+        ranks = event.get("ranks") if event["event"] == "launch" else event.get("world_size")
+        if isinstance(ranks, int):
+            attempt.ranks = ranks
+        return attempt
+
+    def _take_step(self, event: Event, attempt: AttemptTimes) -> None:
+        step = event["step"]
+        if len(self.steps) and step <= self.steps.last("step"):
+            self._leave(step)
+        values = fields.of_step(event)
+        values["attempt"] = attempt.number
+        self.steps.append(values)
+        if attempt.first_step_began is None:
+            attempt.first_step_began = values["time"] - values.get("seconds/total", 0.0)
+
+    def _leave(self, step: int) -> None:
+        """Put everything from a step on aside."""
+        index = self.steps.first_not_below("step", step)
+        number = int(self.steps.last("attempt"))
+        steps = self.steps.cut(index, OF_A_BRANCH)
+        evaluations = self.evaluations.cut(self.evaluations.first_not_below("step", step))
+        self.branches.append(Branch(attempt=number, steps=steps, evaluations=evaluations))
+
+
+def _time(event: Event) -> float:
+    value: Any = event.get("time")
+    return float(value) if isinstance(value, int | float) else 0.0

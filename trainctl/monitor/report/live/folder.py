@@ -1,0 +1,257 @@
+"""A folder of runs as a table: what was set, how each stands, which one is best."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.reading import read_json
+from trainctl.errors import TrainctlError
+from trainctl.runs.directory import is_run, last_attempt
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.listing import LOST, NEW, RunSummary, summarise
+from trainctl.runs.records import Event, events_from_end, number
+from trainctl.runs.status import State
+from trainctl.runs.sweeps import RECORD, read_sweep
+
+LEAST_SECONDS = 1.0
+"""Between two looks at the files, however many pages ask."""
+
+MOST_KEYS = 12
+"""Columns of what differs between runs that are no sweep."""
+
+_TAIL_BYTES = 4 << 20
+"""In which the last evaluation is looked for."""
+
+_ENDED = (State.finished.value, State.failed.value, State.stopped.value, NEW, LOST)
+_OF_A_MACHINE = ("hardware.", "launcher.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderRow:
+    """A run of the folder."""
+
+    id: str
+    """What its page is asked for by."""
+    name: str
+    """Name of its directory."""
+    run: RunPaths | None = None
+    """Its directory; None while a sweep has not made it."""
+    settings: Mapping[str, str]
+    """Values of configuration keys."""
+    summary: RunSummary | None = None
+    held_out: float | None = None
+    """Loss of its last evaluation, nats a token; None before the first."""
+    tokens_per_second: float | None = None
+    """Speed of its last step."""
+
+
+class RunsFolder:
+    """Looks at the runs of a folder again and again, and only at those whose files have changed.
+
+    Args:
+        root: Of runs, or of a sweep.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[object, FolderRow]] = {}
+        self._rows: list[FolderRow] = []
+        self._version, self._looked = 0, -math.inf
+        self._document: dict[str, Any] = {}
+
+    def look(self) -> tuple[str, dict[str, Any]]:
+        """Return the document of the table, and its version, which changes when anything of it
+        does."""
+        with self._lock:
+            if time.monotonic() - self._looked > LEAST_SECONDS:
+                self._look()
+                self._looked = time.monotonic()
+            return str(self._version), {**self._document, "version": str(self._version)}
+
+    def runs_of(self, ids: str) -> list[RunPaths]:
+        """The runs with these ids, separated by commas; none if one is not there."""
+        self.look()
+        with self._lock:
+            runs = {row.id: row.run for row in self._rows}
+        found = [runs.get(each) for each in dict.fromkeys(ids.split(","))]
+        known = [run for run in found if run is not None]
+        return known if len(known) == len(found) else []
+
+    def _look(self) -> None:
+        points: Sequence[Mapping[str, str]] = ()
+        if (self.root / RECORD).is_file():
+            try:
+                points = read_sweep(self.root).points
+            except TrainctlError:
+                points = ()
+        rows = [
+            self._row(self.root / str(index), values) for index, values in enumerate(points)
+        ] or [self._row(path, None) for path in self._folders()]
+        found = [row for row in rows if row is not None]
+        keys = list(dict.fromkeys(key for point in points for key in point)) or _different(found)
+        document = _document(self.root, found, keys, is_sweep=bool(points))
+        if document != self._document:
+            self._document, self._version = document, self._version + 1
+        self._rows = found
+
+    def _folders(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.root.iterdir() if is_run(path))
+        except OSError:
+            return []
+
+    def _row(self, path: Path, values: Mapping[str, str] | None) -> FolderRow | None:
+        """A run; None for a directory that is none, or is removed meanwhile."""
+        run, name = RunPaths(path), path.name
+        signature = (_signature(run), time.monotonic() // 5 if self._may_be_lost(name) else 0)
+        known = self._seen.get(name)
+        if known is not None and known[0] == signature:
+            return known[1]
+        row = _read(run, values)
+        if row is not None:
+            self._seen[name] = (signature, row)
+        return row
+
+    def _may_be_lost(self, name: str) -> bool:
+        """Whether it may end without a file that changes: its launcher is killed."""
+        known = self._seen.get(name)
+        summary = known[1].summary if known else None
+        return summary is not None and summary.state not in _ENDED
+
+
+def _read(run: RunPaths, values: Mapping[str, str] | None) -> FolderRow | None:
+    name = run.root.name
+    id = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:10]
+    if not is_run(run.root):
+        return None if values is None else FolderRow(id=id, name=name, settings=values)
+    try:
+        summary = summarise(run)
+        evaluation = next(events_from_end(run.events, "evaluation", most_bytes=_TAIL_BYTES), None)
+        step = next(events_from_end(run.events, "step", most_bytes=_TAIL_BYTES), None)
+    except TrainctlError:
+        return None if values is None else FolderRow(id=id, name=name, settings=values)
+    return FolderRow(
+        id=id,
+        name=name,
+        run=run,
+        settings=values if values is not None else _settings(run),
+        summary=summary,
+        held_out=_number_in(evaluation, "loss"),
+        tokens_per_second=_number_in(step, "tokens_per_second"),
+    )
+
+
+def _signature(run: RunPaths) -> tuple[object, ...]:
+    """What changes whenever anything of a run that is shown does."""
+    found: list[object] = []
+    for path in (run.events, run.status, run.attempts):
+        try:
+            about = path.stat()
+            found.append((about.st_size, about.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return tuple(found)
+
+
+def _settings(run: RunPaths) -> dict[str, str]:
+    """Return the configuration of the newest attempt, by key."""
+    try:
+        plan = read_json(run.attempt(last_attempt(run)).plan)
+        config = plan["config"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    found: dict[str, str] = {}
+    waiting = [("", config)]
+    while waiting:
+        prefix, value = waiting.pop()
+        if isinstance(value, dict) and value:
+            waiting += [(f"{prefix}.{name}" if prefix else name, value[name]) for name in value]
+        elif not prefix.startswith(_OF_A_MACHINE):
+            found[prefix] = "derived" if value is None else _shown(value)
+    return dict(sorted(found.items()))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _different(rows: Sequence[FolderRow]) -> list[str]:
+    """Keys that have several values, those of few values first: they are what was compared."""
+    made = [row.settings for row in rows if row.settings]
+    counts = {
+        key: len({settings.get(key, "not set") for settings in made})
+        for key in dict.fromkeys(key for settings in made for key in settings)
+    }
+    several = [key for key, count in counts.items() if count > 1]
+    return sorted(several, key=lambda key: counts[key] == len(made) > 2)[:MOST_KEYS]
+
+
+def _document(
+    root: Path, rows: Sequence[FolderRow], keys: Sequence[str], *, is_sweep: bool
+) -> dict[str, Any]:
+    """What the page is given."""
+    measure = "held-out loss" if any(_is_finite(row.held_out) for row in rows) else "loss"
+    results = {row.id: _result(row, measure) for row in rows}
+    finite = {id: result for id, result in results.items() if result is not None}
+    return {
+        "schema": 1,
+        "name": root.name,
+        "path": str(root),
+        "is_sweep": is_sweep,
+        "keys": list(keys),
+        "measure": measure,
+        "best": min(finite, key=lambda id: finite[id]) if finite else None,
+        "runs": [_row_json(row, keys, results[row.id]) for row in rows],
+    }
+
+
+def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict[str, Any]:
+    summary = row.summary
+    return {
+        "id": row.id,
+        "name": row.name,
+        "is_made": row.run is not None,
+        "values": [row.settings.get(key, "not set") for key in keys],
+        "state": summary.state if summary else "not made",
+        "message": summary.message if summary else "",
+        "step": summary.step if summary else None,
+        "stop_step": summary.stop_step if summary else None,
+        "loss": _finite(summary.loss if summary else None),
+        "is_finite": summary is None or summary.loss is None or math.isfinite(summary.loss),
+        "held_out": _finite(row.held_out),
+        "result": result,
+        "tokens_per_second": _finite(row.tokens_per_second),
+        "attempt": summary.attempt if summary else None,
+        "updated": summary.updated if summary else None,
+    }
+
+
+def _result(row: FolderRow, measure: str) -> float | None:
+    """What runs are compared by."""
+    if measure == "loss":
+        return _finite(row.summary.loss if row.summary else None)
+    return _finite(row.held_out)
+
+
+def _number_in(event: Event | None, name: str) -> float | None:
+    try:
+        return None if event is None else number(event[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if _is_finite(value) else None

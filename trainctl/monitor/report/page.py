@@ -1,0 +1,98 @@
+"""The page of runs: one HTML file with style, scripts and data in it, or with a server's data.
+
+It runs under a content security policy that allows the scripts and styles in it, by their hashes,
+and nothing else: no request leaves a page that has its data.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from trainctl import __version__
+
+SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
+STYLES = ("uplot/uPlot.min.css", "page.css")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a page gets its data from."""
+
+    url: str
+    """Address of the same origin; it answers with a document, or with 204 where `after` is its
+    version."""
+    seconds: float = 2.0
+    """Time between two questions."""
+
+
+def page(
+    document: Mapping[str, Any] | None = None, *, title: str, source: Source | None = None
+) -> str:
+    """Return the HTML of a page.
+
+    Args:
+        document: Of `trainctl.monitor.report.document`, packed; None where the source has it.
+        title: Of the page, until it has its data.
+        source: Asked for newer documents as long as the page is open.
+    """
+    (uplot, script), (uplot_css, css) = map(_assets, (SCRIPTS, STYLES))
+    filled = {
+        "title": html.escape(title),
+        "version": html.escape(__version__),
+        "policy": content_security_policy(has_source=source is not None),
+        "uplot_css": uplot_css,
+        "css": css,
+        "uplot": uplot,
+        "script": script,
+        "data": "" if document is None else _inline(document),
+        "source": "" if source is None else _inline(asdict(source)),
+    }
+    # In one pass, so that nothing that is filled in is taken for a place to fill.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], asset("page.html"))
+
+
+def content_security_policy(*, has_source: bool) -> str:
+    """What the page may do, for its `meta` element, or a server's header."""
+    return policy_of(SCRIPTS, STYLES, has_source=has_source)
+
+
+def policy_of(scripts: tuple[str, ...], styles: tuple[str, ...], *, has_source: bool) -> str:
+    """Return the policy of a page that has these assets in it, and may ask its server or not."""
+    allowed_scripts, allowed_styles = (
+        " ".join(f"'sha256-{_digest(text)}'" for text in _assets(names))
+        for names in (scripts, styles)
+    )
+    connect = "connect-src 'self'; " if has_source else ""
+    return (
+        f"default-src 'none'; script-src {allowed_scripts}; style-src {allowed_styles}; "
+        f"img-src data:; {connect}base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def asset(name: str) -> str:
+    """Return the text of a file of `trainctl/monitor/report/assets`."""
+    return files("trainctl.monitor.report").joinpath("assets", *name.split("/")).read_text("utf-8")
+
+
+def _assets(names: tuple[str, ...]) -> list[str]:
+    return [asset(name) for name in names]
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _inline(value: Any) -> str:
+    """JSON that cannot end the element that it stands in."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")

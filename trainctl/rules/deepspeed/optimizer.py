@@ -1,0 +1,275 @@
+"""Rules about the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+from trainctl.config.suggest import nearest
+from trainctl.rules.deepspeed.case import AUTO, Case
+from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.values import is_number, shown
+
+ADAMS = ("adam", "adamw")
+TESTED = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW")
+"""What runtime/zero/utils.py lists; of offloaded states, DeepSpeed's own kernels."""
+
+
+@rule("TC250", file="runtime/engine.py", fix="Name an optimizer of DeepSpeed's or of torch.optim.")
+def the_optimizer_exists(case: Case) -> Iterator[Problem]:
+    """optimizer.type is an optimizer of DeepSpeed's or of torch.optim, as torch spells it."""
+    name = case.optimizer
+    known = [*PRETTY.values(), *case.schema.torch_optimizers]
+    if name is None or name in case.schema.optimizers or name in case.schema.torch_optimizers:
+        return
+    if name.lower() in ONE_BIT:
+        yield Problem(
+            TYPE,
+            f"{name} is gone: DeepSpeed {case.schema.deepspeed} has no 1-bit optimizer",
+            f"{ONE_BIT[name.lower()]}, which sends whole gradients",
+        )
+        return
+    close = nearest(name, known, count=1)
+    yield Problem(
+        "optimizer.type",
+        f"there is no optimizer {shown(name)}",
+        f"did you mean {close[0]}?" if close else f"one of {', '.join(known)}",
+    )
+
+
+@rule("TC251", file="runtime/engine.py", fix="Leave the parameter out, or write its right name.")
+def the_optimizer_takes_its_parameters(case: Case) -> Iterator[Problem]:
+    """optimizer.params holds only what the optimizer takes."""
+    names = _taken(case)
+    if names is None:
+        return
+    for name in case.params("optimizer"):
+        if name in names or name == "max_grad_norm":
+            continue
+        close = nearest(name, names, count=1)
+        yield Problem(
+            f"optimizer.params.{name}",
+            f"{case.get('optimizer.type')} takes no {name}",
+            f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}",
+        )
+
+
+@rule("TC252", file="runtime/engine.py", fix="Set gradient_clipping at the top level.")
+def clipping_is_not_the_optimizers(case: Case) -> Iterator[Problem]:
+    """The largest gradient norm is gradient_clipping, not a parameter of the optimizer."""
+    params = case.params("optimizer")
+    if "max_grad_norm" in params:
+        yield Problem(
+            "optimizer.params.max_grad_norm",
+            "max_grad_norm is not a parameter of the optimizer",
+            f"gradient_clipping={shown(params['max_grad_norm'])} at the top level",
+        )
+
+
+@rule("TC253", file="runtime/engine.py", fix="Write numbers, in the optimizer's range.")
+def the_optimizer_can_use_its_numbers(case: Case) -> Iterator[Problem]:
+    """Learning rate, betas, epsilon and decay are numbers that an optimizer accepts."""
+    for name, value in case.params("optimizer").items():
+        key = f"optimizer.params.{name}"
+        if value == AUTO or value is None:
+            continue
+        if name in ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"):
+            yield from _number(key, value)
+        elif name == "betas":
+            yield from _betas(key, value)
+
+
+@rule(
+    "TC254",
+    file="runtime/zero/utils.py",
+    fix="Set zero_allow_untested_optimizer, or use AdamW.",
+)
+def zero_knows_the_optimizer(case: Case) -> Iterator[Problem]:
+    """An optimizer that DeepSpeed has not tested with ZeRO is allowed explicitly."""
+    name = case.optimizer
+    if not case.stage or name is None or name in TESTED or name in PRETTY:
+        return
+    if name in case.schema.torch_optimizers and not case.get("zero_allow_untested_optimizer"):
+        yield Problem(
+            "optimizer.type",
+            f"DeepSpeed has not tested {name} with ZeRO, and refuses it",
+            "zero_allow_untested_optimizer=true, or optimizer.type=AdamW",
+        )
+
+
+@rule("TC255", file="runtime/engine.py", fix="Give an optimizer, in the JSON or in the script.")
+def something_updates_the_weights(case: Case) -> Iterator[Problem]:
+    """Where the script passes no optimizer, the JSON names one."""
+    if case.around.has_optimizer is False and case.optimizer is None and not case.has(TYPE):
+        yield Problem(
+            TYPE,
+            "neither the JSON nor the script names an optimizer",
+            'optimizer.type="AdamW"',
+        )
+
+
+@rule("TC256", file="op_builder/cpu", fix="Use AdamW.")
+def the_optimizer_has_a_kernel(case: Case) -> Iterator[Problem]:
+    """DeepSpeed's Lion and Lamb are kernels for GPUs; the CPU has an offloaded Lion only."""
+    name = case.optimizer
+    lacks = name == "lamb" or (name == "lion" and not case.is_offloaded)
+    if case.on_cpu and lacks:
+        yield Problem(
+            TYPE,
+            f"{case.setting(TYPE)} is a GPU kernel of DeepSpeed, and the device is a CPU",
+            case.names.fix(TYPE, "AdamW"),
+        )
+
+
+@rule("TC257", file="runtime/engine.py", fix="Leave fp16.loss_scale out, or at 0.")
+def lamb_adapts_its_loss_scale(case: Case) -> Iterator[Problem]:
+    """Lamb goes with an adaptive loss scale only."""
+    key = "fp16.loss_scale"
+    scale = case.get(key)
+    if case.optimizer == "lamb" and is_number(scale) and scale != 0:
+        yield Problem(
+            key,
+            f"{case.setting(key)} with {case.setting(TYPE)}: DeepSpeed's Lamb needs an adaptive "
+            "one",
+            case.names.fix(key, 0),
+        )
+
+
+@rule("TC258", file="runtime/zero/stage3.py", fix="Set reduce_scatter to false, or use stage 2.")
+def muon_sees_whole_gradients(case: Case) -> Iterator[Problem]:
+    """Muon at stage 3 gathers gradients itself."""
+    if case.optimizer != "muon" or case.stage != 3:
+        return
+    for name in ("reduce_scatter", "zero_quantized_gradients"):
+        key = f"zero_optimization.{name}"
+        if case.get(key):
+            fix = case.names.fix
+            yield Problem(
+                key,
+                f"{case.setting(TYPE)} at ZeRO stage 3 cannot go with {case.names.key(key)}",
+                f"{fix(key, False)}, or {fix('zero_optimization.stage', 2)}",
+            )
+
+
+@rule(
+    "TC259",
+    file="runtime/config.py",
+    meets=Meets.silent,
+    fix="Name AdamW, or set adam_w_mode to false.",
+    warns=True,
+)
+def adam_is_what_it_says(case: Case) -> Iterator[Problem]:
+    """Adam decays the weights as AdamW does, unless told not to."""
+    params = case.params("optimizer")
+    decay = params.get("weight_decay", 0)
+    decays = is_number(decay) and decay > 0
+    if case.optimizer == "adam" and decays and params.get("adam_w_mode", True):
+        yield Problem(
+            TYPE,
+            f"Adam with weight_decay={decay:g} is AdamW here: the decay is decoupled",
+            "optimizer.type=AdamW says the same; optimizer.params.adam_w_mode=false is Adam",
+        )
+
+
+@rule("TC260", file="runtime/engine.py", fix="Install mup, or use AdamW.")
+def another_packages_optimizer_is_installed(case: Case) -> Iterator[Problem]:
+    """MuAdam, MuAdamW and MuSGD are of the package mup."""
+    if case.optimizer in ("muadam", "muadamw", "musgd") and find_spec("mup") is None:
+        yield Problem(TYPE, f"{case.get(TYPE)} needs the package mup", "pip install mup")
+
+
+@rule("TC261", file="runtime/engine.py", meets=Meets.later, fix="Use AdamW.")
+def the_optimizer_steps_without_help(case: Case) -> Iterator[Problem]:
+    """The optimizer needs neither a closure nor sparse gradients: the engine has none."""
+    reasons = {"LBFGS": "needs a closure for its step", "SparseAdam": "takes sparse gradients only"}
+    name = case.optimizer or ""
+    if name in reasons:
+        yield Problem(TYPE, f"{name} {reasons[name]}, and the engine has none", "AdamW")
+
+
+@rule(
+    "TC262",
+    file="runtime/config.py",
+    meets=Meets.later,
+    fix="Name a type, or leave the block out.",
+)
+def blocks_have_a_type(case: Case) -> Iterator[Problem]:
+    """An optimizer or scheduler block names its type; otherwise its parameters are ignored."""
+    for section in ("optimizer", "scheduler"):
+        block = case.json.get(section)
+        if isinstance(block, Mapping) and block.get("type") is None:
+            yield Problem(
+                f"{section}.type",
+                f"{section} has no type: the block is ignored",
+                f"{section}.type, or leave {section} out",
+            )
+
+
+@rule(
+    "TC263",
+    file="runtime/constants.py",
+    meets=Meets.silent,
+    fix="Write gradient_clipping; 0 switches it off.",
+    warns=True,
+)
+def clipping_is_chosen(case: Case) -> Iterator[Problem]:
+    """gradient_clipping is written: its default is 1.0, not off."""
+    if not case.has("gradient_clipping"):
+        yield Problem(
+            "gradient_clipping",
+            "gradients are clipped to a norm of 1.0: DeepSpeed's default, where nothing is said",
+            "gradient_clipping=1.0 says it; 0 switches it off",
+        )
+
+
+TYPE = "optimizer.type"
+ONE_BIT = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
+"""Optimizers of earlier versions that sent gradients of one bit, and what each does otherwise."""
+PRETTY = {
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "adagrad": "Adagrad",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "muon": "Muon",
+    "muadam": "MuAdam",
+    "muadamw": "MuAdamW",
+    "musgd": "MuSGD",
+}
+"""DeepSpeed's own optimizers, as they are usually written."""
+
+
+def _taken(case: Case) -> tuple[str, ...] | None:
+    """Names that `optimizer.params` may hold; none where that is not known."""
+    name = case.optimizer
+    if name in case.schema.torch_optimizers:
+        return case.schema.torch_optimizers[name or ""]
+    variants = case.schema.optimizers.get(name or "", {})
+    if not variants:
+        return None
+    params = case.params("optimizer")
+    variant = "offloaded" if case.is_offloaded else "device"
+    if params.get("torch_adam") and "torch" in variants:
+        variant = "torch"
+    return variants.get(variant, variants["device"])
+
+
+def _number(key: str, value: object) -> Iterator[Problem]:
+    name = key.rpartition(".")[2]
+    if not is_number(value):
+        plain = ""
+        if isinstance(value, str):
+            try:
+                plain = f"{float(value):g}, without quotes"
+            except ValueError:
+                plain = ""
+        yield Problem(key, f"{name}={shown(value)} is not a number", plain and f"write {plain}")
+    elif value < 0:  # type: ignore[operator]
+        yield Problem(key, f"{name}={shown(value)} is below 0", "0 or more")
+
+
+def _betas(key: str, value: object) -> Iterator[Problem]:
+    if not isinstance(value, list) or len(value) != 2 or not all(is_number(b) for b in value):
+        yield Problem(key, f"betas={shown(value)} is not a list of two numbers", "[0.9, 0.95]")
+    elif not all(0 <= beta < 1 for beta in value):
+        yield Problem(key, f"betas={shown(value)} are not both in [0, 1)", "[0.9, 0.95]")

@@ -1,0 +1,356 @@
+"""Rules about number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from trainctl.rules.deepspeed.case import Case
+from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.values import is_number, shown
+
+STAGE = "zero_optimization.stage"
+LARGEST_POWER = 127
+"""The largest power of two in fp32."""
+
+SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+"""torch's names of formats, and DeepSpeed's."""
+
+
+@rule("TC230", file="runtime/config.py", fix="Enable one of fp16 and bf16.")
+def one_format_of_16_bits(case: Case) -> Iterator[Problem]:
+    """fp16 and bf16 are not both enabled."""
+    if case.get("fp16.enabled") and case.get("bf16.enabled"):
+        yield Problem(
+            "fp16.enabled",
+            "fp16.enabled and bf16.enabled are both true",
+            "fp16.enabled=false: bf16 needs no loss scale",
+        )
+
+
+@rule("TC231", file="runtime/engine.py", fix="Train in a format that the device computes in.")
+def the_device_computes_in_it(case: Case) -> Iterator[Problem]:
+    """The device computes in the format of the weights."""
+    if case.get("fp16.enabled") and case.on_cpu:
+        yield Problem(
+            "fp16.enabled",
+            "fp16.enabled: DeepSpeed does not train in fp16 on the CPU",
+            "bf16.enabled=true, or neither for fp32",
+        )
+
+
+@rule(
+    "TC432",
+    file="runtime/engine.py, runtime/fp16/fused_optimizer.py",
+    meets=Meets.silent,
+    fix="Use ZeRO stage 1, or bf16.",
+)
+def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Problem]:
+    """Without ZeRO, `engine.backward` scales no fp16 loss, but the update divides by the scale.
+
+    It scales for a ZeROOptimizer only, which runtime/fp16/fused_optimizer.py is not.
+    """
+    has_scale = case.get("fp16.loss_scale") != 1 or case.around.own_trainer
+    if case.weights == "fp16" and case.stage == 0 and has_scale:
+        yield Problem(
+            STAGE,
+            f"{case.setting(STAGE)} with fp16 weights: DeepSpeed divides the gradients by a loss "
+            "scale that it never multiplied the loss with",
+            case.names.fix(STAGE, 1),
+        )
+
+
+@rule(
+    "TC228",
+    file="runtime/engine.py",
+    meets=Meets.later,
+    fix="Leave fp16.auto_cast out, or set fp16.enabled.",
+)
+def inputs_are_cast_to_the_weights_format(case: Case) -> Iterator[Problem]:
+    """fp16.auto_cast goes with fp16 weights: it casts the inputs even if fp16 is not enabled."""
+    if case.get("fp16.auto_cast") and case.get("fp16.enabled") is False:
+        yield Problem(
+            "fp16.auto_cast",
+            f"fp16.auto_cast casts the inputs to fp16, and the weights are {case.weights}",
+            "fp16.auto_cast=false",
+        )
+
+
+@rule(
+    "TC229",
+    file="runtime/precision_config.py",
+    meets=Meets.later,
+    fix="Write a power that fp32 can hold, such as 16.",
+)
+def the_first_loss_scale_is_a_number(case: Case) -> Iterator[Problem]:
+    """fp16.initial_scale_power is a power of two that fp32 can hold."""
+    power = case.get("fp16.initial_scale_power")
+    if is_number(power) and power > LARGEST_POWER:
+        yield Problem(
+            "fp16.initial_scale_power",
+            f"fp16.initial_scale_power={shown(power)}: fp32 ends at 2**{LARGEST_POWER}",
+            "fp16.initial_scale_power=16",
+        )
+
+
+@rule(
+    "TC232",
+    file="runtime/config.py",
+    fix="Use ZeRO, or keep master weights and optimizer states in fp32.",
+)
+def low_precision_states_need_zero(case: Case) -> Iterator[Problem]:
+    """Master weights or optimizer states below fp32 need ZeRO."""
+    if case.stage != 0:
+        return
+    for name in (*MASTERS.values(), STATES):
+        if case.get(name):
+            yield Problem(
+                name, f"{name} needs ZeRO, and the stage is 0", "zero_optimization.stage=1"
+            )
+
+
+@rule("TC233", file="runtime/config.py", fix="Enable bf16_master_weights_and_grads too.")
+def low_precision_states_need_masters(case: Case) -> Iterator[Problem]:
+    """bf16 optimizer states need bf16 master weights."""
+    if case.get(STATES) and not case.get(MASTERS["bf16"]):
+        yield Problem(STATES, f"{STATES} needs {MASTERS['bf16']}", f"{MASTERS['bf16']}=true")
+
+
+@rule(
+    "TC234",
+    file="runtime/base_optimizer.py",
+    fix="Offload the optimizer with DeepSpeed's CPU Adam, or keep bf16 states beside bf16 masters.",
+)
+def low_precision_masters_are_updated_by_cpu_adam(case: Case) -> Iterator[Problem]:
+    """Low-precision master weights are updated by DeepSpeed's CPU Adam, or all states are bf16."""
+    if not case.stage or case.is_bf16_optimizer:
+        return
+    by_cpu_adam = case.is_offloaded and _is_cpu_adam(case)
+    for format_, name in MASTERS.items():
+        if not case.get(name) or by_cpu_adam:
+            continue
+        on_device = format_ == "bf16" and case.get(STATES) and not case.is_offloaded
+        if not on_device:
+            hint = f"{STATES}=true, or " if format_ == "bf16" and not case.is_offloaded else ""
+            yield Problem(
+                name,
+                f"{name} needs the optimizer offloaded to DeepSpeed's CPU Adam",
+                f"{hint}zero_optimization.offload_optimizer.device=cpu with DeepSpeed's AdamW",
+            )
+
+
+@rule("TC235", file="runtime/base_optimizer.py", fix="Keep one of the two.")
+def one_kind_of_masters(case: Case) -> Iterator[Problem]:
+    """Master weights are in fp16 or in bf16, not both."""
+    both = all(case.get(name) for name in MASTERS.values())
+    if case.stage and both and not case.is_bf16_optimizer:
+        fp16, bf16 = MASTERS.values()
+        yield Problem(fp16, f"{fp16} and {bf16} are both true", f"{fp16}=false")
+
+
+@rule("TC236", file="runtime/engine.py", fix="Leave data_types.param_dtype out.")
+def the_weights_have_one_format(case: Case) -> Iterator[Problem]:
+    """data_types.param_dtype is the format that fp16 or bf16 says."""
+    asked = _format(case, "data_types.param_dtype")
+    if asked is not None and case.weights is not None and asked != case.weights:
+        yield Problem(
+            "data_types.param_dtype",
+            f"data_types.param_dtype={asked}, and the weights are {case.weights}",
+            "leave it out, and enable bf16 or fp16",
+        )
+
+
+@rule(
+    "TC237",
+    file="runtime/engine.py",
+    fix="Accumulate in the weights' format, or use ZeRO.",
+)
+def without_zero_gradients_have_the_weights_format(case: Case) -> Iterator[Problem]:
+    """Without ZeRO, gradients accumulate in the weights' format."""
+    key, stage, fix = "data_types.grad_accum_dtype", "zero_optimization.stage", case.names.fix
+    asked = _format(case, key)
+    if case.stage == 0 and asked is not None and case.weights not in (None, asked):
+        yield Problem(
+            key,
+            f"{case.setting(key)} with {case.weights} weights needs ZeRO; "
+            f"{case.names.key(stage)} is 0",
+            f"{fix(stage, 1)}, or {fix(key, case.weights)}",
+        )
+
+
+@rule(
+    "TC238",
+    file="runtime/zero/stage_1_and_2.py",
+    meets=Meets.silent,
+    fix="Accumulate in the weights' format or in fp32.",
+    warns=True,
+)
+def gradients_accumulate_in_a_wide_format(case: Case) -> Iterator[Problem]:
+    """Gradients accumulate in the weights' format or in fp32."""
+    asked = _format(case, "data_types.grad_accum_dtype")
+    if case.stage and asked not in (None, "fp32", case.weights) and case.weights is not None:
+        yield Problem(
+            "data_types.grad_accum_dtype",
+            f"data_types.grad_accum_dtype={asked} while the weights are {case.weights}: sums lose "
+            "what the gradients had",
+            "data_types.grad_accum_dtype=fp32",
+        )
+
+
+@rule("TC239", file="runtime/torch_autocast.py", fix="Choose one of the two.")
+def autocast_without_quantized_weights(case: Case) -> Iterator[Problem]:
+    """torch_autocast is not combined with quantised weights."""
+    quantized, autocast = "zero_optimization.zero_quantized_weights", "torch_autocast.enabled"
+    if case.get(autocast) and case.get(quantized):
+        key = case.names.key
+        yield Problem(
+            quantized,
+            f"{key(quantized)} with {key(autocast)} is refused by DeepSpeed",
+            case.names.fix(quantized, False),
+        )
+
+
+@rule(
+    "TC240",
+    file="runtime/engine.py",
+    meets=Meets.silent,
+    fix="Use torch_autocast with fp32 weights, or bf16 without it.",
+    warns=True,
+)
+def autocast_has_something_to_lower(case: Case) -> Iterator[Problem]:
+    """torch_autocast lowers fp32 weights to bf16 or fp16."""
+    if not case.get("torch_autocast.enabled"):
+        return
+    if case.weights in ("bf16", "fp16"):
+        yield Problem(
+            "torch_autocast.enabled",
+            f"torch_autocast beside {case.weights}.enabled: the weights are {case.weights} already",
+            f"torch_autocast.enabled=false, or {case.weights}.enabled=false",
+        )
+    if _format(case, "torch_autocast.dtype") == "fp32":
+        yield Problem(
+            "torch_autocast.dtype",
+            "torch_autocast to fp32 does nothing",
+            "torch_autocast.dtype=bf16",
+        )
+
+
+@rule("TC241", file="runtime/precision_config.py", fix="Give positive numbers.")
+def an_adaptive_loss_scale_can_move(case: Case) -> Iterator[Problem]:
+    """An adaptive loss scale has a window and a smallest value above 0."""
+    if not case.get("fp16.enabled") or case.get("fp16.loss_scale") != 0:
+        return
+    for name in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
+        value = case.get(name)
+        if is_number(value) and value <= 0:
+            yield Problem(name, f"{name}={value} with an adaptive loss scale", f"{name}=1 or more")
+
+
+@rule(
+    "TC242",
+    file="runtime/engine.py",
+    meets=Meets.silent,
+    fix="Leave them out, or set fp16.enabled.",
+    warns=True,
+)
+def a_loss_scale_has_an_effect(case: Case) -> Iterator[Problem]:
+    """Loss scaling is set only where something is scaled."""
+    if case.get("fp16.enabled") is not False:
+        return
+    others = ("enabled", "auto_cast")
+    names = [f"fp16.{name}" for name in case.schema.inside(("fp16",)) if name not in others]
+    for name in names:
+        if case.given(name) and case.get(name) != case.schema.keys[name].default:
+            yield Problem(name, f"{name} has no effect: fp16 is not enabled", "leave it out")
+
+
+@rule(
+    "TC243",
+    file="runtime/config.py, runtime/torch_autocast.py",
+    fix='Write "auto" or a list of patterns; of modules, their dotted names.',
+)
+def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:
+    """keep_in_fp32_modules and lower_precision_safe_modules are lists of names."""
+    kept = case.get("data_types.keep_in_fp32_modules")
+    if kept is not None and kept != "auto" and not _is_names(kept):
+        yield Problem(
+            "data_types.keep_in_fp32_modules",
+            f'data_types.keep_in_fp32_modules={shown(kept)} is not a list of names, nor "auto"',
+            f"[{shown(kept)}]" if isinstance(kept, str) else "",
+        )
+    name = "torch_autocast.lower_precision_safe_modules"
+    lowered = case.get(name)
+    if isinstance(lowered, list):
+        for module in lowered:
+            if not isinstance(module, str) or "." not in module:
+                yield Problem(
+                    name,
+                    f"{name}: {shown(module)} is not the dotted name of a class",
+                    "such as torch.nn.Linear",
+                )
+            elif find_spec(module.partition(".")[0]) is None:
+                yield Problem(
+                    name,
+                    f"{name}: {module} is of a package that is not installed here",
+                    "such as torch.nn.Linear",
+                )
+
+
+@rule(
+    "TC244",
+    file="runtime/precision_config.py",
+    meets=Meets.silent,
+    fix="Leave bf16.check_grad_overflow out.",
+    warns=True,
+)
+def gradients_are_checked(case: Case) -> Iterator[Problem]:
+    """A gradient that is not finite never reaches the weights."""
+    if case.get("bf16.enabled") and case.get("bf16.check_grad_overflow") is False:
+        yield Problem(
+            "bf16.check_grad_overflow",
+            "bf16.check_grad_overflow=false: a NaN in one gradient makes all weights NaN",
+            "leave it out",
+        )
+
+
+@rule(
+    "TC245",
+    file="runtime/bf16_optimizer.py",
+    meets=Meets.silent,
+    fix="Leave them out, or accumulate gradients in bf16.",
+    warns=True,
+)
+def low_precision_states_have_an_effect(case: Case) -> Iterator[Problem]:
+    """With bf16 weights and fp32 sums at stage 1, master weights and states are fp32."""
+    for name in (*MASTERS.values(), STATES) if case.is_bf16_optimizer else ():
+        if case.get(name):
+            yield Problem(
+                name,
+                f"{name} has no effect at ZeRO stage 1 with data_types.grad_accum_dtype=fp32",
+                "data_types.grad_accum_dtype=bf16, or leave it out",
+            )
+
+
+MASTERS = {
+    "fp16": "fp16.fp16_master_weights_and_grads",
+    "bf16": "bf16.bf16_master_weights_and_grads",
+}
+STATES = "bf16.bf16_optimizer_states"
+
+
+def _format(case: Case, name: str) -> str | None:
+    """A format by DeepSpeed's short name; none where the key is left out or not legal."""
+    value = case.get(name)
+    if not isinstance(value, str) or value not in case.schema.keys[name].choices:
+        return None
+    short = value.removeprefix("torch.")
+    return SHORT.get(short, short)
+
+
+def _is_cpu_adam(case: Case) -> bool:
+    torch_adam = case.params("optimizer").get("torch_adam", False)
+    return case.optimizer in ("adam", "adamw") and not torch_adam
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

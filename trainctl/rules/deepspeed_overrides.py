@@ -1,0 +1,106 @@
+"""A plan's own JSON, checked by the same rules as anybody's, and told by the keys of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainctl.config.derived import Derived
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.plan.deepspeed import render
+from trainctl.plan.deepspeed_table import value_of
+from trainctl.plan.types import Mesh
+from trainctl.rules.deepspeed import Case, Surroundings, findings
+from trainctl.rules.deepspeed.names import Names, plain
+from trainctl.rules.passed_keys import CONFIG_KEYS
+
+OPTIONS = {"zero_stage.stage": "zero_stage", "optimizer.kind": "optimizer"}
+"""Groups whose options are named by the value of a key."""
+
+
+class PlanNames(Names):
+    """Those of a plan's JSON: the config keys that its own follow from, as they are typed."""
+
+    def __init__(self, config: RunConfig, passed: Sequence[Derived] = ()) -> None:
+        self._config = config
+        self._passed = [setting.key for setting in passed]
+
+    def passes(self, key: str) -> bool:
+        """Whether the user passes a key of the JSON through, a part of it or what holds it."""
+        return any(overlap(key, other) for other in self._passed)
+
+    def key(self, key: str) -> str:
+        return f"deepspeed.{key}" if self.passes(key) else CONFIG_KEYS.get(key, key)
+
+    def setting(self, key: str, value: Any) -> str:
+        typed = None if self.passes(key) else value_of(self._config, CONFIG_KEYS.get(key, ""))
+        return super().setting(self.key(key), value if typed is None else typed)
+
+    def fix(self, key: str, value: Any) -> str:
+        ours = self.key(key)
+        if ours in OPTIONS:
+            return f"{OPTIONS[ours]}={plain(value).lower()}"
+        return super().fix(ours, value)
+
+    def stages(self, count: int) -> str:
+        return f"parallelism.pipeline={count}"
+
+
+def own_case(
+    config: RunConfig,
+    hardware: Hardware,
+    mesh: Mesh | None,
+    settings: Sequence[Derived],
+    passed: Sequence[Derived] = (),
+) -> Case:
+    """A plan's JSON, as the rules over any JSON look at it.
+
+    Args:
+        hardware: Where it will run.
+        mesh: Its layout: the script's own mpu, as DeepSpeed sees it; None where none is possible.
+        settings: The keys of the JSON that trainctl sets.
+        passed: Those that the user passes through.
+    """
+    around = Surroundings(
+        world_size=hardware.world_size,
+        data_parallel_size=None if mesh is None else mesh.data,
+        devices_per_node=hardware.devices_per_node,
+        accelerator=hardware.accelerator,
+        pipeline_stages=config.parallelism.pipeline,
+        own_trainer=config.trains_itself,
+    )
+    return Case(render((*settings, *passed)), around, names=PlanNames(config, passed))
+
+
+def check_own_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
+    """What DeepSpeed would refuse or misread in the JSON of a plan.
+
+    A finding about a key of the user's `deepspeed` section names it there; an error about another
+    key names the configuration key that it comes from. Warnings about what trainctl writes itself
+    are left out: it writes them knowingly.
+
+    Args:
+        case: Of `own_case`, with what the user passes through.
+        settings: Every key of the JSON that trainctl sets, with its sources.
+    """
+    names = case.names
+    assert isinstance(names, PlanNames)
+    for finding in findings(case):
+        if names.passes(finding.key):
+            yield replace(finding, key=f"deepspeed.{finding.key}")
+        elif finding.is_error:
+            yield replace(finding, key=_comes_from(finding.key, settings))
+
+
+def overlap(key: str, other: str) -> bool:
+    """Whether two dotted keys are one, or one is in the section that the other names."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _comes_from(key: str, settings: Sequence[Derived]) -> str:
+    """The configuration key that a key of the JSON is derived from; empty if there is none."""
+    near = (setting for setting in settings if overlap(key, setting.key))
+    return next((setting.sources[0] for setting in near if setting.sources), "")

@@ -1,0 +1,219 @@
+"""What becomes of each key of DeepSpeed's JSON in the `deepspeed` section: a closed list.
+
+A key that a config key says belongs to that one. A key that the trainer relies on belongs to the
+trainer; a program of the user's may set it. Of the others, some change no loss and no gradient norm
+(real runs show it: `tests/train/test_passed_keys.py`), and nothing reads the rest.
+`tests/plan/test_passed_keys.py` holds that every key of the schema is in one of these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainctl.config.schema import RunConfig
+from trainctl.plan.deepspeed import BATCH_KEYS
+from trainctl.plan.deepspeed_table import (
+    PARAMETERS,
+    SOURCES,
+    STATES,
+    WHEN,
+    WORDS,
+    ZENFLOW,
+    ZERO,
+    Modes,
+)
+from trainctl.rules.deepspeed_schema import Schema, load
+
+CONFIG_KEYS = SOURCES | {
+    "zero_optimization.stage": "zero_stage.stage",
+    "optimizer.type": "optimizer.kind",
+    "data_types.grad_accum_dtype": "precision.gradient_accumulation",
+    "torch_autocast.enabled": "precision.autocast",
+}
+"""The config key by the key of the JSON that follows from it."""
+
+OWNED = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
+    **dict.fromkeys(BATCH_KEYS, "use training.global_batch_size and training.micro_batch_size"),
+    "data_parallel_size": "it is derived from the devices: use parallelism.data",
+    "optimizer": "use the optimizer group",
+    "expert_parallel": "use parallelism.expert",
+    "tensor_parallel.autotp_size": "use parallelism.tensor",
+    "sequence_parallel_size": "use parallelism.sequence",
+    "seq_parallel_communication_data_type": "use precision.communication",
+    "gradient_clipping": "use optimizer.gradient_clipping",
+    "bfloat16": "use the precision group",
+    "communication_data_type": "use precision.communication",
+    "compile.deepcompile": "use kernels.compile=deepcompile",
+    "log_level": "use logging.deepspeed_level",
+    f"{ZERO}.cpu_offload": "use the offload group",
+    f"{ZERO}.cpu_offload_param": "use the offload group",
+    f"{ZERO}.cpu_offload_use_pin_memory": "use offload.pin_memory",
+}
+"""Keys and sections that config keys say, and which: refused for every program."""
+
+_OWN_LOGGERS = (
+    "use {} in logging.to: this would get nothing but the learning rate, and begin again at 0 "
+    "after a resume"
+)
+_UNTRIED = "trainctl trains with DeepSpeed's default only"
+TRAINERS = {
+    "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
+    "activation_checkpointing": "use the activation_checkpointing group",
+    "autotuning": "use `trainctl plan`, which searches, or `trainctl sweep`",
+    "checkpoint": "the trainer writes checkpoints of its own: use the checkpoint section",
+    "datastates_ckpt": "the trainer writes checkpoints of its own: use the checkpoint section",
+    "comet": _OWN_LOGGERS.format("a logger, such as wandb,"),
+    "csv_monitor": _OWN_LOGGERS.format("csv"),
+    "tensorboard": _OWN_LOGGERS.format("tensorboard"),
+    "wandb": _OWN_LOGGERS.format("wandb"),
+    "aio.use_gds": _UNTRIED,
+    "bf16": "use the precision group",
+    "compile": _UNTRIED,
+    "data_efficiency": "the trainer reads the data: use the data section and training.batch_ramp",
+    "data_types": "use the precision group",
+    "fp16": "use the precision group",
+    "gradient_allreduce_op": "the trainer counts on the mean over the ranks",
+    "hybrid_engine": "it is for generating between steps, which the trainer does not do",
+    "managed_gradient_accumulation": "the trainer counts on DeepSpeed to accumulate",
+    "pipeline": "use parallelism.pipeline",
+    "steps_per_print": "the trainer reports itself: use logging.every_steps",
+    "tensor_parallel": "use parallelism.tensor",
+    "torch_autocast": "use the precision group",
+    "use_data_before_expert_parallelism": "use parallelism.expert",
+    "wall_clock_breakdown": "the trainer reports the time of each part of a step itself",
+    "zero_allow_untested_optimizer": "trainctl sets it where the optimizer needs it",
+    "zero_force_ds_cpu_optimizer": "trainctl chooses the kernel that updates",
+    STATES: "use the offload group",
+    PARAMETERS: "use the offload group",
+    ZENFLOW: "use offload.zenflow and the keys beside it",
+    f"{ZERO}.compute_grad_norm": "the trainer needs the norm of the gradients",
+    f"{ZERO}.round_robin_gradients": "checkpoints hold the states in the order of the parameters",
+    f"{ZERO}.stage3_module_granularity_threshold": "DeepSpeed's backward pass fails with it",
+    f"{ZERO}.leaf_module": "DeepSpeed's backward pass fails with some modules",
+    f"{ZERO}.save_muon_momentum_buffer_in_memory": _UNTRIED,
+    f"{ZERO}.zero_quantized_nontrainable_weights": "use adapter.base_weights",
+}
+"""Keys and sections that the trainer relies on, and what to use; a program of the user's may set
+them."""
+
+PASSED = {
+    **dict.fromkeys(
+        (
+            *(f"comms_logger.{name}" for name in ("debug", "enabled", "prof_all", "prof_ops")),
+            "comms_logger.verbose",
+            "disable_python_gc",
+            "dump_state",
+            "gradient_predivide_factor",
+            "memory_breakdown",
+            "prescale_gradients",
+            "timers.throughput.enabled",
+            "timers.throughput.synchronized",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        (
+            "flops_profiler.detailed",
+            "flops_profiler.enabled",
+            "flops_profiler.module_depth",
+            "flops_profiler.output_file",
+            "flops_profiler.profile_step",
+            "flops_profiler.recompute_fwd_factor",
+            "flops_profiler.top_modules",
+        ),
+        "no stages",  # with them, DeepSpeed starts a timer of the profiler twice and fails
+    ),
+    **dict.fromkeys(
+        (
+            f"{ZERO}.ignore_unused_parameters",
+            f"{ZERO}.parameter_alignment",
+            f"{ZERO}.use_multi_rank_bucket_allreduce",
+        ),
+        "stage 1 or 2",
+    ),
+    **dict.fromkeys(
+        (
+            f"{ZERO}.enable_sanity_checks",
+            f"{ZERO}.log_trace_cache_warnings",
+            f"{ZERO}.memory_efficient_linear",
+            f"{ZERO}.stage3_allgather_sequential",
+            f"{ZERO}.stage3_model_persistence_threshold",
+            f"{ZERO}.stage3_use_all_reduce_for_fetch_params",
+        ),
+        "stage 3",
+    ),
+    **dict.fromkeys(
+        (
+            "aio.block_size",
+            "aio.intra_op_parallelism",
+            "aio.overlap_events",
+            "aio.queue_depth",
+            "aio.single_submit",
+        ),
+        "nvme",
+    ),
+}
+"""Keys that change no loss and no norm, and where something reads them: a name of `WHEN`."""
+
+_OWN_CHECKPOINTS = "the trainer writes and reads checkpoints of its own"
+IDLE = {
+    "allgather_size": "DeepSpeed has dropped it",
+    "dataloader_drop_last": "the trainer reads the data itself",
+    "disable_allgather": "DeepSpeed reads it nowhere",
+    "vocabulary_size": "DeepSpeed reads it nowhere",
+    "weight_quantization": "it is read by DeepSpeed's inference only",
+    f"{ZERO}.allgather_partitions": "DeepSpeed reads it nowhere",
+    f"{ZERO}.elastic_checkpoint": _OWN_CHECKPOINTS,
+    f"{ZERO}.legacy_stage1": "the old stage 1 is gone",
+    f"{ZERO}.load_from_fp32_weights": _OWN_CHECKPOINTS,
+    f"{ZERO}.override_module_apply": "the trainer makes the parameters one at a time",
+    f"{ZERO}.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "`trainctl export` writes the weights",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "`trainctl export` writes the weights",
+}
+"""Keys and sections that nothing reads when the trainer makes the steps, and why."""
+
+TABLES: tuple[Mapping[str, str], ...] = (OWNED, TRAINERS, PASSED, IDLE)
+
+
+def canonical(name: str, schema: Schema | None = None) -> str:
+    """Return a dotted key of the JSON as trainctl spells it: DeepSpeed takes some in two ways."""
+    known = (schema or load()).keys.get(name)
+    return (known and known.same_as) or name
+
+
+def entry_of(name: str, schema: Schema | None = None) -> str:
+    """Return the key, or the innermost section, under which the tables have a key of the JSON.
+
+    Args:
+        name: Dotted, in any spelling that DeepSpeed takes.
+        schema: Of the installed DeepSpeed; the newest known by default.
+
+    Returns:
+        Empty for a key that no table has.
+    """
+    parts = canonical(name, schema).split(".")
+    sections = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((each for each in sections if any(each in table for table in TABLES)), "")
+
+
+def owner_of(name: str, config: RunConfig) -> str:
+    """Return what to use in place of a key that is not to be passed through; else empty.
+
+    Args:
+        name: Dotted, of the JSON.
+        config: The configuration that it would be passed in.
+    """
+    entry = entry_of(name)
+    return OWNED.get(entry) or (TRAINERS.get(entry, "") if config.trains_itself else "")
+
+
+def idle_reason(name: str, config: RunConfig) -> str:
+    """Return why nothing reads a key that is passed through; empty if something does."""
+    entry = entry_of(name)
+    if not config.trains_itself:
+        return ""
+    need = PASSED.get(entry, "")
+    if need and not WHEN[need](Modes.of(config)):
+        return f"it needs {WORDS[need]}"
+    return IDLE.get(entry, "")

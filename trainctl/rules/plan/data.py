@@ -1,0 +1,406 @@
+"""Rules about sources, their mixture and its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from fractions import Fraction
+
+from trainctl.config.codec import to_plain
+from trainctl.config.registry import section_class
+from trainctl.config.schema import CompileKind, OnBadText, Packing, StageConfig
+from trainctl.errors import Finding
+from trainctl.options.data import spec_of
+from trainctl.options.data.stream import StreamConfig, shards_needed
+from trainctl.options.precision import precision_of
+from trainctl.options.tokenizer import spec_of as tokenizer_of
+from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.mixture import (
+    add_up,
+    batch_of_length,
+    batches_of_length,
+    end_of,
+    exact,
+    sources_of,
+)
+from trainctl.plan.nearest import divisors
+from trainctl.rules.plan.draft import Draft, choices, error, nearest_multiples, warning
+
+AMOUNTS = ("weight", "tokens", "epochs")
+ENDS = ("until", "until_step", "until_tokens")
+
+SHARD_TOKENS = 1 << 26
+"""As `trainctl.data.source_sampler` has it, which is not imported here: it needs numpy."""
+
+
+def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
+    """Each source is drawn from, by one number that says how much."""
+    data, key = draft.config.data, "data.sources"
+    if not data.sources:
+        return
+    later = {name for stage in data.stages for name in stage.weights or {}}
+    for name, source in data.sources.items():
+        given = [amount for amount in AMOUNTS if getattr(source, amount) is not None]
+        if len(given) > 1:
+            yield error(
+                f"{key}.{name}.{given[1]}",
+                f"{key}.{name} has {' and '.join(given)}, which each say how much of it there is",
+                f"leave all but one out, such as {key}.{name}.{given[0]}",
+            )
+        elif not given and name not in later and (len(data.sources) > 1 or data.stages):
+            yield error(
+                f"{key}.{name}.weight",
+                f"{key}.{name} has no weight, tokens or epochs, and no stage names it: nothing "
+                "would be drawn from it",
+                f"{key}.{name}.weight=0.1, or leave the source out",
+            )
+    weights = {n: s.weight for n, s in data.sources.items() if s.weight is not None}
+    yield from _sum(key, ".weight", weights)
+    if any(stage.weights is None for stage in data.stages) and not any(
+        getattr(source, amount) for source in data.sources.values() for amount in AMOUNTS
+    ):
+        yield error(
+            "data.stages",
+            "a stage has no weights, and neither has any source",
+            f"{key}.NAME.weight=1, or weights in each stage",
+        )
+
+
+def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
+    """What is said of text says nothing of a source whose files have ids."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not spec_of(section).is_tokenized:
+            continue
+        kind = f"{key}.kind={section.kind}"
+        if section.max_bytes is not None:
+            yield error(
+                f"{key}.max_bytes",
+                f"{key}.max_bytes={section.max_bytes} is of text, and {kind} has ids, of which all "
+                "are used",
+                "leave it out, and name fewer files",
+            )
+        if section.separator:
+            yield warning(
+                f"{key}.separator",
+                f"{key}.separator has no effect: {kind} has ids, and no text",
+            )
+        if section.on_bad_text is not OnBadText.error:
+            yield warning(
+                f"{key}.on_bad_text",
+                f"{key}.on_bad_text has no effect: {kind} has ids, and no text",
+            )
+
+
+def bins_have_one_length(draft: Draft) -> Iterator[Finding]:
+    """Best-fit packing makes bins of a length: they are no shorter ones, and have no shards."""
+    data, length = draft.config.data, draft.config.training.sequence_length
+    if data.packing is Packing.stream:
+        return
+    for number, stage in enumerate(data.stages):
+        if stage.sequence_length not in (None, length):
+            yield error(
+                "data.stages",
+                f"data.stages[{number}]: sequence_length={stage.sequence_length} with data.packing="
+                f"{data.packing.value}, whose bins are of training.sequence_length={length}",
+                "data.packing=stream, or the same length in all stages",
+            )
+    for name, source in data.sources.items():
+        if source.shuffle_shards is not None:
+            yield error(
+                f"data.sources.{name}.shuffle_shards",
+                f"data.sources.{name}.shuffle_shards={source.shuffle_shards} with data.packing="
+                f"{data.packing.value}: a bin's documents are from anywhere in the source",
+                "data.packing=stream",
+            )
+
+
+def infilling_has_its_tokens(draft: Draft) -> Iterator[Finding]:
+    """Three tokens announce what has been moved; and the tokenizer of bytes has none."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not section.fim_rate:
+            continue
+        if len(set(section.fim_tokens)) != 3 or len(section.fim_tokens) != 3:
+            yield error(
+                f"{key}.fim_tokens",
+                f"{key}.fim_tokens={section.fim_tokens} are not three tokens",
+                "those of prefix, middle and suffix, in this order",
+            )
+        if tokenizer_of(draft.config.tokenizer).file is None:
+            yield error(
+                f"{key}.fim_rate",
+                f"{key}.fim_rate={section.fim_rate:g} needs tokens that announce prefix, middle "
+                f"and suffix, and tokenizer.kind={draft.config.tokenizer.kind} has none",
+                f"{key}.fim_rate=0, or a tokenizer with such tokens",
+            )
+
+
+def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
+    """Passes over one text say nothing of several; and the section of one is not read."""
+    config, data = draft.config, draft.config.data
+    if not data.sources:
+        return
+    if is_counted_in_epochs(config.training):
+        yield error(
+            "training.epochs",
+            f"training.epochs={config.training.epochs:g} is of one text, and data.sources has "
+            f"{len(data.sources)}",
+            "training.tokens=NUMBER, with data.sources.NAME.epochs where a source is to be seen "
+            "so often",
+        )
+    if data.factory is not None:
+        yield error(
+            "data.factory",
+            f"data.factory={data.factory} and data.sources both say what is trained on",
+            "leave one of the two out",
+        )
+    default = to_plain(section_class("data", data.kind)())
+    whole = {"kind", *(item.name for item in fields(data) if item.metadata["whole"])}
+    for name, value in to_plain(data).items():
+        if name not in whole and value != default[name]:
+            yield warning(
+                f"data.{name}",
+                f"data.{name} has no effect: data.sources has sections of its own",
+                f"data.sources.NAME.{name}",
+            )
+
+
+def stream_has_its_place(draft: Draft) -> Iterator[Finding]:
+    """A corpus elsewhere is named, and its cache holds what the order of the run needs at once."""
+    config, data = draft.config, draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not isinstance(section, StreamConfig):
+            continue
+        if not section.url:
+            yield error(f"{key}.url", f"{key}.kind=stream needs {key}.url", f"{key}.url=s3://...")
+        if data.packing is not Packing.stream:
+            yield error(
+                "data.packing",
+                f"data.packing={data.packing.value} with {key}.kind=stream: a bin's documents are "
+                "from anywhere in the source",
+                "data.packing=stream",
+            )
+        shards = shards_needed(section.shuffle_shards, shuffle=data.shuffle)
+        if section.shuffle_shards is None or shards is None or not data.shuffle:
+            continue  # who has the corpus knows how long it is
+        width = 2 if config.model.vocab_size <= 1 << 16 else 4
+        needed = shards * SHARD_TOKENS * width
+        if section.cache_bytes < needed:
+            fits = section.cache_bytes // (2 * SHARD_TOKENS * width)
+            fewer = f", or {key}.shuffle_shards={fits}" if fits else ""
+            yield error(
+                f"{key}.cache_bytes",
+                f"{key}.cache_bytes={section.cache_bytes} holds less than two windows of "
+                f"{section.shuffle_shards} shards, the one that is read and the one that is "
+                f"fetched: {needed} bytes of ids",
+                f"{key}.cache_bytes={needed + needed // 16} has room for the ends of documents "
+                f"too{fewer}",
+            )
+
+
+def stages_follow_each_other(draft: Draft) -> Iterator[Finding]:
+    """Each but the last says where it ends, later than the one before and within the run."""
+    data, key = draft.config.data, "data.stages"
+    last = 0
+    for number, stage in enumerate(data.stages):
+        where = f"{key}[{number}]"
+        given = [name for name in ENDS if getattr(stage, name) is not None]
+        is_last = number == len(data.stages) - 1
+        if is_last and given:
+            yield error(
+                key,
+                f"{where}: {_end(stage)}, and it is the last: it goes to the end of the run",
+                f"leave {given[0]} out, or add a stage after it",
+            )
+        elif not is_last and len(given) != 1:
+            yield error(
+                key,
+                f"{where} has {' and '.join(given) or 'no end'}, and is not the last",
+                f"one of {', '.join(ENDS)}",
+            )
+        elif given and not _is_within(stage):
+            yield error(
+                key,
+                f"{where}: {_end(stage)} is no point within the run",
+                "until is a share above 0 and below 1; steps and tokens are above 0",
+            )
+        elif given and draft.batches is not None and draft.total_steps:
+            end = end_of(stage, draft.config.schedule, draft.batches, draft.total_steps)
+            if end <= last:
+                yield error(
+                    key,
+                    f"{where}: {_end(stage)} is step {end}, and the stage before it ends with "
+                    f"step {last}",
+                    "each ends later than the one before, by a step at least",
+                )
+            elif end >= draft.total_steps:
+                yield error(
+                    key,
+                    f"{where}: {_end(stage)} is step {end}, and the run ends with step "
+                    f"{draft.total_steps}: nothing is left for the stage after it",
+                    "an earlier end, or a longer run",
+                )
+            last = max(last, end)
+
+
+def stages_know_their_sources(draft: Draft) -> Iterator[Finding]:
+    """A stage's weights are above 0, of sources that there are, and add up."""
+    data = draft.config.data
+    for number, stage in enumerate(data.stages):
+        where = f"data.stages[{number}]"
+        if stage.weights is None:
+            continue
+        if not data.sources:
+            yield error(
+                "data.stages",
+                f"{where} has weights, and there is only data.kind={data.kind}",
+                "name the sources in data.sources",
+            )
+        elif not stage.weights:
+            yield error("data.stages", f"{where}: its weights name no source", _known(data.sources))
+        else:
+            unknown = [name for name in stage.weights if name not in data.sources]
+            if unknown:
+                message = f"{where}: there is no source {', '.join(unknown)}"
+                yield error("data.stages", message, _known(data.sources))
+            for name, weight in stage.weights.items():
+                if weight <= 0:
+                    yield error(
+                        "data.stages",
+                        f"{where}: the weight of {name} is {weight:g}",
+                        "leave it out: nothing is then drawn from it",
+                    )
+            yield from _sum("data.stages", "", stage.weights, f"{where}: ")
+
+
+def batches_keep_their_tokens(draft: Draft) -> Iterator[Finding]:
+    """Samples of a stage's length fill a batch, a rank's share of it and its sequence ranks."""
+    config, batches = draft.config, draft.batches
+    sections = sources_of(config.data).items()
+    windows = [n for n, s in sections if getattr(s, "shuffle_shards", None) is not None]
+    prefix = f"data.sources.{windows[0]}" if windows and config.data.sources else "data"
+    lengths = [(f"data.stages[{n}]: ", s.sequence_length) for n, s in enumerate(config.data.stages)]
+    for where, length in [("training.", config.training.sequence_length), *lengths]:
+        if length is None:
+            continue
+        key = "data.stages" if where != "training." else "training.sequence_length"
+        if length > 1 and windows and SHARD_TOKENS % length:
+            yield error(
+                key,
+                f"{where}sequence_length={length} does not divide a shard of {SHARD_TOKENS} "
+                f"tokens, and {prefix}.shuffle_shards needs that",
+                f"nearest legal: {1 << (length.bit_length() - 1)} or {1 << length.bit_length()}",
+            )
+        if key == "training.sequence_length":
+            continue
+        if length < 2 or length > config.model.max_position_embeddings:
+            yield error(
+                key,
+                f"{where}sequence_length={length} is not from 2 to model.max_position_embeddings="
+                f"{config.model.max_position_embeddings}",
+            )
+        elif length % config.parallelism.sequence:
+            yield error(
+                key,
+                f"{where}sequence_length={length} is not divided by parallelism.sequence="
+                f"{config.parallelism.sequence}",
+            )
+        elif batches is not None and batches_of_length(batches, length) is None:
+            yield _not_whole(draft, where, length)
+
+
+def lengths_suit_the_engine(draft: Draft) -> Iterator[Finding]:
+    """What is compiled for samples of one length gets no others, and what is divided is whole."""
+    config = draft.config
+    if draft.batch is None:
+        return
+    for number, stage in enumerate(config.data.stages):
+        length = stage.sequence_length
+        batch = batch_of_length(draft.batch, length) if length else None
+        if length is None or batch is None or length == draft.batch.sequence_length:
+            continue
+        what = f"data.stages[{number}]: sequence_length={length}"
+        if config.kernels.compile is not CompileKind.none:
+            yield error(
+                "kernels.compile",
+                f"{what} with kernels.compile={config.kernels.compile.value}, which compiles for "
+                f"samples of {draft.batch.sequence_length}",
+                "kernels.compile=none, or one length",
+            )
+        shards = config.parallelism.sequence * config.parallelism.tensor
+        if config.parallelism.sequence_sharded_norms and length % shards:
+            yield error(
+                "data.stages",
+                f"{what} is not a multiple of {shards}, over which "
+                "parallelism.sequence_sharded_norms divides it",
+                choices(nearest_multiples(length, shards), "sequence_length"),
+            )
+        spec = precision_of(config.precision)
+        tokens = batch.micro_batch_size * length // config.parallelism.sequence
+        if spec.product_bytes is not None and tokens % spec.multiple:
+            yield error(
+                "data.stages",
+                f"{what}: {tokens} tokens in a forward pass with precision.compute={spec.name}, "
+                f"whose products take multiples of {spec.multiple}",
+                choices(nearest_multiples(length, spec.multiple), "sequence_length"),
+            )
+
+
+def _not_whole(draft: Draft, where: str, length: int) -> Finding:
+    assert draft.batches is not None
+    smallest = min(draft.batches.phases, key=lambda phase: phase.batch.tokens_per_step).batch
+    micro_tokens = smallest.micro_batch_size * smallest.sequence_length
+    what = f"{where}sequence_length={length}"
+    if length > micro_tokens:
+        return error(
+            "data.stages",
+            f"{what} is more than a rank has room for at once: training.micro_batch_size="
+            f"{smallest.micro_batch_size} of training.sequence_length={smallest.sequence_length}",
+            f"training.sequence_length={length}, and the shorter length in the other stages",
+        )
+    ranks = smallest.global_batch_size
+    ranks //= smallest.micro_batch_size * smallest.gradient_accumulation_steps
+    legal = [
+        near
+        for near in divisors(smallest.tokens_per_step)
+        if near > 1 and batches_of_length(draft.batches, near) is not None
+    ]
+    near = sorted(sorted(legal, key=lambda each: abs(each - length))[:2])
+    return error(
+        "data.stages",
+        f"{what}: a batch of {smallest.tokens_per_step} tokens is not made of whole samples of it, "
+        f"as many on each of {ranks} data-parallel rank{'s' if ranks > 1 else ''}",
+        f"nearest legal: {' or '.join(map(str, near))}",
+    )
+
+
+def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -> Iterator[Finding]:
+    if weights and all(weight > 0 for weight in weights.values()) and not add_up(weights.values()):
+        total = sum(map(exact, weights.values()), Fraction(0))
+        *_, name = weights
+        yield error(
+            f"{key}.{name}{suffix}" if suffix else key,
+            f"{where}the weights {', '.join(f'{n} {w:g}' for n, w in weights.items())} have the "
+            f"sum {float(total):g}",
+            "shares have the sum 1; whole numbers are taken in proportion, such as 7 and 3",
+        )
+
+
+def _known(sources: Mapping[str, object]) -> str:
+    return f"data.sources has {', '.join(sources)}"
+
+
+def _end(stage: StageConfig) -> str:
+    return " and ".join(
+        f"{name}={getattr(stage, name):g}" for name in ENDS if getattr(stage, name) is not None
+    )
+
+
+def _is_within(stage: StageConfig) -> bool:
+    if stage.until is not None:
+        return 0 < stage.until < 1
+    return (stage.until_step or stage.until_tokens or 0) > 0

@@ -1,0 +1,74 @@
+"""What a rule looks at, and how it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trainctl.config.derived import Derived
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding, Severity
+from trainctl.hardware import Hardware
+from trainctl.options.engine import engine_of
+from trainctl.plan.batches import Batch, Batches
+from trainctl.plan.nearest import choices as choices
+from trainctl.plan.nearest import nearest_divisors as nearest_divisors
+from trainctl.plan.nearest import nearest_multiples as nearest_multiples
+from trainctl.plan.types import Mesh
+from trainctl.rules import deepspeed as deepspeed_rules
+from trainctl.rules.deepspeed_overrides import own_case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A plan on its way; ``None`` for what could not be derived."""
+
+    config: RunConfig
+    hardware: Hardware
+    mesh: Mesh | None
+    batch: Batch | None
+    batches: Batches | None
+    total_steps: int | None
+
+    @cached_property
+    def settings(self) -> tuple[Derived, ...]:
+        """What trainctl writes for the engine, such as DeepSpeed's JSON, as far as it is known."""
+        if not engine_of(self.config).settings:
+            return ()
+        derive = function_of("engine", self.config.engine.kind, "settings")
+        made: tuple[Derived, ...] = derive(self.config, self.hardware, self.mesh, self.batch)
+        return made
+
+    @cached_property
+    def case(self) -> deepspeed_rules.Case:
+        """That JSON, if it is one, without what the user passes through."""
+        return own_case(self.config, self.hardware, self.mesh, self.settings)
+
+
+Rule = Callable[[Draft], Iterator[Finding]]
+
+
+def on_json(rule: deepspeed_rules.Rule) -> Rule:
+    """A rule over DeepSpeed's JSON as one over the plan: by the keys that the user has typed."""
+
+    def told(draft: Draft) -> Iterator[Finding]:
+        if not engine_of(draft.config).takes_json:
+            return
+        names = draft.case.names
+        found = (replace(each, key=names.key(each.key)) for each in rule.findings(draft.case))
+        yield from dict.fromkeys(found)  # two keys of the JSON may be one of the config
+
+    told.__doc__ = rule.check.__doc__
+    return told
+
+
+def error(key: str, message: str, hint: str = "") -> Finding:
+    """A finding that stops a launch; `check` fills in the rule's identifier."""
+    return Finding(rule="", key=key, message=message, hint=hint)
+
+
+def warning(key: str, message: str, hint: str = "") -> Finding:
+    """A finding that is printed and recorded."""
+    return Finding(rule="", key=key, message=message, hint=hint, severity=Severity.warning)

@@ -1,0 +1,60 @@
+"""Rules about a frozen base in 8 or 4 bits, beside those about what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.errors import Finding
+from trainctl.options.adapter import BaseWeights, low_rank
+from trainctl.plan.quantized import BLOCK, quantized_layers
+from trainctl.rules.plan.draft import Draft, error
+
+KEY = "adapter.base_weights"
+
+
+def _asked(draft: Draft) -> BaseWeights | None:
+    """How the base is held, if not in the type that computes."""
+    adapter = low_rank(draft.config.adapter)
+    return adapter.base_weights if adapter is not None and adapter.is_quantized else None
+
+
+def quantized_base_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
+    """A base in 8 or 4 bits is of whole matrices with a row for each output."""
+    config, kind = draft.config, _asked(draft)
+    if kind is None:
+        return
+    tensor = config.parallelism.tensor
+    if tensor > 1:
+        yield error(
+            "parallelism.tensor",
+            f"parallelism.tensor={tensor} with {KEY}={kind.value}: a tensor rank has a part of "
+            "each matrix, and matrices are quantized whole",
+            "parallelism.tensor=1 with zero_stage.stage=3, which shares them out, or "
+            f"{KEY}=compute",
+        )
+    if config.model.is_unread:
+        return
+    layers = quantized_layers(config.model, low_rank(config.adapter)).values()
+    if any(layer.inputs_first for layer in layers):
+        yield error(
+            KEY,
+            f"{KEY}={kind.value}: the matrices of {config.model.family} have a row for each input, "
+            "and are expanded by nothing here",
+            f"{KEY}=compute, or another model",
+        )
+
+
+def blocks_divide_the_base(draft: Draft) -> Iterator[Finding]:
+    """Blocks of weights that share a scale divide every matrix of a base in 4 bits."""
+    config, kind = draft.config, _asked(draft)
+    if kind in (None, BaseWeights.int8) or config.model.is_unread:
+        return
+    for name, layer in quantized_layers(config.model, low_rank(config.adapter)).items():
+        if layer.inputs * layer.outputs % BLOCK:
+            yield error(
+                KEY,
+                f"{KEY}={kind.value}: blocks of {BLOCK} weights do not divide {name}, of "
+                f"{layer.outputs} x {layer.inputs}",
+                f"{KEY}=int8, which has a scale for each row",
+            )
+            return

@@ -1,0 +1,76 @@
+"""Rules about what is done between a gradient and its update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.config.schema import AdaptiveClipping, CompileKind, OnBadLoss, RunConfig
+from trainctl.errors import Finding
+from trainctl.rules.plan.draft import Draft, error
+
+
+def gradients_are_seen(draft: Draft) -> Iterator[Finding]:
+    """Whoever changes, measures or drops a gradient needs it here, before the update."""
+    config = draft.config
+    if not config.trains_itself:
+        return
+    hidden = _who_hides_gradients(config)
+    if hidden is None:
+        return
+    setting, why = hidden
+    for key, value in _needs_gradients(config):
+        left_out = setting.partition("=")[0]
+        yield error(key, f"{key}={value} with {setting}: {why}", f"leave {left_out} out")
+
+
+def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Finding]:
+    """Only a run that saves on its way has something to go back to."""
+    config = draft.config
+    every = (config.checkpoint.every_steps, config.checkpoint.every_minutes)
+    if config.stability.on_bad_loss is OnBadLoss.rewind and every == (None, None):
+        yield error(
+            "stability.on_bad_loss",
+            "stability.on_bad_loss=rewind, but no checkpoint is saved before the end",
+            "checkpoint.every_steps=100",
+        )
+
+
+def _who_hides_gradients(config: RunConfig) -> tuple[str, str] | None:
+    """The setting under which the trainer does not see gradients, and why."""
+    if config.offload.super_offload:
+        return (
+            "offload.super_offload=true",
+            "another process has the gradients, and updates while the backward pass goes on",
+        )
+    if config.offload.zenflow:
+        return (
+            "offload.zenflow=true",
+            "the columns that matter most are updated while the backward pass goes on",
+        )
+    if config.kernels.compile is CompileKind.deepcompile:
+        return (
+            "kernels.compile=deepcompile",
+            "the compiled graph reduces the gradients in buffers of its own",
+        )
+    return None
+
+
+def _needs_gradients(config: RunConfig) -> Iterator[tuple[str, object]]:
+    """Keys of what looks at them, with their values."""
+    gradients, stability = config.gradients, config.stability
+    if gradients.clip_value > 0:
+        yield "gradients.clip_value", gradients.clip_value
+    if gradients.adaptive_clipping is not AdaptiveClipping.none:
+        yield "gradients.adaptive_clipping", gradients.adaptive_clipping.value
+    if gradients.centralize:
+        yield "gradients.centralize", "true"
+    if gradients.noise > 0:
+        yield "gradients.noise", gradients.noise
+    if any(entry.gradient_clipping for entry in config.optimizer.groups):
+        yield "optimizer.groups", "[...] with gradient_clipping"
+    if stability.on_bad_loss not in (OnBadLoss.stop, OnBadLoss.warn):
+        yield "stability.on_bad_loss", stability.on_bad_loss.value
+    if stability.norm_spike_factor is not None:
+        yield "stability.norm_spike_factor", stability.norm_spike_factor
+    if stability.norm_limit is not None:
+        yield "stability.norm_limit", stability.norm_limit

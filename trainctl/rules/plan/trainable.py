@@ -1,0 +1,280 @@
+"""Rules about what trains: adapters, frozen weights, and what these have been shown to go with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.keys import as_written
+from trainctl.config.schema import CompileKind, CrossEntropyKind, OffloadDevice, RunConfig
+from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.errors import Finding
+from trainctl.options.adapter import low_rank
+from trainctl.options.optimizer import spec_of
+from trainctl.plan.derive import derive_stages
+from trainctl.plan.quantized import quantized_layers
+from trainctl.plan.shapes import anatomy
+from trainctl.plan.trainable import (
+    adapted_layers,
+    frozen_ties,
+    idle_stages,
+    is_partial,
+    is_target,
+    linear_layers,
+    met_by,
+    ties,
+    trainable,
+)
+from trainctl.rules.plan.draft import Draft, error, warning
+
+FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_train"
+
+
+def _is_asked(config: RunConfig) -> bool:
+    """Whether some weights are frozen, and which there are is known."""
+    return is_partial(config) and not config.model.is_unread
+
+
+def targets_meet_layers(draft: Draft) -> Iterator[Finding]:
+    """Each of adapter.targets is the end of a linear layer's name, and there is one."""
+    adapter = low_rank(draft.config.adapter)
+    if adapter is None or not _is_asked(draft.config):
+        return
+    layers = tuple(linear_layers(draft.config.model))
+    known = list(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
+    if not layers:
+        yield error("adapter.kind", "no block of the model has a linear layer", "adapter=none")
+        return
+    for target in adapter.targets:
+        if not any(is_target(layer, target) for layer in layers):
+            yield error(
+                TARGETS,
+                f"no linear layer of the blocks is called {target!r}",
+                f"{did_you_mean(nearest(target, known))} they are {', '.join(known)}".strip(),
+            )
+
+
+def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
+    """Each entry of training.freeze meets some parameter."""
+    model = draft.config.model
+    if not draft.config.training.freeze or not _is_asked(draft.config):
+        return
+    for entry in draft.config.training.freeze:
+        try:
+            met = met_by(model, entry)
+        except ValueError as problem:
+            yield error(FREEZE, f"{entry!r} {problem}", f"{FREEZE}=[embeddings]")
+            continue
+        if not met:
+            names = list(dict.fromkeys(_words(draft.config)))
+            yield error(
+                FREEZE,
+                f"{entry!r} is found in no parameter's name",
+                did_you_mean(nearest(entry, names))
+                or f"names are such as {next(iter(met_by(model, '.')))}",
+            )
+
+
+def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
+    """Each entry of adapter.also_train meets some parameter, and none that an adapter is beside."""
+    config, adapter = draft.config, low_rank(draft.config.adapter)
+    if adapter is None or not adapter.also_train or not _is_asked(config):
+        return
+    layers = adapted_layers(config.model, adapter)
+    beside = {f"{layer.name}.weight" for layer in layers}
+    beside |= quantized_layers(config.model, adapter).keys()
+    for entry in adapter.also_train:
+        try:
+            met = met_by(config.model, entry)
+        except ValueError as problem:
+            yield error(ALSO, f"{entry!r} {problem}", f"{ALSO}=[embeddings,head]")
+            continue
+        if not met:
+            words = list(dict.fromkeys(_words(config)))
+            yield error(
+                ALSO,
+                f"{entry!r} is found in no parameter's name",
+                did_you_mean(nearest(entry, words)) or f"{ALSO}=[embeddings,head]",
+            )
+        both = [name for name in met if name in beside]
+        if both:
+            yield error(
+                ALSO,
+                f"{entry!r} meets {both[0]}, which is frozen beside its adapter, or in fewer bits",
+                f"{ALSO}=[embeddings,head], or adapter.targets without it",
+            )
+
+
+def _words(config: RunConfig) -> Iterator[str]:
+    """What names are made of, for who has mistyped one: words, ends, and whole names."""
+    names = [*met_by(config.model, "."), *(alias for alias, _ in ties(config.model))]
+    yield from ("embeddings", "head", "all_but_last_blocks:1")
+    for name in names:
+        yield from (word for word in name.split(".") if not word.isdecimal())
+    yield from names
+
+
+def something_trains(draft: Draft) -> Iterator[Finding]:
+    """Not all weights are frozen; and an adapter freezes them all by itself."""
+    config = draft.config
+    if not config.training.freeze or not _is_asked(config):
+        return
+    if low_rank(config.adapter) is not None:
+        yield error(
+            FREEZE,
+            f"{FREEZE}={as_written(config.training.freeze)}: adapter.kind={config.adapter.kind} "
+            "freezes all weights of the model already",
+            "leave it out, or adapter=none",
+        )
+    elif not trainable(config).trained:
+        yield error(FREEZE, "nothing is left to train", f"{FREEZE}=[embeddings]")
+
+
+def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
+    """Embedding and head that are one tensor are frozen as one, and it is said."""
+    config = draft.config
+    if not config.training.freeze or not _is_asked(config):
+        return
+    for alias, name in frozen_ties(config):
+        yield warning(
+            FREEZE,
+            f"{name} and {alias} are one tensor (tied weights), which is frozen as both",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """What frozen weights have been shown to go with."""
+
+    key: str
+    holds: Callable[[RunConfig], bool]
+    """Whether a configuration keeps within."""
+    why: str
+    nearest: str
+    """What to type instead."""
+
+
+def _is_recurrent(config: RunConfig) -> bool:
+    read = None if config.model.is_unread else anatomy(config.model)
+    return read is not None and read.is_recurrent
+
+
+_UNSHOWN = "has not been shown to train as one process does beside frozen weights"
+
+_LIMITS = (
+    _Limit("engine.kind", lambda c: c.engine.kind == "deepspeed", _UNSHOWN, "engine=deepspeed"),
+    _Limit(
+        "model.factory",
+        lambda c: c.model.factory is None,
+        _UNSHOWN,
+        "model.factory=null",
+    ),
+    _Limit("model.mup", lambda c: not c.model.mup, _UNSHOWN, "model.mup=false"),
+    _Limit("model.num_experts", lambda c: c.model.num_experts is None, _UNSHOWN, "another model"),
+    _Limit(
+        "model.model_type",
+        lambda c: not _is_recurrent(c),
+        "carries a state from token to token, by code that reads weights past their layers",
+        "another model",
+    ),
+    _Limit(
+        "optimizer.kind",
+        lambda c: spec_of(c.optimizer).is_elementwise,
+        _UNSHOWN,
+        "optimizer=adamw",
+    ),
+    _Limit(
+        "precision.compute",
+        lambda c: c.precision.compute in ("fp32", "bf16"),
+        _UNSHOWN,
+        "precision=bf16",
+    ),
+    _Limit("precision.autocast", lambda c: not c.precision.autocast, _UNSHOWN, "=false"),
+    _Limit("gradients.centralize", lambda c: not c.gradients.centralize, _UNSHOWN, "=false"),
+    _Limit("kernels.compile", lambda c: c.kernels.compile is CompileKind.none, _UNSHOWN, "=none"),
+    _Limit("kernels.liger", lambda c: not c.kernels.liger, _UNSHOWN, "=false"),
+    _Limit(
+        "kernels.cross_entropy",
+        lambda c: c.kernels.cross_entropy is not CrossEntropyKind.liger_fused,
+        _UNSHOWN,
+        "=chunked",
+    ),
+    _Limit(
+        "offload.parameters",
+        lambda c: c.offload.parameters is OffloadDevice.none,
+        _UNSHOWN,
+        "=none",
+    ),
+    _Limit(
+        "offload.optimizer",
+        lambda c: c.offload.optimizer is not OffloadDevice.nvme,
+        _UNSHOWN,
+        "=cpu",
+    ),
+    _Limit("offload.ratio", lambda c: c.offload.ratio == 1, _UNSHOWN, "=1"),
+    _Limit("offload.zenflow", lambda c: not c.offload.zenflow, _UNSHOWN, "=false"),
+    _Limit("offload.super_offload", lambda c: not c.offload.super_offload, _UNSHOWN, "=false"),
+    _Limit(
+        "zero_stage.hpz_partition_size",
+        lambda c: c.zero_stage.hpz_partition_size == 1,
+        _UNSHOWN,
+        "=1",
+    ),
+    _Limit(
+        "zero_stage.quantized_weights",
+        lambda c: not c.zero_stage.quantized_weights,
+        _UNSHOWN,
+        "=false",
+    ),
+    _Limit(
+        "zero_stage.quantized_gradients",
+        lambda c: not c.zero_stage.quantized_gradients,
+        _UNSHOWN,
+        "=false",
+    ),
+    _Limit("script", lambda c: c.script is None, "trains by itself", "leave it out"),
+    _Limit("trainer", lambda c: c.trainer is None, "trains by itself", "trainer=null"),
+)
+
+
+def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Finding]:
+    """Frozen weights, and adapters beside them, go with what they were shown to go with."""
+    config = draft.config
+    if not is_partial(config):
+        return
+    adapter = low_rank(config.adapter)
+    asked = f"adapter={adapter.kind}" if adapter is not None else FREEZE
+    without = "adapter=none" if adapter is not None else "no training.freeze"
+    for limit in _LIMITS:
+        if limit.holds(config):
+            continue
+        value: Any = to_plain(reduce(getattr, limit.key.split("."), config))
+        near = f"{limit.key}{limit.nearest}" if limit.nearest.startswith("=") else limit.nearest
+        yield error(
+            limit.key,
+            f"{limit.key}={as_written(value)} with {asked}: it {limit.why}",
+            f"{near}, or {without}",
+        )
+
+
+def stages_have_something_to_train(draft: Draft) -> Iterator[Finding]:
+    """Every pipeline stage has a weight that trains: DeepSpeed fails on one that has none."""
+    config = draft.config
+    stages = config.parallelism.pipeline
+    if stages == 1 or not _is_asked(config) or config.model.num_layers < stages:
+        return
+    sizes, _ = derive_stages(config)
+    if len(sizes) != stages or sum(sizes) != config.model.num_layers:
+        return  # another rule's
+    if not trainable(config).trained:
+        return
+    for stage in idle_stages(config, sizes):
+        yield error(
+            "parallelism.pipeline",
+            f"parallelism.pipeline={stages}: stage {stage} (of {sizes[stage]} blocks) has nothing "
+            "to train, and DeepSpeed has no optimizer without a parameter",
+            "parallelism.pipeline=1, or parallelism.stage_blocks that give it such a block",
+        )

@@ -1,0 +1,141 @@
+"""From a configuration and the hardware to a frozen plan, with every problem found in one go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.derived import Derived
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.options.engine import engine_of
+from trainctl.plan.deepspeed import render, user_settings
+from trainctl.plan.derive import (
+    derive_batch,
+    derive_mesh,
+    derive_ramp,
+    derive_shape,
+    derive_stable_steps,
+    derive_stages,
+    derive_stop_step,
+    derive_total_steps,
+    derive_warmup_steps,
+    uncounted_steps,
+)
+from trainctl.plan.experts import reasons as expert_reasons
+from trainctl.plan.learning_rate import lr_scale
+from trainctl.plan.learning_rate import reasons as learning_rate_reasons
+from trainctl.plan.mup import reasons as mup_reasons
+from trainctl.plan.optimizers import reasons as optimizer_reasons
+from trainctl.plan.precision import formats
+from trainctl.plan.recompute import wrapped_blocks
+from trainctl.plan.techniques import not_yet
+from trainctl.plan.trainable import reasons as trainable_reasons
+from trainctl.plan.types import RunPlan
+from trainctl.rules.deepspeed_overrides import check_own_json, own_case
+from trainctl.rules.plan import Draft, check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What came of a configuration."""
+
+    plan: RunPlan | None
+    """The plan; ``None`` exactly when a finding is an error."""
+    findings: tuple[Finding, ...]
+    """Errors and warnings, in the order of the rules."""
+
+
+def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
+    """Derive everything that the config leaves open, and check it.
+
+    A step that is impossible gives ``None`` and is reported by the rules; the steps and rules that
+    do not need it go on, so that all problems are reported together. Pure: reads nothing else.
+    """
+    mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
+    batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
+    batches, ramp_reasons = derive_ramp(config.training, batch)
+    total_steps, total_reasons = derive_total_steps(config.training, batches)
+
+    draft = Draft(
+        config=config,
+        hardware=hardware,
+        mesh=mesh,
+        batch=batch,
+        batches=batches,
+        total_steps=total_steps,
+    )
+    findings = check(draft)
+    if any(finding.is_error for finding in findings):
+        return Resolution(plan=None, findings=findings)
+    # Without an error each of these has a value: a rule reports each way to have none.
+    assert mesh is not None and batch is not None and batches is not None
+    if total_steps is None:  # which TC067 warns of
+        total_steps, total_reasons = uncounted_steps(config.training)
+
+    passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
+    case = own_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
+    if has_json:
+        findings += tuple(check_own_json(case, draft.settings))
+    if any(finding.is_error for finding in findings):
+        return Resolution(plan=None, findings=findings)
+
+    stop_step, stop_reasons = derive_stop_step(config.training, total_steps)
+    warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps, batches)
+    stage_blocks, stage_reasons = derive_stages(config)
+
+    plan = RunPlan(
+        config=config,
+        hardware=hardware,
+        mesh=mesh,
+        batch=batch,
+        total_steps=total_steps,
+        stop_step=stop_step,
+        warmup_steps=warmup_steps,
+        stage_blocks=stage_blocks,
+        ramp=batches.phases if len(batches.phases) > 1 else (),
+        lr_scale=lr_scale(config.optimizer, batch),
+        engine=config.engine.kind,
+        deepspeed=dict(case.json) if has_json else {},
+        settings={} if has_json else render(draft.settings),
+        derived=(
+            *mesh_reasons,
+            *batch_reasons,
+            *ramp_reasons,
+            *total_reasons,
+            *stop_reasons,
+            *warmup_reasons,
+            *derive_shape(config.schedule, total_steps, warmup_steps, batches),
+            *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
+            *wrapped_blocks(config),
+            *stage_reasons,
+            *_format_reasons(config),
+            *optimizer_reasons(config, hardware),
+            *learning_rate_reasons(config, batch),
+            *mup_reasons(config),
+            *expert_reasons(config),
+            *trainable_reasons(config),
+            *draft.settings,
+            *passed,
+        ),
+        not_yet=not_yet(config),
+    )
+    return Resolution(plan=plan, findings=findings)
+
+
+def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
+    """Number formats that follow from `precision.compute`."""
+    used, always = formats(config.precision), engine_of(config).gradients
+    why, source = f"precision.compute={config.precision.compute}", "precision.compute"
+    if always is not None:
+        why, source = f"engine.kind={config.engine.kind}, whatever the weights are", "engine.kind"
+    return tuple(
+        Derived(
+            key=f"precision.{name}",
+            value=(always or getattr(used, name)).value,
+            reason=why if always else f"the format of the weights under {why}",
+            sources=(source,),
+        )
+        for name in ("gradient_accumulation", "communication")
+        if getattr(config.precision, name) is None
+    )

@@ -1,0 +1,301 @@
+"""Small changes to a configuration: what each sets, how far it goes, and their combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import log2
+
+from trainctl.config.schema import (
+    Accelerator,
+    CompileKind,
+    CrossEntropyKind,
+    OffloadDevice,
+    RunConfig,
+)
+from trainctl.hardware import Hardware
+from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
+from trainctl.options.adapter import BaseWeights, low_rank
+from trainctl.options.engine import engine_of
+from trainctl.options.launcher import launcher_for
+from trainctl.plan.nearest import divisors
+from trainctl.plan.trainable import is_partial
+from trainctl.plan.types import Batch
+from trainctl.search.variants import Values
+
+FULL_NODE = 8
+"""Devices of a machine before more machines are suggested."""
+MOST_DOUBLINGS = 3
+"""Of the devices, and of the micro batch."""
+
+MOST_SIZES = 12
+"""Micro batches to try; a billion has a hundred divisors."""
+
+
+LONG_SEQUENCE = 65536
+"""Tokens of a sequence on one rank from which feed-forward layers in tiles are suggested."""
+
+TILES = 16
+"""That are suggested."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChange:
+    """Keys and their new values."""
+
+    values: Values
+    kinds: tuple[tuple[str, float], ...]
+    """The dimensions that it changes, with how far; a change that goes at least as far in all of
+    another's dimensions only adds to it."""
+
+    def only_adds_to(self, other: KeyChange) -> bool:
+        own = dict(self.kinds)
+        return all(own.get(kind, 0) >= reach for kind, reach in other.kinds)
+
+    @property
+    def doublings(self) -> float:
+        """Of the devices."""
+        return dict(self.kinds).get("devices", 0)
+
+
+def _change(kind: str, reach: float, values: Values) -> KeyChange:
+    return KeyChange(values=values, kinds=((kind, reach),))
+
+
+NO_CHANGE = KeyChange(values={}, kinds=())
+
+
+def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
+    """Yield one of each dimension's changes, or none of it; at least one in all."""
+    for parts in product(*([NO_CHANGE, *dimension] for dimension in dimensions)):
+        kinds = tuple(kind for part in parts for kind in part.kinds)
+        if kinds:
+            yield KeyChange(
+                values={k: v for part in parts for k, v in part.values.items()}, kinds=kinds
+            )
+
+
+def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[KeyChange]:
+    """Yield every combination of smaller micro batches, recomputation, a loss in chunks, layers in
+    tiles, higher stages, offload and more devices, all with the same global batch."""
+    on_cpu = hardware.accelerator is Accelerator.cpu
+    for doublings in range(1 if on_cpu else MOST_DOUBLINGS + 1):
+        devices = _devices(config, hardware, doublings)
+        batches = _smaller_batches(config, batch, doublings)
+        if doublings and not batches:
+            continue
+        for change in _combinations(
+            batches,
+            _more_recomputation(config),
+            _loss_in_chunks(config),
+            _layers_in_tiles(config, batch),
+            _higher_stages(config),
+            [] if on_cpu else _more_offload(config),
+        ):
+            if not doublings:
+                yield change
+            elif "micro_batch" in dict(change.kinds) or "accumulation" in dict(change.kinds):
+                yield KeyChange(
+                    values={**devices.values, **change.values},
+                    kinds=(*devices.kinds, *change.kinds),
+                )
+
+
+def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """LoRA beside the weights that training starts from, with what saves memory on these devices.
+
+    It learns something else than all weights would, so it is none of `that_save_memory`. Without
+    weights to start from there is nothing for an adapter to adapt.
+    """
+    if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:
+        return
+    yield from _beside(_change("adapter", 1, {"adapter.kind": "lora"}), config, batch)
+
+
+def with_a_quantized_base(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """Yield the same with frozen matrices in 4 bits (QLoRA), or an adapter that is there beside
+    these."""
+    adapter = low_rank(config.adapter)
+    if adapter is None:
+        if config.model.initial_weights is None or is_partial(config):
+            return
+    elif adapter.is_quantized:
+        return
+    if not config.trains_itself:
+        return
+    values: dict[str, object] = {"adapter.base_weights": BaseWeights.nf4_double}
+    if adapter is None:
+        values = {"adapter.kind": "lora", **values}
+    yield from _beside(_change("base_weights", 1, values), config, batch)
+
+
+def _beside(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """Yield a change, and with it what saves memory on these devices."""
+    yield first
+    for change in _combinations(
+        _smaller_batches(config, batch, 0),
+        _more_recomputation(config),
+        _loss_in_chunks(config),
+        _higher_stages(config),
+    ):
+        yield KeyChange(
+            values={**first.values, **change.values}, kinds=(*first.kinds, *change.kinds)
+        )
+
+
+def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """Yield every combination of larger micro batches, less recomputation, a plain loss, lower
+    stages and less offload, with the same global batch."""
+    yield from _combinations(
+        _larger_batches(config, batch),
+        _less_recomputation(config),
+        _plain_loss(config),
+        _lower_stages(config),
+        _less_offload(config),
+    )
+
+
+def _batch_values(config: RunConfig, micro: int, accumulation: int) -> Values:
+    """Return a global batch in tokens derives the accumulation itself."""
+    values: dict[str, object] = {"training.micro_batch_size": micro}
+    if config.training.global_batch_tokens is None:
+        values["training.gradient_accumulation_steps"] = accumulation
+    return values
+
+
+def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[KeyChange]:
+    """Micro batches on twice `doublings` as many devices; the same ones where those are more."""
+    micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
+    changes = []
+    for smaller in _spread(divisors(micro)):
+        steps, rest = divmod(accumulation * (micro // smaller), 2**doublings)
+        if rest or not steps or (smaller == micro and not doublings):
+            continue
+        kind, reach = ("micro_batch", log2(micro // smaller))
+        if smaller == micro:
+            kind, reach = "accumulation", 0.0
+        changes.append(_change(kind, reach, _batch_values(config, smaller, steps)))
+    return changes
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """At most `MOST_SIZES` of ascending sizes, the largest first; the ends are always there."""
+    if len(sizes) > MOST_SIZES:
+        last = len(sizes) - 1
+        sizes = [sizes[round(k * last / (MOST_SIZES - 1))] for k in range(MOST_SIZES)]
+    return sizes[::-1]
+
+
+def _larger_batches(config: RunConfig, batch: Batch) -> list[KeyChange]:
+    micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
+    return [
+        _change("micro_batch", n, _batch_values(config, micro * 2**n, accumulation // 2**n))
+        for n in range(1, MOST_DOUBLINGS + 1)
+        if accumulation % 2**n == 0
+    ]
+
+
+def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange:
+    """More devices in a machine while it has few, then more machines, started by Slurm."""
+    if not doublings:
+        return NO_CHANGE
+    nodes, devices = hardware.nodes, hardware.devices_per_node
+    values: dict[str, object] = {}
+    for _ in range(doublings):
+        if nodes == 1 and devices * 2 <= FULL_NODE:
+            devices *= 2
+        else:
+            nodes *= 2
+    if devices != hardware.devices_per_node:
+        values["hardware.devices_per_node"] = devices
+    if nodes != hardware.nodes:
+        values["hardware.nodes"] = nodes
+        values |= launcher_for(config.launcher, nodes)
+    return _change("devices", doublings, values)
+
+
+def _more_recomputation(config: RunConfig) -> list[KeyChange]:
+    kinds = by_what_they_keep()
+    least = kinds[: kinds.index(checkpointing_of(config.activation_checkpointing))]
+    furthest = sum(kind.recomputes for kind in kinds)
+    return [
+        _change("recomputation", furthest - place, {"activation_checkpointing.mode": kind.name})
+        for place, kind in reversed([*enumerate(least)])
+    ]
+
+
+def _less_recomputation(config: RunConfig) -> list[KeyChange]:
+    kinds = by_what_they_keep()
+    more = kinds[kinds.index(checkpointing_of(config.activation_checkpointing)) + 1 :]
+    return [
+        _change("recomputation", reach, {"activation_checkpointing.mode": kind.name})
+        for reach, kind in enumerate(more, 1)
+    ]
+
+
+def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:
+    kernels = config.kernels
+    is_plain = kernels.cross_entropy is CrossEntropyKind.plain
+    if not is_plain or config.parallelism.pipeline > 1 or not config.trains_itself:
+        return []
+    if kernels.compile is CompileKind.deepcompile:
+        return []
+    return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.chunked})]
+
+
+def _layers_in_tiles(config: RunConfig, batch: Batch) -> list[KeyChange]:
+    """Of sequences so long that one is a micro batch too large; otherwise that is made smaller."""
+    tokens = batch.sequence_length // max(config.parallelism.sequence, 1)
+    if config.kernels.mlp_tiles > 1 or tokens < LONG_SEQUENCE or not config.trains_itself:
+        return []
+    return [_change("tiles", 1, {"kernels.mlp_tiles": TILES})]
+
+
+def _plain_loss(config: RunConfig) -> list[KeyChange]:
+    if config.kernels.cross_entropy is not CrossEntropyKind.chunked:
+        return []
+    return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.plain})]
+
+
+def _higher_stages(config: RunConfig) -> list[KeyChange]:
+    """Stage 3 reduces gradients beside the backward pass at no cost in memory."""
+    stage = config.zero_stage.stage
+    changes = []
+    for higher in range(stage + 1, 4):
+        values: dict[str, object] = {"zero_stage.stage": higher}
+        may_overlap = config.parallelism.pipeline == 1 and engine_of(config).takes_json
+        if higher == 3 and may_overlap and not config.zero_stage.overlap_comm:
+            values["zero_stage.overlap_comm"] = True
+        changes.append(_change("stage", higher - stage, values))
+    return changes
+
+
+def _lower_stages(config: RunConfig) -> list[KeyChange]:
+    stage = config.zero_stage.stage
+    return [
+        _change("stage", stage - lower, {"zero_stage.stage": lower})
+        for lower in range(stage - 1, -1, -1)
+    ]
+
+
+def _more_offload(config: RunConfig) -> list[KeyChange]:
+    """Return the optimizer, then parameters too, in host memory."""
+    values: dict[str, object] = {}
+    changes = []
+    for reach, name in enumerate(("optimizer", "parameters"), 1):
+        if getattr(config.offload, name) is OffloadDevice.none:
+            values[f"offload.{name}"] = OffloadDevice.cpu
+            changes.append(_change("offload", reach, dict(values)))
+    return changes
+
+
+def _less_offload(config: RunConfig) -> list[KeyChange]:
+    """Return the parameters, then the optimizer too, back on the device."""
+    values: dict[str, object] = {}
+    changes = []
+    for reach, name in enumerate(("parameters", "optimizer"), 1):
+        if getattr(config.offload, name) is not OffloadDevice.none:
+            values[f"offload.{name}"] = OffloadDevice.none
+            changes.append(_change("offload", reach, dict(values)))
+    return changes

@@ -1,0 +1,283 @@
+"""Computation of a micro batch: matrix products, attention, what lies between them, the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainctl.config.anatomy import Anatomy, Parameter, Role
+from trainctl.config.schema import (
+    AttentionKind,
+    CompileKind,
+    CrossEntropyKind,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from trainctl.hardware import Hardware
+from trainctl.memory.constants import BYTES
+from trainctl.memory.partial import of_run
+from trainctl.memory.stages import stages
+from trainctl.options.activation_checkpointing import checkpointing_of
+from trainctl.options.model import spec_of
+from trainctl.options.precision import is_emulated, precision_of
+from trainctl.plan import shapes
+from trainctl.plan.flops import attention_products
+from trainctl.plan.trainable import is_partial
+from trainctl.search import constants
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device does in a second."""
+
+    products: float
+    """Speed of matrix products of blocks, FLOP/s."""
+    wide_products: float
+    """Speed of those outside blocks and of eager attention, which fp8 leaves in 16 bits."""
+    attention: float
+    """Speed of attention as one kernel, FLOP/s."""
+    memory: float
+    """Bytes that other operations move."""
+    is_known: bool
+    """Whether the hardware says its peak and bandwidth."""
+
+
+def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
+    """Achievable rates of a device in a number format; an A100's where they are not known."""
+    compute = precision_of(precision)
+    peak = hardware.peak_tflops(compute.format)
+    is_known = peak is not None and hardware.memory_bandwidth_gb_per_second is not None
+    flops = (peak or constants.ASSUMED_PEAK_TFLOPS) * TERA
+    bandwidth = hardware.memory_bandwidth_gb_per_second or constants.ASSUMED_MEMORY_GB_PER_SECOND
+    share = hardware.matrix_efficiency or constants.ASSUMED_MATRIX_EFFICIENCY
+    attention = hardware.attention_efficiency or constants.ASSUMED_ATTENTION_EFFICIENCY
+    reached = share * constants.MATRIX_SHARE
+    products = flops * reached
+    if compute.product_bytes is not None and not is_emulated(precision):
+        narrow = hardware.peak_tflops(compute.name)
+        products = (narrow * TERA if narrow else flops) * reached * constants.FP8_SHARE
+    return Rates(
+        products=products,
+        wide_products=flops * reached,
+        attention=flops * attention,
+        memory=bandwidth * constants.GIGA * constants.MEMORY_SHARE,
+        is_known=is_known,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """How much of a model trains."""
+
+    weights: float = 1.0
+    """The share of its elements that the optimizer updates."""
+    blocks: float = 1.0
+    """The share of its blocks that gradients reach."""
+
+
+def learnt(config: RunConfig) -> Learnt:
+    """Return how much of a run's model trains. An adapter's own products, and what it takes to
+    expand a base of 8 or 4 bits, are left out of the time."""
+    if not is_partial(config):
+        return Learnt()
+    (stage,) = of_run(config, stages(config.model))
+    reached = sum(count for _, count in stage.learning or ())
+    return Learnt(
+        weights=stage.trained.parameters / max(stage.weights, 1),
+        blocks=reached / max(stage.blocks, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTime:
+    """Seconds of a micro batch in one block: both passes, and what its recomputation adds."""
+
+    both: float
+    again: float
+
+
+def block_time(
+    config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
+) -> BlockTime:
+    """Return the time of a block.
+
+    Args:
+        config: The model, its kernels and recomputation.
+        tokens: Of a micro batch on this rank.
+        sequence_length: Tokens that attend to each other.
+        tensor: Ranks that share the block's matrices.
+    """
+    model, element = config.model, BYTES[precision_of(config.precision).format]
+    products, moved, weights = _products_of(model)
+    sharded = tokens * products / tensor
+    # Each product reads its input and weights and writes its result.
+    streams = element * (tokens * moved + weights) / tensor
+    product_seconds = 2 * sharded / speed.products + streams / speed.memory
+    attention, attention_backward = _attention(config, speed, tokens, sequence_length, tensor)
+    traffic = tokens * _traffic(config, tensor) / speed.memory
+    starts = constants.KERNEL_START * (
+        constants.KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else constants.KERNELS_OF_A_BLOCK
+    )
+    forward = max(product_seconds + attention + traffic, starts)
+    train = learnt(config)
+    # Of each product a gradient of its input, and one of its weight where that learns.
+    back = constants.BACKWARD_TO_FORWARD * (1 + train.weights) / 2
+    backward = max(
+        (back + _share_in_tiles(config)) * product_seconds
+        + attention_backward
+        + constants.BACKWARD_TRAFFIC * traffic,
+        2 * starts,
+    )
+    keeps = checkpointing_of(config.activation_checkpointing).keeps_products
+    return BlockTime(
+        both=forward + train.blocks * backward,
+        again=train.blocks * (traffic if keeps else forward),
+    )
+
+
+def _share_in_tiles(config: RunConfig) -> float:
+    """Return the share of a block's products that tiles multiply again in the backward pass."""
+    if config.kernels.mlp_tiles == 1:
+        return 0.0
+    inside = all_of = 0
+    for tensor in shapes.all_tensors(config.model):
+        if shapes.block_of(tensor.name) is not None and len(tensor.shape) > 1:
+            all_of += tensor.numel
+            in_layer = any(f".{name}." in tensor.name for name in shapes.FEED_FORWARD)
+            inside += tensor.numel if in_layer else 0
+    return inside / max(all_of, 1)
+
+
+def _attention(
+    config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
+) -> tuple[float, float]:
+    """Seconds of scores and their weighted sum, forward and backward.
+
+    One kernel leaves out what comes later in the sequence; eager attention computes it all, and
+    moves the scores through memory: product, mask, fp32 softmax and cast (one fused kernel for the
+    middle ones when compiled).
+    """
+    model = config.model
+    products = attention_products(model, sequence_length) / max(model.num_layers, 1) / tensor
+    if model.attention is AttentionKind.eager:
+        score_bytes = 8 if _is_fused(config) else 22
+        keys = min(sequence_length, shapes.attention_window(model) or sequence_length)
+        moved = model.num_attention_heads / tensor * keys * score_bytes / speed.memory
+        forward = tokens * (2 * products / speed.wide_products + moved)
+        return forward, 2 * forward
+    forward = tokens * products / speed.attention
+    return forward, constants.ATTENTION_BACKWARD * forward
+
+
+def _traffic(config: RunConfig, tensor: int) -> float:
+    """Return bytes per token that a block's other operations move in a forward pass.
+
+    In elements of two bytes, from the operations of transformers' modelling code: an RMSNorm reads
+    and writes fp32 copies (36 bytes per element) where a fused one reads and writes once (4); a
+    residual addition 6; a rotation 16 or 4; SwiGLU 10 or 6; GELU in its tanh form 36 or 4.
+    """
+    model, spec = config.model, spec_of(config.model)
+    hidden, ffn = float(model.hidden_size), _inner_width(model) / tensor
+    if config.parallelism.sequence_sharded_norms:
+        hidden /= tensor
+    heads = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
+    turned = heads * shapes.head_dim(model)
+    fused = _is_fused(config)
+    wide = BYTES[precision_of(config.precision).format] / 2
+    norm = spec.norm.moved_fused if fused else spec.norm.moved
+    rotation = (4 if fused else 16) if spec.is_rotary else 0
+    inner = spec.activation.moved_fused if fused else spec.activation.moved
+    return wide * ((2 * norm + 2 * 6) * hidden + rotation * turned + inner * ffn)
+
+
+def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
+    """Seconds of a micro batch in the output projection and the loss, both passes."""
+    model, kind = config.model, config.kernels.cross_entropy
+    logits = tokens * model.vocab_size / tensor
+    product = 2 * logits * model.hidden_size / speed.wide_products
+    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are computed again
+    per_logit = constants.LOGIT_BYTES
+    if kind is CrossEntropyKind.liger_fused:
+        passes, per_logit = 3.0, constants.FUSED_LOGIT_BYTES
+    return passes * product + logits * per_logit / speed.memory
+
+
+def stage_parameters(
+    model: ModelConfig, blocks: int, tensor: int, has_embedding: bool, has_head: bool
+) -> float:
+    """Parameters of a rank of a stage, nearly: tensor ranks are taken to share them all."""
+    _, _, weights = _products_of(model)
+    vocabulary = model.vocab_size * model.hidden_size
+    alone = has_embedding and has_head and model.tie_word_embeddings
+    ends = vocabulary * (1 if alone else has_embedding + has_head)
+    return (blocks * weights + ends) / tensor
+
+
+def _is_fused(config: RunConfig) -> bool:
+    """Whether what lies between matrix products runs as few kernels."""
+    return config.kernels.liger or config.kernels.compile is not CompileKind.none
+
+
+def _products_of(model: ModelConfig) -> tuple[float, float, float]:
+    """Of a block, on average: weights that a token is multiplied with, elements that these products
+    read and write for it, and weights in all, with the experts that it does not go to."""
+    read = shapes.anatomy(model)
+    if read is None:
+        products, moved = _products(*_shape(model))
+        return products, moved, products
+    return _products_read(read)
+
+
+@lru_cache(maxsize=8)
+def _products_read(read: Anatomy) -> tuple[float, float, float]:
+    matrices = [p for p in read.parameters if p.block is not None and len(p.shape) > 1]
+    moved = sum(sum(p.shape[-2:]) * max(1.0, _chosen(read, p)) for p in matrices)
+    count = len(read.blocks)
+    inside = sum(p.numel for p in read.parameters if p.block is not None)
+    return (read.multiplied - read.head) / count, moved / count, inside / count
+
+
+def _chosen(read: Anatomy, parameter: Parameter) -> float:
+    """Return how many of the experts in a tensor a token goes to."""
+    return read.active_share(parameter) * parameter.shape[0] if len(parameter.shape) > 2 else 1.0
+
+
+def _inner_width(model: ModelConfig) -> float:
+    """Width of the feed-forward layer; of experts and shared ones, that of all that a token meets.
+
+    A gated layer has three matrices of its width.
+    """
+    read = shapes.anatomy(model)
+    if read is None or not read.has_experts:
+        return model.intermediate_size
+    dense = sum(not block.experts for block in read.blocks)
+    sparse = read.numel(Role.shared) + sum(
+        p.numel * read.active_share(p) for p in read.parameters if p.role is Role.expert
+    )
+    whole = dense * model.intermediate_size + sparse / (3 * model.hidden_size)
+    return whole / len(read.blocks)
+
+
+def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
+    return (
+        spec_of(model).feed_forward.matrices,
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_attention_heads,
+        shapes.key_value_heads(model),
+        shapes.head_dim(model),
+    )
+
+
+@lru_cache(maxsize=64)
+def _products(
+    up: int, hidden: int, ffn: int, heads: int, key_heads: int, width: int
+) -> tuple[int, int]:
+    """Weights of a block's matrix products; elements that they read and write for each token."""
+    queries, keys = heads * width, key_heads * width
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    matrices += [(hidden, ffn)] * up + [(ffn, hidden)]
+    return sum(a * b for a, b in matrices), sum(a + b for a, b in matrices)

@@ -1,0 +1,259 @@
+"""From a DeepSpeed JSON to group choices and overrides that render back to an equivalent one.
+
+Equivalent is meant as DeepSpeed reads it: by the values in force, defaults included. What no key of
+trainctl's says is passed through as `deepspeed.*`; what trainctl derives is left out, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import compose
+from trainctl.config.keys import as_override
+from trainctl.config.schema import RunConfig, walk
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.deepspeed_table import FROM_ONE, TABLE, WORDS, Modes, at_least_one
+from trainctl.rules.deepspeed import Case, Surroundings
+from trainctl.rules.deepspeed.values import is_number, is_whole
+from trainctl.rules.passed_keys import PASSED, entry_of, idle_reason, owner_of
+from trainctl.rules.resolve import resolve
+from trainctl.search.import_values import RECOMPUTE, Wanted, wanted_values
+
+OURS = {
+    "steps_per_print": "trainctl reports itself",
+    "wall_clock_breakdown": "trainctl reports itself",
+    "torch_autocast.lower_precision_safe_modules": "trainctl keeps ZeRO's gathering exact",
+    "tensor_parallel.autotp_size": "parallelism.tensor says it",
+    "sequence_parallel_size": "parallelism.sequence says it",
+    "seq_parallel_communication_data_type": "precision.communication says it",
+}
+"""Keys that trainctl sets by itself, and why they are not taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutKey:
+    """A key of the JSON that is not taken over, its value, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a DeepSpeed JSON becomes."""
+
+    choices: Mapping[str, str]
+    """Option of each group that it implies."""
+    settings: Mapping[str, Any]
+    """Keys that differ from these options, with their values."""
+    passed: Mapping[str, Any]
+    """Keys of DeepSpeed's that are passed through, without `deepspeed.`."""
+    left_out: tuple[LeftOutKey, ...]
+    """Keys that are not taken over."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """As they are typed on the command line, without a shell's quotes."""
+        return [
+            *(f"{group}={option}" for group, option in self.choices.items()),
+            *(f"{key}={as_override(value)}" for key, value in self.settings.items()),
+            *(f"deepspeed.{key}={as_override(value)}" for key, value in self.passed.items()),
+        ]
+
+
+def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = "cpu") -> Imported:
+    """Turn a DeepSpeed JSON without errors into choices and overrides.
+
+    Args:
+        json: As read; `trainctl.rules.deepspeed.check` finds no error in it.
+        world_size: Ranks that it is for; batches are counted over them.
+        accelerator: Kind of their device, an option of the group `hardware`.
+    """
+    case = Case(json, Surroundings(world_size=world_size, fills_auto=True))
+    wanted = wanted_values(case)
+    here = [f"hardware={world_size}x{accelerator}"]
+    choices = [f"{group}={option}" for group, option in wanted.choices.items()]
+    base = compose([*here, *choices, "training.steps=1000"]).config
+    settings = _differing(wanted, base)
+    written = [f"{key}={as_override(value)}" for key, value in settings.items()]
+    config = compose([*here, *choices, "training.steps=1000", *written]).config
+    rendered = _rendered(config)
+    passed, left_out = _rest(case, wanted, config, rendered)
+    return Imported(
+        wanted.choices,
+        settings,
+        passed,
+        (*(LeftOutKey(*each) for each in wanted.left_out), *left_out),
+    )
+
+
+def ranks_of(json: Mapping[str, Any]) -> int:
+    """Return the ranks that a JSON is for: by its three batch numbers, or as few as it can have."""
+    case = Case(json, Surroundings(fills_auto=True))
+    total, micro, steps = (case.get(name) for name in BATCH)
+    sequence = case.get("sequence_parallel_size")
+    sequence = int(sequence) if is_whole(sequence) and sequence > 0 else 1
+    fewest = sequence * case.tensor_size
+    if not all(is_whole(size) and size > 0 for size in (total, micro, steps)):
+        return fewest
+    data, rest = divmod(int(total), int(micro * steps))
+    return fewest if rest else data * sequence
+
+
+def differences(
+    original: Mapping[str, Any], rendered: Mapping[str, Any], *, world_size: int
+) -> list[str]:
+    """Keys whose value in force differs, of all that either JSON has; `OURS` apart.
+
+    What the trainer does itself, by keys of its own, is not compared: the schedule, the
+    optimizer's parameters one by one, and what is recomputed.
+    """
+    before = Case(original, Surroundings(world_size=world_size, fills_auto=True))
+    ranks = int(before.counted_ranks or 1) // before.tensor_size
+    after = Case(rendered, Surroundings(world_size=world_size, data_parallel_size=ranks))
+    names = {*before.values, *after.values} - {"scheduler.type", "optimizer.type"} - {*OURS}
+    names -= {*BATCH}
+    names = {name for name in names if not name.startswith(f"{RECOMPUTE}.")}
+    if after.stage == 0 and after.get("gradient_clipping") == 0:
+        names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips
+    names = {name for name in names if not before.schema.keys[name].is_section}
+    different = [name for name in names if not _same(before, after, name)]
+    batches = (_batch(before, ranks), _batch(after, ranks))
+    return sorted([*different, *(["train_batch_size"] if batches[0] != batches[1] else [])])
+
+
+def _differing(wanted: Wanted, base: RunConfig) -> dict[str, Any]:
+    """What is wanted and the chosen options do not say already."""
+    plain = {key: to_plain(value) for key, _, value in walk(base)}
+    return {key: value for key, value in wanted.settings.items() if plain[key] != value}
+
+
+def _rendered(config: RunConfig) -> dict[str, Any]:
+    """Return the JSON of a configuration; of what can be derived where the whole cannot be
+    planned."""
+    from trainctl.hardware import resolve_hardware
+    from trainctl.plan.deepspeed import derived_settings, render
+    from trainctl.plan.derive import derive_batch, derive_mesh
+
+    hardware = resolve_hardware(config.hardware)
+    plan = resolve(config, hardware).plan
+    if plan is not None:
+        return plan.deepspeed
+    mesh, _ = derive_mesh(config.parallelism, hardware)
+    batch, _ = derive_batch(config.training, mesh.data) if mesh else (None, ())
+    return render(derived_settings(config, hardware, mesh, batch))
+
+
+def _rest(
+    case: Case, wanted: Wanted, config: RunConfig, rendered: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[LeftOutKey]]:
+    """What is left of the JSON: passed through, or left out with the reason."""
+    ours = Case(rendered)
+    derived = {key for key, _ in flatten(rendered)}
+    passed: dict[str, Any] = {}
+    left_out: list[LeftOutKey] = []
+    for path, value in _leaves(case):
+        key = ".".join(path)
+        known = case.schema.find(path)
+        name = (known.same_as or known.name) if known else key
+        newer = known.replaced.split(" or ") if known else []
+        if key in wanted.taken or path[0] in wanted.taken or _has_any(wanted.taken, newer):
+            continue
+        if known is None:
+            left_out.append(LeftOutKey(key, value, "DeepSpeed has no such key"))
+        elif name in OURS:
+            left_out.append(LeftOutKey(key, value, OURS[name]))
+        elif _same(case, ours, name):
+            continue
+        elif entry_of(name) not in PASSED and any(
+            f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived
+        ):
+            shown = ours.values.get(name)
+            left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {as_override(shown)}"))
+        elif reason := _unread(name, config) or owner_of(name, config) or idle_reason(name, config):
+            left_out.append(LeftOutKey(key, value, reason))
+        else:
+            passed[name] = value
+    return passed, left_out
+
+
+def _has_any(taken: Iterable[str], keys: Sequence[str]) -> bool:
+    """Whether one of the keys, or a key in a section that they name, is taken over."""
+    return any(f"{key}.".startswith(f"{name}.") for name in keys if name for key in taken)
+
+
+def _unread(name: str, config: RunConfig) -> str:
+    """Return what a key of the table needs that the configuration lacks; else empty."""
+    modes = Modes.of(config)
+    row = next((each for each in TABLE if each.key == name and not each.holds(modes)), None)
+    return "" if row is None else f"it needs {WORDS[row.when]}"
+
+
+def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every value of the JSON that is no section, or a section that may hold anything.
+
+    Also what no version of DeepSpeed reads, as a whole.
+    """
+    for path, value, key in case.entries():
+        is_section = key is not None and key.is_section and isinstance(value, Mapping)
+        if is_section and key is not None and key.unknown != "free" and value:
+            continue
+        if not case.is_filled(path, value):
+            yield path, value
+
+
+def _same(before: Case, after: Case, name: str) -> bool:
+    """Whether a value in force is the same, or nothing reads it in either."""
+    left, right = _in_force(before, name), _in_force(after, name)
+    return bool(left == right)
+
+
+def _in_force(case: Case, name: str) -> Any:
+    value = case.get(name)
+    if name == "zero_optimization.overlap_comm" and value is None:
+        return case.stage == 3
+    if name == "communication_data_type" and value is None:
+        return case.weights
+    if name == "data_types.grad_accum_dtype" and value is None:
+        return case.weights
+    if name == "torch_autocast.dtype":
+        value = value or "bf16"
+    if name.endswith("_dtype") or name.endswith(".dtype"):
+        short = str(value).removeprefix("torch.")
+        return FORMATS.get(short, short)
+    if name == "log_level" and value is None:
+        return "warning"
+    if name in FROM_ONE and is_number(value):
+        return at_least_one(value)
+    return value.lower() if case.schema.keys[name].any_case and isinstance(value, str) else value
+
+
+FORMATS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _batch(case: Case, ranks: int) -> tuple[int, int] | None:
+    """Micro batch and accumulation steps, from whichever of the batch keys are given.
+
+    None where others fill them in. As runtime/config.py does it; the samples that the ranks of a
+    tensor-parallel group share count once.
+    """
+    total, micro, steps = (case.get(name) for name in BATCH)
+    if any(case.has(name) and case.get(name) is None for name in BATCH):
+        return None
+    if total is not None and case.around.data_parallel_size is None:
+        total //= case.tensor_size
+    if micro is None:
+        steps = steps or 1
+        micro = total // ranks // steps
+    return micro, steps or (total // (micro * ranks) if total is not None else 1)

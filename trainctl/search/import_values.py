@@ -1,0 +1,337 @@
+"""Which keys of trainctl's say what a DeepSpeed JSON says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.registry import specs
+from trainctl.options.optimizer import OptimizerForm
+from trainctl.plan.deepspeed_table import (
+    BF16_KEYS,
+    FP16_KEYS,
+    OFFLOAD_KEYS,
+    SOURCES,
+    ZENFLOW,
+    ZERO,
+    ZERO_KEYS,
+    Modes,
+    Row,
+)
+from trainctl.rules.deepspeed import Case
+from trainctl.rules.deepspeed.case import AUTO, FILLED_BY_OTHERS
+from trainctl.rules.deepspeed.keys import autos
+from trainctl.rules.deepspeed.values import is_number
+
+DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+
+NOT_PARAMETERS = ("torch_adam", "adam_w_mode")
+"""Which class updates, and how: the kind and the offload say it."""
+
+KERNELS = {
+    True: "offloaded states are updated by DeepSpeed's own kernel",
+    False: "states on the device are updated by torch's AdamW: nothing to compile",
+}
+"""Why `torch_adam` is not taken over, by whether the optimizer is offloaded."""
+
+TORCH_WEIGHT_DECAY = 0.01
+"""Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
+
+RECOMPUTE = "activation_checkpointing"
+"""The same name in DeepSpeed's JSON and among the groups."""
+
+NOT_RECOMPUTED_SO = {
+    "partition_activations": "there are no tensor ranks to partition over",
+    "contiguous_memory_optimization": "trainctl keeps the inputs of blocks where they are",
+    "number_checkpoints": "trainctl recomputes by blocks: activation_checkpointing.every_kth_block",
+    "synchronize_checkpoint_boundary": "it is of DeepSpeed's own recomputation",
+    "profile": "it is of DeepSpeed's own recomputation",
+}
+"""Keys of that section that trainctl's recomputation does without, and why."""
+
+LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in FILLED_BY_OTHERS} | {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
+    "gradient_clipping": "optimizer.gradient_clipping",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.beta1 and optimizer.beta2",
+    "optimizer.params.eps": "optimizer.epsilon",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "scheduler.params.warmup_max_lr": "optimizer.lr",
+    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "scheduler.params.total_num_steps": "training.steps",
+    "fp16.enabled": "the group precision",
+    "bf16.enabled": "the group precision",
+    "zero_optimization.stage": "the group zero_stage",
+    "zero_optimization.offload_optimizer.device": "the group offload",
+    "zero_optimization.offload_param.device": "the group offload",
+}
+"""What says here what transformers or accelerate would have filled in."""
+
+
+@dataclass
+class Wanted:
+    """What trainctl's keys must say."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    """Option of each group."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Value of each key."""
+    taken: set[str] = field(default_factory=set)
+    """Keys and sections of the JSON that these stand for."""
+    left_out: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Key, value and reason of what nothing stands for."""
+
+    def take(self, key: str, ours: str, value: Any) -> None:
+        """A key of ours stands for one of DeepSpeed's."""
+        self.taken.add(key)
+        self.settings[ours] = value
+
+
+def wanted_values(case: Case) -> Wanted:
+    """Choices and values for everything in the JSON that trainctl has a key for."""
+    wanted, modes = Wanted(), _modes(case)
+    _batch(case, wanted)
+    _optimizer(case, wanted)
+    _schedule(case, wanted)
+    _zero(case, modes, wanted)
+    _offload(case, modes, wanted)
+    _precision(case, modes, wanted)
+    _recomputation(case, wanted)
+    _left_open(case, wanted)
+    if case.tensor_size > 1:
+        wanted.take("tensor_parallel.autotp_size", "parallelism.tensor", case.tensor_size)
+    sequence = case.get("sequence_parallel_size")
+    if is_number(sequence) and sequence > 1:
+        wanted.take("sequence_parallel_size", "parallelism.sequence", sequence)
+    if case.given("log_level"):
+        wanted.take("log_level", "logging.deepspeed_level", str(case.get("log_level")).lower())
+    return wanted
+
+
+def _left_open(case: Case, wanted: Wanted) -> None:
+    """What is "auto" was set by nobody: it is named, and trainctl's own value holds."""
+    for name in autos(case):
+        if name in FILLED_BY_OTHERS:
+            instead = LEFT_OPEN.get(name)
+            reason = f"nobody set it{f'; {instead} says it here' if instead else ''}"
+            wanted.left_out.append((name, AUTO, reason))
+
+
+def _batch(case: Case, wanted: Wanted) -> None:
+    names = {
+        "train_batch_size": "global_batch_size",
+        "train_micro_batch_size_per_gpu": "micro_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+    }
+    for key, ours in names.items():
+        value = case.get(key)
+        if value is None:
+            continue
+        if key == "train_batch_size" and case.tensor_size > 1:
+            value //= case.tensor_size  # AutoTP counts each sample once a tensor rank
+        wanted.take(key, f"training.{ours}", value)
+    if not any(case.has(key) for key in list(names)[1:]):
+        wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's choice then
+
+
+def _optimizer(case: Case, wanted: Wanted) -> None:
+    clipping = case.get("gradient_clipping")
+    if clipping is not None:
+        wanted.take("gradient_clipping", "optimizer.gradient_clipping", float(clipping))
+    name = case.optimizer
+    if name is None:
+        return
+    wanted.taken.add("optimizer")
+    params = case.params("optimizer")
+    spec = _optimizer_of(name, params)
+    if spec is None:
+        reason = "trainctl has no such optimizer: choose an option of the group optimizer"
+        wanted.left_out.append(("optimizer.type", case.get("optimizer.type"), reason))
+        return
+    wanted.choices["optimizer"] = spec.name
+    values = {each.name: each.default for each in spec.deepspeed.parameters}
+    if params.get("torch_adam"):
+        values["weight_decay"] = TORCH_WEIGHT_DECAY
+    values |= {key: value for key, value in params.items() if value is not None}
+    torch_adam = params.get("torch_adam")
+    if torch_adam is not None and bool(torch_adam) is case.is_offloaded:
+        key = "optimizer.params.torch_adam"
+        wanted.left_out.append((key, torch_adam, KERNELS[case.is_offloaded]))
+    _parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
+
+
+def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
+    """Return the spec that says what a JSON's optimizer does; of several the one that says more of
+    it."""
+    named = [
+        spec
+        for spec in specs("optimizer")
+        if spec.deepspeed is not None and spec.deepspeed.matches(name, params)
+    ]
+    return max(named, key=lambda spec: len(spec.deepspeed.fixed), default=None)
+
+
+def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters, defaults of DeepSpeed's among them, without those left to others."""
+    left_open = set(autos(case))
+    return {
+        name: value for name, value in values.items() if f"{section}.params.{name}" not in left_open
+    }
+
+
+def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: Wanted) -> None:
+    ours = {each.name: each for each in form.parameters}
+    for name, value in values.items():
+        parameter = ours.get(name)
+        if parameter is None:
+            if name not in (*form.fixed, *NOT_PARAMETERS):
+                reason = "trainctl has no key for it"
+                wanted.left_out.append((f"optimizer.params.{name}", value, reason))
+        elif len(parameter.keys) > 1:
+            if isinstance(value, list) and len(value) == len(parameter.keys):
+                for key, item in zip(parameter.keys, value, strict=True):
+                    wanted.settings[f"optimizer.{key}"] = float(item)
+        elif is_number(value):
+            wanted.settings[f"optimizer.{parameter.keys[0]}"] = float(value)
+
+
+def _schedule(case: Case, wanted: Wanted) -> None:
+    name, params = case.get("scheduler.type"), case.params("scheduler")
+    if name is None:
+        return
+    wanted.taken.add("scheduler")
+    spec = _schedule_of(name)
+    if spec is None:
+        reason = "trainctl has no such schedule: choose an option of the group schedule"
+        wanted.left_out.append(("scheduler.type", name, reason))
+        return
+    wanted.choices["schedule"] = spec.name
+    ours = spec.deepspeed.parameters
+    defaults = {each.name: each.default for each in ours if each.default is not None}
+    params = _without_autos(case, "scheduler", defaults | dict(params))
+    for each in ours:
+        value: Any = params.get(each.name)
+        if is_number(value):
+            wanted.settings[each.key] = int(value) if each.is_whole else float(value)
+    if params.get("warmup_type", "log") == "log":
+        reason = "trainctl warms up linearly"
+        wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
+    for key in ("warmup_min_lr", "warmup_min_ratio"):
+        if params.get(key):
+            reason = "trainctl warms up from 0"
+            wanted.left_out.append((f"scheduler.params.{key}", params[key], reason))
+
+
+def _schedule_of(name: str) -> Any:
+    """Return the spec that says what a JSON's schedule does."""
+    named = (
+        spec
+        for spec in specs("schedule")
+        if spec.deepspeed is not None and spec.deepspeed.type == name
+    )
+    return next(named, None)
+
+
+def _modes(case: Case) -> Modes:
+    """What decides which keys there are; of what others decide the least."""
+    stage = case.stage or 0
+    is_decided = _has_devices(case)
+    return Modes(
+        stage=stage,
+        weights=case.weights or "",
+        states=case.offload_device if stage and is_decided else "none",
+        parameters=case.parameter_device if stage == 3 and is_decided else "none",
+        zenflow=case.has(ZENFLOW) and case.get(ZENFLOW) is not None,
+        by_steps=case.get(f"{ZENFLOW}.select_strategy") == "step",
+    )
+
+
+def _has_devices(case: Case) -> bool:
+    """Whether the JSON says where states and parameters are; else transformers or accelerate do."""
+    return not any(case.has(key) and case.get(key) is None for key in DEVICES)
+
+
+def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> None:
+    """What the JSON says by rows of the table; where two say the same thing, the first does."""
+    for row in rows:
+        if row.read is None or row.source in wanted.settings or not row.holds(modes):
+            continue
+        value = case.get(row.key)
+        if value is None and row.key == f"{ZERO}.overlap_comm":
+            value = modes.stage == 3
+        said = None if value is None else row.read(value)
+        is_off = value is False and said is None  # such as super_offload: it asks for nothing
+        if value is not None and not is_off:
+            wanted.take(row.key, row.source, said)
+
+
+def _zero(case: Case, modes: Modes, wanted: Wanted) -> None:
+    if case.stage is None:
+        return  # transformers or accelerate decide it
+    wanted.choices["zero_stage"] = str(modes.stage)
+    wanted.taken |= {f"{ZERO}.stage", "allgather_size"}
+    if isinstance(case.json.get(ZERO), bool):
+        wanted.taken.add(ZERO)
+    _take(ZERO_KEYS, case, modes, wanted)
+
+
+def _offload(case: Case, modes: Modes, wanted: Wanted) -> None:
+    if not _has_devices(case):
+        return
+    options = {
+        ("cpu", "none"): "cpu",
+        ("cpu", "cpu"): "cpu-all",
+        ("nvme", "none"): "nvme-optimizer",
+        ("nvme", "nvme"): "nvme",
+    }
+    devices = dict(zip(DEVICES, (modes.states, modes.parameters), strict=True))
+    wanted.choices["offload"] = options.get((modes.states, modes.parameters), "none")
+    wanted.settings |= {SOURCES[key]: device for key, device in devices.items()}
+    wanted.taken |= {key for key, device in devices.items() if device != "none"}
+    if modes.zenflow and modes.states != "none":
+        wanted.settings["offload.zenflow"] = True
+    _take(OFFLOAD_KEYS, case, modes, wanted)
+
+
+def _recomputation(case: Case, wanted: Wanted) -> None:
+    """DeepSpeed's section recomputes only in a model that calls it: whoever wrote one has such."""
+    if not case.json.get(RECOMPUTE):
+        return
+    to_host = bool(case.get(f"{RECOMPUTE}.cpu_checkpointing"))
+    wanted.choices["activation_checkpointing"] = "offloaded" if to_host else "full"
+    wanted.taken.add(RECOMPUTE)
+    for name, reason in NOT_RECOMPUTED_SO.items():
+        key = f"{RECOMPUTE}.{name}"
+        value = case.get(key)
+        if not value:
+            continue
+        if name == "partition_activations" and case.tensor_size > 1:
+            wanted.settings[f"{RECOMPUTE}.partition_across_tensor_ranks"] = True
+        else:
+            wanted.left_out.append((key, value, reason))
+
+
+def _precision(case: Case, modes: Modes, wanted: Wanted) -> None:
+    weights = case.weights
+    if weights is None:
+        return  # transformers or accelerate decide it
+    wanted.choices["precision"] = weights
+    wanted.taken |= {"fp16.enabled", "bf16.enabled", "bfloat16"}
+    if case.get("torch_autocast.enabled") and weights == "fp32":
+        wanted.choices["precision"] = "autocast-bf16"
+        dtype = str(case.get("torch_autocast.dtype") or "bf16").removeprefix("torch.")
+        compute = "fp16" if dtype in ("fp16", "float16", "half") else "bf16"
+        wanted.settings |= {"precision.autocast": True, "precision.compute": compute}
+        wanted.taken |= {"torch_autocast.enabled", "torch_autocast.dtype"}
+    _take((*BF16_KEYS, *FP16_KEYS), case, modes, wanted)
+    if case.given("data_types.grad_accum_dtype"):
+        dtype = str(case.get("data_types.grad_accum_dtype")).removeprefix("torch.")
+        format_ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(dtype, dtype)
+        format_ = "fp32" if format_ in ("float32", "float") else format_
+        wanted.take("data_types.grad_accum_dtype", "precision.gradient_accumulation", format_)
+    if case.given("communication_data_type"):
+        wire = str(case.get("communication_data_type")).lower()
+        wanted.take("communication_data_type", "precision.communication", wire)

@@ -1,0 +1,246 @@
+"""The fastest ways to train a model on given machines, among those that are legal and fit.
+
+Every layout, batch and kind of recomputation is timed by the step-time model, which costs little.
+Then the budget is asked from the fastest on, and what fits is held against the real rules, until
+enough are found. What cannot be legal or fit by simple arithmetic is left out before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.keys import leaves
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.memory.budget import MemoryBudget, device_budget
+from trainctl.memory.constants import GIB
+from trainctl.plan.flops import flops_of_run, utilisation
+from trainctl.plan.types import RunPlan
+from trainctl.search.assess import Assessment, assess
+from trainctl.search.infeasible import why_no_plan
+from trainctl.search.space import RESOLUTION, Candidate, Space
+from trainctl.search.speed import StepTime
+from trainctl.search.traces import traced_model
+from trainctl.search.variants import Values, overrides
+
+MOST_BUDGETS = 2000
+"""With one kind of offload, before giving that up; each takes about half a millisecond."""
+MOST_REFUSALS = 50
+"""By rules, of variants that fit with one kind of offload, before giving that up: what is wrong is
+then in no layout. Of host memory another kind may need less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A faster variant of a plan that cannot be taken."""
+
+    values: Values
+    """Its keys that differ from the plan's."""
+    saved: float
+    """Share of the plan's time per token that it would save. Steps do not compare: a batch in
+    tokens comes out a little larger or smaller in another layout."""
+    reason: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A plan that is legal and surely fits."""
+
+    values: Values
+    """The keys that were chosen."""
+    plan: RunPlan
+    budget: MemoryBudget
+    time: StepTime
+    """Predicted length of an optimizer step."""
+    findings: tuple[Finding, ...]
+    """Warnings of the rules."""
+    rejected: Rejected | None
+    """The next faster variant of the same layout, which is not possible, if any."""
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """As typed on a command line."""
+        return overrides(self.values)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.plan.batch.tokens_per_step / self.time.seconds
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens_per_second / self.plan.mesh.world_size
+
+    @property
+    def utilisation(self) -> float | None:
+        """Model FLOPs utilisation; None where the device's peak is not known."""
+        config = self.plan.config
+        return utilisation(
+            flops_of_run(config, self.plan.batch.sequence_length) * self.plan.batch.tokens_per_step,
+            self.time.seconds,
+            devices=self.plan.mesh.world_size,
+            peak_tflops=self.plan.hardware.peak_tflops(config.precision.compute),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What a search came to."""
+
+    found: tuple[FoundPlan, ...]
+    """The best plan of each layout, the fastest first; of equally fast ones the simplest."""
+    timed: int
+    """Variants that were timed."""
+    budgeted: int
+    """Variants whose memory was computed."""
+    candidates: tuple[Candidate, ...] = ()
+    """The variants that were timed."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with the fastest variant, where nothing was found."""
+
+
+@dataclass
+class _State:
+    """What the search has learned on its way."""
+
+    found: dict[tuple[Any, ...], FoundPlan] = field(default_factory=dict)
+    order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
+    rejected: dict[tuple[Any, ...], list[tuple[Candidate, str]]] = field(default_factory=dict)
+    too_large: dict[tuple[Any, ...], list[Candidate]] = field(default_factory=dict)
+    closed: set[tuple[Any, ...]] = field(default_factory=set)
+    budgeted: int = 0
+    least_bytes: int | None = None
+    first: tuple[Finding, ...] = ()
+
+
+def search(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    fixed: frozenset[str] = frozenset(),
+    top: int = 5,
+) -> Search:
+    """Return the fastest plans.
+
+    Args:
+        config: What is to be trained; of the keys that are searched only those in `fixed` are kept.
+        fixed: Keys, or whole groups, that the user has set.
+        top: Plans to find, each with another layout.
+
+    Raises:
+        TrainctlError: The global batch is left open.
+    """
+    space = Space(config, hardware, fixed)
+    state = _State()
+    candidates: list[Candidate] = []
+    # Offloading is never faster: it is only looked at when too little fits without.
+    for offloads in space.offloads:
+        queue = sorted(space.candidates(offloads), key=lambda candidate: candidate.order)
+        candidates += queue
+        _go_through(queue, config, hardware, state, top)
+        if len(state.found) >= top:
+            break
+    best = sorted(state.found, key=lambda layout: state.order[layout])[:top]
+    found = [state.found[layout] for layout in best]
+    return Search(
+        found=tuple(found),
+        timed=len(candidates),
+        budgeted=state.budgeted,
+        candidates=tuple(candidates),
+        findings=() if found else state.first or why_no_plan(space, state.least_bytes),
+    )
+
+
+def _go_through(
+    queue: list[Candidate], config: RunConfig, hardware: Hardware, state: _State, top: int
+) -> None:
+    """Look at the candidates in order until `top` more layouts have a plan."""
+    smallest: dict[tuple[Any, ...], Candidate] = {}
+    for candidate in queue:
+        known = smallest.setdefault(candidate.layout, candidate)
+        if candidate.size < known.size:
+            smallest[candidate.layout] = candidate
+    wanted, refused = len(state.found) + top, 0
+    most_budgets = state.budgeted + MOST_BUDGETS
+    for candidate in queue:
+        if state.budgeted >= most_budgets or len(state.found) >= wanted:
+            return
+        if refused >= MOST_REFUSALS and not state.found:
+            return
+        layout = candidate.layout
+        if layout in state.found or layout in state.closed or _is_hopeless(candidate, state):
+            continue
+        if layout not in state.too_large and not _fits(smallest[layout], state):
+            state.closed.add(layout)
+        elif _fits(candidate, state):
+            result = assess(candidate.variant.sketch.config, hardware)
+            errors = tuple(item for item in result.findings if item.is_error)
+            if not errors:
+                state.found[layout] = _found(candidate, result, state, config)
+                state.order[layout] = candidate.order
+            else:
+                state.first = state.first or errors
+                refused += 1
+                state.rejected.setdefault(layout, []).append((candidate, errors[0].message))
+
+
+def _fits(candidate: Candidate, state: _State) -> bool:
+    """Whether a candidate's device surely holds it; if not, it is rejected."""
+    state.budgeted += 1
+    sketch = candidate.variant.sketch
+    memory = device_budget(sketch, traced_model(sketch.config))
+    if memory.fits or not memory.device_capacity_bytes:
+        return True
+    needs = memory.device_peak_bytes
+    state.least_bytes = needs if state.least_bytes is None else min(needs, state.least_bytes)
+    reason = (
+        f"a device would need {memory.device_peak_bytes / GIB:.1f} GiB (between "
+        f"{memory.device_peak_low_bytes / GIB:.1f} and {memory.device_peak_high_bytes / GIB:.1f})"
+    )
+    state.rejected.setdefault(candidate.layout, []).append((candidate, reason))
+    state.too_large.setdefault(candidate.layout, []).append(candidate)
+    return False
+
+
+def _is_hopeless(candidate: Candidate, state: _State) -> bool:
+    """Whether something smaller of the same layout was too large already."""
+    batch = candidate.variant.sketch.batch.micro_batch_size
+    for other in state.too_large.get(candidate.layout, ()):
+        keeps_as_much = all(
+            own >= its for own, its in zip(candidate.retained, other.retained, strict=True)
+        )
+        if keeps_as_much and batch >= other.variant.sketch.batch.micro_batch_size:
+            return True
+    return False
+
+
+def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> FoundPlan:
+    assert result.plan is not None and result.budget is not None
+    rejected = None
+    for other, reason in state.rejected.get(candidate.layout, ()):
+        saved = 1 - other.variant.seconds_per_token / candidate.variant.seconds_per_token
+        if saved > RESOLUTION:  # the last one is the closest
+            values = _differences(other.values, candidate.variant.sketch.config)
+            rejected = Rejected(values=values, saved=saved, reason=reason)
+    return FoundPlan(
+        values=_differences(candidate.values, config),
+        plan=result.plan,
+        budget=result.budget,
+        time=candidate.variant.time,
+        findings=result.findings,
+        rejected=rejected,
+    )
+
+
+def _differences(values: Values, config: RunConfig) -> dict[str, Any]:
+    """Return the values that are not the configuration's own."""
+    changed = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        # What another kind's section lacks has its default when the kind is chosen.
+        if getattr(getattr(config, section), name, leaves()[key].default) != value:
+            changed[key] = value
+    return changed

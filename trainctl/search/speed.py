@@ -1,0 +1,227 @@
+"""How long an optimizer step takes: a closed form over the plan, the hardware and few constants.
+
+The step of the slowest pipeline stage is the sum of what it does one after the other. Each part is
+work divided by a rate: products by the achievable FLOPs, the operations between them by the
+memory's bandwidth, collectives by the bandwidth of the links that their ring crosses (Thakur et al.
+2005, as NCCL does), the host's optimizer by its memory. What runs beside computation counts only as
+far as it sticks out. `trainctl.search.constants` and `docs/planning.md` give the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import ceil
+
+from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
+from trainctl.memory.constants import BYTES
+from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
+from trainctl.options.precision import precision_of
+from trainctl.plan import shapes
+from trainctl.plan.precision import formats
+from trainctl.plan.types import Sketch
+from trainctl.search import constants
+from trainctl.search.compute import (
+    Rates,
+    block_time,
+    head_time,
+    learnt,
+    rates,
+    stage_parameters,
+)
+from trainctl.search.links import Links
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of an optimizer step of the slowest rank, by what they go to; they add up."""
+
+    compute: float = 0.0
+    """Forward and backward passes."""
+    recompute: float = 0.0
+    """Forward passes that are done again."""
+    tensor: float = 0.0
+    """Collectives of tensor parallelism, in every block."""
+    sequence: float = 0.0
+    """Exchanges of sequence parallelism, in every block."""
+    gather: float = 0.0
+    """Weights gathered at ZeRO 3, as far as computation does not hide it."""
+    reduce: float = 0.0
+    """Gradients reduced, and weights gathered after the update, likewise."""
+    transfer: float = 0.0
+    """Activations sent from stage to stage."""
+    bubble: float = 0.0
+    """Waiting for the pipeline to fill and to drain."""
+    optimizer: float = 0.0
+    offload: float = 0.0
+    """Copies to and from host or NVMe."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Name to seconds."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def step_time(plan: Sketch) -> StepTime:
+    """Return the time of an optimizer step."""
+    config, mesh, batch = plan.config, plan.mesh, plan.batch
+    speed = rates(plan.hardware, config.precision)
+    links = Links(plan.hardware, mesh)
+    tokens = batch.micro_batch_size * -(-batch.sequence_length // mesh.sequence)
+    element = BYTES[precision_of(config.precision).format]
+    block = block_time(config, speed, tokens, batch.sequence_length, mesh.tensor)
+    head = head_time(config, speed, tokens, mesh.tensor)
+    activation = tokens * config.model.hidden_size * element
+    again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
+
+    # An all-reduce after attention and after the feed-forward layer, and as many on the way back.
+    in_tensor = links.all_reduce(activation, links.tensor)
+    # Ulysses: queries, keys, values and the result change hands.
+    exchanged = activation * (2 + 2 * _key_share(config.model)) / mesh.tensor
+    in_sequence = links.all_to_all(exchanged, links.sequence)
+
+    micro_batches, stages = batch.gradient_accumulation_steps, mesh.pipeline
+    counts = plan.stage_blocks or (config.model.num_layers,)
+    alike = {(blocks, i == 0, i == stages - 1) for i, blocks in enumerate(counts)}
+    slowest, parts = 0.0, StepTime()
+    for blocks, has_embedding, has_head in sorted(alike):
+        wrapped = _wrapped(config, blocks)
+        compute = blocks * block.both + (head if has_head else 0.0)
+        recompute = wrapped * block.again
+        parameters = stage_parameters(config.model, blocks, mesh.tensor, has_embedding, has_head)
+        gather, reduce = _partitioned(plan, links, parameters, compute + recompute)
+        transfer = 2 * links.send(activation, links.pipeline) if stages > 1 else 0.0
+        one = StepTime(
+            compute=compute,
+            recompute=recompute,
+            tensor=in_tensor * (4 * blocks + 2 * again * wrapped),
+            sequence=in_sequence * (2 * blocks + again * wrapped),
+            gather=gather,
+            reduce=reduce,
+            transfer=transfer,
+            offload=_offloaded_activations(plan, links, wrapped, activation),
+        )
+        every = _each_step(plan, links, parameters, speed, one.seconds * micro_batches)
+        total = one.seconds * (micro_batches + stages - 1) + every.seconds
+        if total > slowest:
+            slowest = total
+            values = {
+                name: seconds * micro_batches + every.parts[name]
+                for name, seconds in one.parts.items()
+            }
+            parts = StepTime(**values | {"bubble": one.seconds * (stages - 1)})
+    return parts
+
+
+def _partitioned(
+    plan: Sketch, links: Links, parameters: float, compute: float
+) -> tuple[float, float]:
+    """Seconds of a micro batch in which stage 3 gathers weights, and stages 2 and 3 reduce
+    gradients, as far as they stick out of computation.
+
+    Weights are gathered once forward and once backward, always on a stream of their own
+    (zero/partitioned_param_coordinator.py); gradients are reduced beside the backward pass only
+    with `overlap_comm`, and then share it. Stage 2 all-reduces buckets and keeps its part of each
+    (`allreduce_and_scatter`, zero/stage_1_and_2.py).
+    """
+    config = plan.config
+    zero = config.zero_stage
+    if zero.stage < 2:
+        return 0.0, 0.0
+    forward = backward = gather = 0.0
+    if zero.stage == 3:
+        size = BYTES[formats(config.precision).weights] * parameters
+        sent = size / 2 if zero.quantized_weights else size
+        near = links.near(zero.hpz_partition_size) if zero.hpz_partition_size > 1 else links.zero
+        forward, backward = links.all_gather(sent, links.zero), links.all_gather(sent, near)
+        if config.offload.parameters is not OffloadDevice.none:
+            fetched = links.from_host(size / links.zero.ranks)
+            forward, backward = forward + fetched, backward + fetched
+        gather = _sticks_out(forward, compute / 3) + _sticks_out(backward, compute * 2 / 3)
+    reduced = _reduced_bytes(plan, parameters * learnt(config).weights)
+    if zero.stage == 3:
+        reduce = links.all_gather(reduced / (4 if zero.quantized_gradients else 1), links.zero)
+    else:
+        reduce = links.all_reduce(reduced, links.zero)
+    if zero.overlap_comm:
+        beside = compute * 2 / 3
+        reduce = _sticks_out(backward + reduce, beside) - _sticks_out(backward, beside)
+    return gather, reduce
+
+
+def _each_step(
+    plan: Sketch, links: Links, parameters: float, speed: Rates, compute: float
+) -> StepTime:
+    """What happens once in a step: the reduction of stages 0 and 1 (like that of stage 2), the
+    update, and the gathering of the updated weights at stages 1 and 2."""
+    config = plan.config
+    zero, offload = config.zero_stage, config.offload
+    ranks = links.zero.ranks
+    parameters *= learnt(config).weights
+    own = parameters if zero.stage == 0 else parameters / ranks
+    size = BYTES[formats(config.precision).weights] * parameters
+    reduce = 0.0
+    if zero.stage < 2:
+        reduce = links.all_reduce(_reduced_bytes(plan, parameters), links.zero)
+        if zero.overlap_comm:
+            # Only the last micro batch's backward pass has gradients to reduce.
+            last = compute / plan.batch.gradient_accumulation_steps * 2 / 3
+            reduce = _sticks_out(reduce, last)
+    if zero.stage in (1, 2):
+        reduce += links.all_gather(size, links.zero)
+    if offload.optimizer is OffloadDevice.none or zero.stage == 0:
+        optimizer = own * constants.OPTIMIZER_BYTES / speed.memory
+        return StepTime(reduce=reduce, optimizer=optimizer)
+    away = offload.ratio if zero.stage == 3 else 1.0
+    on_machine = own * plan.hardware.devices_per_node
+    bandwidth = constants.HOST_MEMORY_GB_PER_SECOND * constants.GIGA
+    optimizer = on_machine * away * constants.OPTIMIZER_BYTES / bandwidth
+    optimizer += own * (1 - away) * constants.OPTIMIZER_BYTES / speed.memory
+    micro_batches = plan.batch.gradient_accumulation_steps
+    # Gradients go down in each micro batch; stages 1 and 2 fetch what they have and add to it.
+    copies = micro_batches if zero.stage == 3 else 3 * micro_batches - 2
+    moved = links.from_host(size / ranks * away * (copies + 1))
+    if offload.optimizer is OffloadDevice.nvme:
+        # Master weights and moments in and out.
+        moved += on_machine * 2 * 3 * FP32 / (constants.NVME_GB_PER_SECOND * constants.GIGA)
+    if offload.parameters is OffloadDevice.nvme:
+        size_there = on_machine * BYTES[formats(config.precision).weights]
+        passes = 2 * micro_batches + 1
+        moved += size_there * passes / (constants.NVME_GB_PER_SECOND * constants.GIGA)
+    return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
+
+
+def _reduced_bytes(plan: Sketch, parameters: float) -> float:
+    return BYTES[formats(plan.config.precision).communication] * parameters
+
+
+def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation: float) -> float:
+    """Seconds of a micro batch in which block inputs go to the host and come back: in the order of
+    the stream that computes (train/recompute.py), so beside nothing."""
+    settings, tensor = recomputed(plan.config), plan.mesh.tensor
+    if settings is None or not settings.offload_to_cpu:
+        return 0.0
+    share = tensor if settings.partition_across_tensor_ranks else 1
+    return links.from_host(2.0 * wrapped * activation / share)
+
+
+def _sticks_out(communication: float, compute: float) -> float:
+    """Seconds of communication that computation beside it does not hide."""
+    return max(communication * (1 - constants.OVERLAP), communication - constants.OVERLAP * compute)
+
+
+def _wrapped(config: RunConfig, blocks: int) -> int:
+    """Recomputed blocks of a stage, wherever in the model it begins."""
+    settings = recomputed(config)
+    return 0 if settings is None else ceil(blocks / settings.every_kth_block)
+
+
+def _key_share(model: ModelConfig) -> float:
+    """Width of keys over that of queries."""
+    return shapes.key_value_heads(model) / model.num_attention_heads

@@ -1,0 +1,201 @@
+"""What would make a configuration fit, and what the room that it leaves could buy.
+
+Small changes and their combinations, each with the memory that it takes and its cost in speed by
+the step-time model. Of those that fit, one that merely adds to another is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import log
+
+from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.hardware import Hardware
+from trainctl.memory.budget import MemoryBudget, device_budget
+from trainctl.plan.types import Sketch
+from trainctl.search.assess import assess
+from trainctl.search.changes import (
+    KeyChange,
+    that_save_memory,
+    that_use_memory,
+    with_a_quantized_base,
+    with_an_adapter,
+)
+from trainctl.search.traces import traced_model
+from trainctl.search.variants import Timed, overrides, timed, with_values
+
+MOST_SUGGESTIONS = 4
+MOST_TRIES = 400
+"""Budgets before giving up; each takes about half a millisecond."""
+MOST_TRIES_FOR_SLACK = 40
+LEAST_GAIN = 0.02
+"""Of speed, that is worth a suggestion."""
+
+# What an order by speed alone would miss, in the same unit: the logarithm of the time.
+CHANGED_DIMENSION_COST = 0.05
+"""Fewer changes come first where they cost the same."""
+DOUBLED_DEVICES_COST = 2.0
+"""Not a matter of speed: more machines are not this user's choice alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A change with which a configuration fits."""
+
+    overrides: tuple[str, ...]
+    """What to add to the command line."""
+    peak_bytes: int
+    """Peak of a device with it."""
+    saved_bytes: int
+    """How much less that is than before; negative when it is more."""
+    speed: float
+    """Tokens per second and device with it over those before: 0.8 is a fifth slower."""
+
+
+def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
+    """Up to four changes with which `config` fits `hardware`, the least costly first.
+
+    All keep the global batch, so that the run learns the same; but of a model that starts from
+    weights the last of them is an adapter, if it fits, beside a base in 4 bits if it fits with that
+    alone. Empty when the configuration is not legal,
+    fits as it is, the device's memory is unknown, or nothing tried helps.
+    """
+    before = assess(config, hardware)
+    if before.plan is None or before.budget is None or before.fits:
+        return []
+    if hardware.device_memory_bytes is None:
+        return []
+    batch, now = before.plan.batch, timed(config, hardware)
+    suggestions: list[Suggestion] = []
+    for changes, most in (
+        (with_an_adapter(config, batch), 1),
+        (with_a_quantized_base(config, batch), 1),
+        (that_save_memory(config, hardware, batch), MOST_SUGGESTIONS),
+    ):
+        wanted = most - len(suggestions)
+        if not wanted:
+            continue
+        tries = sorted(_timed(changes, config, hardware), key=lambda item: _cost(*item))
+        found = _first_that_fit(tries[:MOST_TRIES], before.budget, now, wanted=wanted)
+        suggestions = [*found, *suggestions]
+    return suggestions
+
+
+def what_slack_buys(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
+    """Up to four changes that use a device's free memory and are faster, the fastest first.
+
+    Empty when the configuration does not fit, or nothing is gained; and on a CPU, whose processes
+    share one memory and one set of cores.
+    """
+    if hardware.accelerator is Accelerator.cpu:
+        return []
+    before = assess(config, hardware)
+    now = timed(config, hardware)
+    if before.plan is None or before.budget is None or now is None or not before.fits:
+        return []
+    if not before.budget.device_capacity_bytes:
+        return []
+    tries = [
+        (change, variant)
+        for change, variant in _timed(that_use_memory(config, before.plan.batch), config, hardware)
+        if _speed(variant, now) >= 1 + LEAST_GAIN
+    ]
+    tries.sort(key=lambda item: item[1].seconds_per_token)
+    return _first_that_fit(tries, before.budget, now, most=MOST_TRIES_FOR_SLACK, larger=True)
+
+
+Tries = list[tuple[KeyChange, Timed]]
+
+
+def _timed(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) -> Tries:
+    tries = []
+    for change in changes:
+        changed = with_values(
+            config,
+            {
+                "hardware.nodes": hardware.nodes,
+                "hardware.devices_per_node": hardware.devices_per_node,
+                **change.values,
+            },
+        )
+        nodes, devices = changed.hardware.nodes, changed.hardware.devices_per_node
+        assert devices is not None
+        variant = timed(changed, replace(hardware, nodes=nodes, devices_per_node=devices))
+        if variant is not None:
+            tries.append((change, variant))
+    return tries
+
+
+def _cost(change: KeyChange, variant: Timed) -> float:
+    seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
+    speed = log(seconds) if seconds > 0 else 0.0
+    return (
+        speed + CHANGED_DIMENSION_COST * len(change.kinds) + DOUBLED_DEVICES_COST * change.doublings
+    )
+
+
+def _speed(variant: Timed, now: Timed) -> float:
+    """Tokens per second and device over those of another."""
+    seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
+    before = now.seconds_per_token * now.sketch.mesh.world_size
+    return before / seconds if seconds else 1.0
+
+
+def _first_that_fit(
+    tries: Tries,
+    before: MemoryBudget,
+    now: Timed | None,
+    *,
+    most: int = MOST_TRIES,
+    wanted: int = MOST_SUGGESTIONS,
+    larger: bool = False,
+) -> list[Suggestion]:
+    """Return the first few that fit.
+
+    Args:
+        tries: In the order of preference.
+        before: Memory as it is.
+        now: Speed as it is.
+        larger: Whether the changes take memory: what adds to one that is too large is as well, and
+            what has less of one that fits gains less.
+    """
+    assert now is not None
+    kept: list[KeyChange] = []
+    too_large: list[KeyChange] = []
+    suggestions: list[Suggestion] = []
+    count = 0
+    for change, variant in tries:
+        if len(kept) == wanted or count == most:
+            break
+        if any(_says_no_more(change, other, larger) for other in kept):
+            continue
+        if larger and any(change.only_adds_to(other) for other in too_large):
+            continue
+        count += 1
+        same_batch = variant.sketch.batch.tokens_per_step == now.sketch.batch.tokens_per_step
+        if not same_batch or not _fits(variant.sketch):
+            too_large.append(change)
+            continue
+        result = assess(variant.sketch.config, variant.sketch.hardware)
+        if result.fits and result.budget is not None:
+            kept.append(change)
+            peak = result.budget.device_peak_bytes
+            suggestions.append(
+                Suggestion(
+                    overrides=overrides(change.values),
+                    peak_bytes=peak,
+                    saved_bytes=before.device_peak_bytes - peak,
+                    speed=_speed(variant, now),
+                )
+            )
+    return suggestions
+
+
+def _fits(sketch: Sketch) -> bool:
+    return device_budget(sketch, traced_model(sketch.config)).fits is True
+
+
+def _says_no_more(change: KeyChange, other: KeyChange, larger: bool) -> bool:
+    """Whether a change is another one with something added that is not needed, or left out."""
+    return other.only_adds_to(change) if larger else change.only_adds_to(other)

@@ -1,0 +1,1 @@
+"""Adapters and quantized base weights."""

@@ -1,0 +1,172 @@
+"""An adapter as PEFT's directory: `adapter_config.json` and `adapter_model.safetensors`.
+
+`PeftModel.from_pretrained` loads it on the base that it was trained on. Names are those that PEFT
+gives its own modules: `base_model.model.`, the layer's, and `lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import LowRank, low_rank, spec_of
+from trainctl.plan.trainable import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    LinearLayer,
+    adapted_layers,
+    added_tensors,
+    linear_layers,
+    ties,
+    trainable,
+)
+from trainctl.runs.atomic import write_json
+from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.export import Exported, new_folder
+from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.checkpoint.tensor_file import write_stream
+from trainctl.train.models.frozen_base import adapter_of
+
+PREFIX = "base_model.model."
+ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+"""What PEFT's files call the tensors of a layer."""
+ROOT = 0.5
+"""Power of the rank that rank-stabilised LoRA divides by."""
+
+
+def export_adapter(
+    config: RunConfig,
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    weights: str = MASTER,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write the adapter of a checkpoint to a new folder.
+
+    Args:
+        checkpoint: A committed checkpoint of it.
+        out: The folder; missing or empty.
+        dtype: Of the written weights.
+        weights: `MASTER`, or `AVERAGE` for their moving average.
+        progress: Called with the bytes of weights written and their number.
+
+    Raises:
+        TrainctlError: The checkpoint has no adapter (5), PEFT's form has no place for what else
+            was trained, or the folder cannot be written.
+    """
+    source = Checkpoint(checkpoint, weights=weights)
+    adapter = low_rank(adapter_of(source.manifest))
+    if adapter is None:
+        raise TrainctlError(
+            f"{checkpoint.name} has no adapter",
+            hint="leave --adapter out",
+            exit_code=ExitCode.run_state,
+        )
+    layers = adapted_layers(config.model, adapter)
+    tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
+    also = [t for t in trainable(config).trained if t.name not in tensors]
+    beside = {layer.name for layer in layers}
+    for tensor in also:
+        if tensor.name.rpartition(".")[0] in beside:
+            raise TrainctlError(
+                f"{tensor.name} was trained and is of a layer with an adapter, of which PEFT saves "
+                "the adapter alone",
+                hint="leave --adapter out: the merged model has it",
+            )
+    tensors |= {tensor.name: tensor for tensor in also}
+    # PEFT reads a tied weight that trains under both of its names.
+    tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}
+    tensors |= tied
+    layout = {_published(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
+    total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
+    base = source.manifest["base"]
+    with new_folder(out, total) as folder:
+
+        def values() -> Iterator[torch.Tensor]:
+            done = 0
+            for tensor in tensors.values():
+                shape = torch.Size(tensor.shape)
+                yield source.read(tensor.name, shape, 0, shape.numel()).to(dtype)
+                done += shape.numel() * dtype.itemsize
+                progress(done, total)
+
+        write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
+        every = tuple(linear_layers(config.model))
+        settings = peft_config(adapter, layers, every, base)
+        if also:
+            modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
+            settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
+        write_json(folder / "adapter_config.json", settings)
+    return Exported(
+        files=sorted(path.name for path in out.iterdir()),
+        size_bytes=total,
+        num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),
+        notes=list(_notes(base)),
+    )
+
+
+def _published(name: str) -> str:
+    layer, _, tensor = name.rpartition(".")
+    return f"{PREFIX}{layer}.{ENDS.get(tensor, tensor)}"
+
+
+def peft_config(
+    adapter: LowRank,
+    layers: Sequence[LinearLayer],
+    every: Collection[LinearLayer],
+    base: Mapping[str, Any],
+) -> dict[str, Any]:
+    """PEFT's configuration of an adapter.
+
+    Args:
+        layers: Those that have it.
+        every: All linear layers of the blocks.
+        base: What the manifest says of its base.
+    """
+    spec = spec_of(adapter)
+    alpha = adapter.alpha
+    if spec.rank_power not in (1, ROOT):  # PEFT divides by the rank, or by its root alone
+        alpha = spec.scale(adapter) * adapter.rank
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base["path"] if base["kind"] == "directory" else None,
+        "r": adapter.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": _targets(layers, every),
+        "use_rslora": spec.rank_power == ROOT,
+        "use_dora": spec.has_magnitude,
+        "fan_in_fan_out": any(layer.inputs_first for layer in layers),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> list[str]:
+    """Ends of names, where these are the layers' alone; their whole names otherwise.
+
+    PEFT takes every module whose name ends so, outside of the blocks too: there, whole names tell.
+    """
+    ends = sorted({layer.name.rpartition(".")[2] for layer in layers})
+    chosen = {layer.name for layer in layers}
+    meant = {layer.name for layer in every if layer.name.rpartition(".")[2] in ends}
+    return ends if meant == chosen else sorted(chosen)
+
+
+def _notes(base: Mapping[str, Any]) -> Iterator[str]:
+    """What whoever loads it has to have."""
+    if base["kind"] == "directory":
+        yield f"its base is {base['path']}"
+    elif base["kind"] == "checkpoint":
+        yield f"its base is {base['path']}, which `trainctl export` makes a directory of"
+    else:
+        yield f"its base is what seed {base['seed']} draws, which no directory has"

@@ -1,0 +1,304 @@
+"""Adapters on a rank: linear layers of a skeleton that add a product of two narrow matrices.
+
+The layer stays the same object under the same name, with another class, so that canonical names,
+tensor cuts and checkpoints know its weight as before; `lora_A`, `lora_B` and, of DoRA,
+`lora_magnitude` are parameters beside it. Formulas and scales are PEFT's (peft/tuners/lora).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
+from trainctl.options.adapter import LowRank, low_rank, spec_of
+from trainctl.plan.precision import formats
+from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
+from trainctl.train.models.initial import ZERO, Law, Laws, Stretch
+from trainctl.train.models.model import TORCH_TYPES
+from trainctl.train.models.weights import SeedWeights, WeightSource
+
+
+class Adapted(nn.Module):
+    """Of a layer with an adapter: what is added to it. To go before the class of the layer."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def added(self, inputs: torch.Tensor) -> torch.Tensor:
+        """s B A x."""
+        return F.linear(F.linear(inputs, self.lora_A), self.lora_B) * self.lora_scale
+
+    def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the adapter's inputs: in training a share of them is zero.
+
+        They are drawn by torch's generator, which each step seeds (`session.seed_step`).
+        """
+        return F.dropout(inputs, self.lora_dropout, self.training)
+
+
+class LoraLinear(Adapted, nn.Linear):
+    """W x + b + s B A x."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight, self.bias) + self.added(self.dropped(input))
+
+
+class LoraConv1D(Adapted, Conv1D):
+    """The same for gpt2's layers, whose weight is (inputs, outputs)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.added(self.dropped(x))
+
+
+class WithMagnitude(Adapted):
+    """DoRA: the rows of W + s B A are scaled to lengths that train (arXiv:2402.09353).
+
+    The lengths that they have are constants to the gradient (section 4.3 there).
+    """
+
+    lora_magnitude: nn.Parameter
+
+    def lengths(self, merged: torch.Tensor) -> torch.Tensor:
+        """Of the rows of W + s B A, of which a tensor rank may have a part of each."""
+        return torch.linalg.norm(merged, dim=1)
+
+    def scaled(
+        self, plain: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the layer's outputs without its bias.
+
+        Args:
+            plain: W x, of all inputs.
+        """
+        with torch.no_grad():
+            lengths = self.lengths(weight + (self.lora_B @ self.lora_A) * self.lora_scale)
+        factor = self.lora_magnitude / lengths
+        if not (self.training and self.lora_dropout):
+            return factor * (plain + self.added(inputs))
+        dropped = self.dropped(inputs)
+        return plain + (factor - 1) * self.plain(dropped, weight) + factor * self.added(dropped)
+
+    def plain(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """W x of other inputs than the layer's."""
+        return F.linear(inputs, weight)
+
+
+class DoraLinear(WithMagnitude, nn.Linear):
+    """A linear layer of DoRA."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = self.scaled(F.linear(input, self.weight), input, self.weight)
+        return output if self.bias is None else output + self.bias
+
+
+class DoraConv1D(WithMagnitude, Conv1D):
+    """The same for gpt2's layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x @ self.weight, x, self.weight.T) + self.bias
+
+
+_CLASSES: dict[tuple[type, bool], type] = {
+    (nn.Linear, False): LoraLinear,
+    (Conv1D, False): LoraConv1D,
+    (nn.Linear, True): DoraLinear,
+    (Conv1D, True): DoraConv1D,
+}
+"""By the class of a layer, and whether magnitudes train."""
+
+
+def choose_trained(model: PreTrainedModel, config: RunConfig) -> None:
+    """Add the adapter of a run to a whole skeleton, and let train what the plan says trains.
+
+    Raises:
+        TrainctlError: The plan knows other tensors than the model has.
+    """
+    if not is_partial(config):
+        return
+    plan, adapter = trainable(config), low_rank(config.adapter)
+    if adapter is not None:
+        function_of("adapter", adapter.kind)(model, adapter, plan.adapted)
+    expected = {tensor.name: tensor.shape for tensor in plan.trained}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in expected)
+    found = {
+        name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad
+    }
+    if found != expected:
+        wrong = sorted(
+            name for name in {*found, *expected} if found.get(name) != expected.get(name)
+        )
+        raise TrainctlError(
+            f"{type(model).__name__} has other tensors than the plan: {wrong[0]} is "
+            f"{found.get(wrong[0])}, and not {expected.get(wrong[0])}"
+        )
+
+
+def attach(model: PreTrainedModel, section: LowRank, layers: Sequence[LinearLayer]) -> None:
+    """Add adapters to layers of a skeleton.
+
+    Raises:
+        TrainctlError: One of them is no linear layer of a class that is known.
+    """
+    spec = spec_of(section)
+    for layer in layers:
+        module: Any = model.get_submodule(layer.name)
+        adapted = _CLASSES.get((type(module), spec.has_magnitude))
+        if adapted is None:
+            raise TrainctlError(
+                f"adapter.targets: {layer.name} is a {type(module).__name__}, and adapters are for "
+                "linear layers",
+                hint="name the others in adapter.targets",
+            )
+        dtype = module.weight.dtype
+        shapes: dict[str, tuple[int, ...]] = {
+            LORA_A: (section.rank, layer.inputs),
+            LORA_B: (layer.outputs, section.rank),
+        }
+        if spec.has_magnitude:
+            shapes[MAGNITUDE] = (layer.outputs,)
+        for name, shape in shapes.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            module.register_parameter(name, nn.Parameter(empty))
+        # The same object, which its block calls under the same name.
+        module.__class__ = adapted
+        module.lora_scale, module.lora_dropout = spec.scale(section), section.dropout
+
+
+def added_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a layer that are its adapter's; none without one."""
+    found = (getattr(layer, name, None) for name in (LORA_A, LORA_B, MAGNITUDE))
+    return [parameter for parameter in found if parameter is not None]
+
+
+def initial_adapter(
+    seed: int, config: RunConfig, base: WeightSource, shapes: Mapping[str, list[int]]
+) -> WeightSource:
+    """Return the values that an adapter starts with: PEFT's, as a function of seed and name.
+
+    A is uniform within 1 / sqrt(inputs), Kaiming's with a = sqrt(5); B is zero, so that the model
+    is its base at step 0; a magnitude is the length of its row, in the format that it computes in.
+
+    Args:
+        base: Of the model's own weights.
+        shapes: Theirs, by canonical name.
+    """
+    laws: Laws = {}
+    lengths: dict[str, LinearLayer] = {}
+    for layer in trainable(config).adapted:
+        bound = 1 / math.sqrt(layer.inputs)
+        uniform = Law(((torch.ops.aten.uniform_.default, (-bound, bound)),))
+        rank = getattr(config.adapter, "rank", 0)
+        laws[f"{layer.name}.{LORA_A}"] = [Stretch(0, rank * layer.inputs, uniform)]
+        laws[f"{layer.name}.{LORA_B}"] = [Stretch(0, rank * layer.outputs, ZERO)]
+        lengths[f"{layer.name}.{MAGNITUDE}"] = layer
+    dtype = TORCH_TYPES[formats(config.precision).weights]
+    return _Initial(SeedWeights(seed, std=0.0, laws=laws), base, lengths, shapes, dtype)
+
+
+class _Initial:
+    """Matrices that are drawn, and magnitudes that are measured."""
+
+    def __init__(
+        self,
+        drawn: WeightSource,
+        base: WeightSource,
+        lengths: Mapping[str, LinearLayer],
+        shapes: Mapping[str, list[int]],
+        dtype: torch.dtype,
+    ) -> None:
+        self._drawn, self._base, self._lengths, self._shapes = drawn, base, lengths, shapes
+        self._dtype = dtype
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a parameter."""
+        layer = self._lengths.get(name)
+        if layer is None:
+            return self._drawn.read(name, shape, start, end)
+        weight = weight_of(self._base, layer, self._shapes, start, end)
+        return torch.linalg.norm(weight.to(self._dtype).float(), dim=1)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """It has none."""
+        return None
+
+
+def weight_of(
+    source: WeightSource, layer: LinearLayer, shapes: Mapping[str, list[int]], first: int, last: int
+) -> torch.Tensor:
+    """Rows [first, last) of a layer's weight as (outputs, inputs), whichever way it is kept."""
+    name = f"{layer.name}.weight"
+    shape = torch.Size(shapes[name])
+    if layer.inputs_first:
+        return source.read(name, shape, 0, shape.numel()).view(shape).T[first:last]
+    width = layer.inputs
+    return source.read(name, shape, first * width, last * width).view(-1, width)
+
+
+class Merged:
+    """A model's weights with an adapter in them: W + s B A, of DoRA with its rows' lengths.
+
+    Args:
+        own: Of the adapter.
+        base: Of the model.
+        layers: Those with an adapter.
+        section: What the adapter is.
+        shapes: Of the model's parameters, by canonical name.
+    """
+
+    def __init__(
+        self,
+        own: WeightSource,
+        base: WeightSource,
+        layers: Sequence[LinearLayer],
+        section: LowRank,
+        shapes: Mapping[str, list[int]],
+    ) -> None:
+        self._own, self._base, self._shapes = own, base, shapes
+        self._layers = {f"{layer.name}.weight": layer for layer in layers}
+        self._rank, self._scale = section.rank, spec_of(section).scale(section)
+        self._has_magnitude = spec_of(section).has_magnitude
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a parameter."""
+        layer = self._layers.get(name)
+        if layer is None:
+            return self._base.read(name, shape, start, end)
+        if layer.inputs_first:  # its rows lie across, so all of it is merged
+            return self._rows(layer, 0, layer.outputs).T.reshape(-1)[start:end]
+        width = layer.inputs
+        first, last = start // width, -(-end // width)
+        offset = first * width
+        return self._rows(layer, first, last).reshape(-1)[start - offset : end - offset]
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """Return a persistent buffer."""
+        values = self._own.buffer(name)
+        return self._base.buffer(name) if values is None else values
+
+    def _rows(self, layer: LinearLayer, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of the merged weight, a row for each output."""
+        a = self._whole(f"{layer.name}.{LORA_A}", (self._rank, layer.inputs))
+        b = self._whole(f"{layer.name}.{LORA_B}", (layer.outputs, self._rank))
+        rows = weight_of(self._base, layer, self._shapes, first, last)
+        rows = rows + self._scale * (b[first:last] @ a)
+        if self._has_magnitude:
+            lengths = self._whole(f"{layer.name}.{MAGNITUDE}", (layer.outputs,))[first:last]
+            rows = rows * (lengths / torch.linalg.norm(rows, dim=1))[:, None]
+        return rows
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        size = torch.Size(shape)
+        return self._own.read(name, size, 0, size.numel()).view(size)

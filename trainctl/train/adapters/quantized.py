@@ -1,0 +1,216 @@
+"""A frozen base in 8 or 4 bits on a rank: layers that expand their matrix, and its bytes.
+
+A layer's `weight` is a tensor of bytes under the name that it had (`trainctl.plan.quantized`),
+which ZeRO 3 shares out like any frozen parameter. It is expanded in the forward pass and again in
+the backward pass, and kept for neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.errors import TrainctlError
+from trainctl.options.adapter import LowRank, low_rank
+from trainctl.plan.quantized import quantized_layers
+from trainctl.train.adapters.codecs import Codec, codec_of
+from trainctl.train.adapters.layers import Adapted, DoraLinear, LoraLinear, WithMagnitude
+from trainctl.train.models.weights import WeightSource
+
+CHUNK = 1 << 24
+"""Weights that are quantized at once, about: 64 MiB in fp32."""
+
+
+class QuantizedLinear(nn.Linear):
+    """W x + b, with W made of bytes."""
+
+    codec: Codec
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """W x."""
+        result: torch.Tensor = _Product.apply(inputs, self.weight, self.codec)
+        return result
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = self.product(input)
+        return output if self.bias is None else output + self.bias
+
+
+class LoraQuantized(Adapted, QuantizedLinear):
+    """W x + b + s B A x."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + self.added(self.dropped(input))
+
+
+class DoraQuantized(WithMagnitude, QuantizedLinear):
+    """A layer of DoRA."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight = self.codec.matrix(self.weight, input.dtype)
+        output = self.scaled(self.product(input), input, weight)
+        return output if self.bias is None else output + self.bias
+
+    def plain(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.product(inputs)  # which keeps no expanded matrix
+
+
+class _Product(torch.autograd.Function):
+    """Inputs times a matrix that is expanded for each of the two passes, and has no gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, codec: Codec
+    ) -> torch.Tensor:
+        # The parameter itself is saved, which ZeRO 3 gathers anew for the backward pass.
+        ctx.save_for_backward(packed)
+        ctx.codec = codec
+        return F.linear(inputs, codec.matrix(packed, inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        return gradient @ ctx.codec.matrix(packed, gradient.dtype), None, None
+
+
+_CLASSES: dict[type, type] = {
+    nn.Linear: QuantizedLinear,
+    LoraLinear: LoraQuantized,
+    DoraLinear: DoraQuantized,
+}
+"""By the class of a layer."""
+
+
+def quantize(model: nn.Module, config: RunConfig) -> None:
+    """Let the frozen matrices of a skeleton, which has its adapter, be of bytes.
+
+    Raises:
+        TrainctlError: One is of no linear layer.
+    """
+    for name, codec in codecs_of(config.model, low_rank(config.adapter)).items():
+        layer = name.removesuffix(".weight")
+        module: Any = model.get_submodule(layer)
+        if type(module) not in _CLASSES:
+            raise TrainctlError(
+                f"adapter.base_weights: {layer} is a {type(module).__name__}, and the matrices of "
+                "linear layers alone are expanded where they are used",
+                hint="adapter.base_weights=compute",
+            )
+        packed = torch.empty(codec.total, dtype=torch.uint8, device="meta")
+        # The same object, which its block calls under the same name.
+        module.__class__ = _CLASSES[type(module)]
+        module.codec = codec
+        module.weight = nn.Parameter(packed, requires_grad=False)
+
+
+class _Source:
+    """Weights of which some matrices are another's.
+
+    Args:
+        source: Of all of them, as they were.
+        codecs: Of those matrices, by name.
+        device: Where they are quantized.
+    """
+
+    def __init__(
+        self, source: WeightSource, codecs: Mapping[str, Codec], device: torch.device
+    ) -> None:
+        self._source, self._codecs, self._device = source, codecs, device
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """Return a persistent buffer."""
+        return self._source.buffer(name)
+
+    def _encoded(
+        self, name: str, codec: Codec, start: int, end: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes and scales of the blocks that have weights [start, end), a few at a time."""
+        shape, block = torch.Size((codec.outputs, codec.inputs)), codec.block
+        step = max(CHUNK // block, 1) * block
+        last = -(-end // block) * block
+        for first in range(start // block * block, last, step):
+            values = self._source.read(name, shape, first, min(first + step, last))
+            yield codec.encode(values.to(self._device))
+
+    def _header(self, name: str, codec: Codec) -> torch.Tensor:
+        """Of a whole matrix, of which all is read."""
+        scales = [scales for _, scales in self._encoded(name, codec, 0, codec.weights)]
+        return codec.write_scales(torch.cat(scales))
+
+
+class Quantized(_Source):
+    """The bytes of quantized matrices, and all other tensors as they are."""
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a parameter: of a quantized one its bytes."""
+        codec = self._codecs.get(name)
+        if codec is None:
+            return self._source.read(name, shape, start, end)
+        header, parts = codec.header, []
+        if start < header:
+            parts.append(self._header(name, codec)[start:end])
+        if end > header:
+            first, last = (max(place - header, 0) for place in (start, end))
+            parts.append(self._codes(name, codec, first, last))
+        return torch.cat([part.cpu() for part in parts])
+
+    def _codes(self, name: str, codec: Codec, first: int, last: int) -> torch.Tensor:
+        """Return bytes [first, last) of the codes."""
+        each = codec.weights_per_byte
+        found = [codes for codes, _ in self._encoded(name, codec, first * each, last * each)]
+        offset = first * each // codec.block * codec.block // each
+        return torch.cat(found)[first - offset : last - offset]
+
+
+class Dequantized(_Source):
+    """Weights as a model computes with them whose matrices are quantized, in fp32."""
+
+    _last: tuple[str, torch.Tensor] | None = None
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a parameter."""
+        codec = self._codecs.get(name)
+        if codec is None:
+            return self._source.read(name, shape, start, end)
+        scales, block, parts = self._scales(name, codec), codec.block, []
+        first = start // block
+        for codes, found in self._encoded(name, codec, start, end):
+            own = scales[first : first + found.numel()]
+            parts.append(codec.decode(codes, own, torch.float32).cpu())
+            first += found.numel()
+        offset = start // block * block
+        return torch.cat(parts)[start - offset : end - offset]
+
+    def _scales(self, name: str, codec: Codec) -> torch.Tensor:
+        """Return all scales of a matrix; those of the last one are kept for the ranges beside."""
+        if self._last is None or self._last[0] != name:
+            self._last = name, codec.read_scales(self._header(name, codec))
+        return self._last[1]
+
+
+def codecs_of(model: ModelConfig, adapter: LowRank | None) -> dict[str, Codec]:
+    """Of the matrices that an adapter stands on; none where they are not quantized."""
+    layers = quantized_layers(model, adapter)
+    return {
+        name: codec_of(adapter.base_weights, layer)
+        for name, layer in layers.items()
+        if adapter is not None
+    }
+
+
+def quantized(source: WeightSource, config: RunConfig, device: torch.device) -> WeightSource:
+    """What a skeleton is filled from that has been quantized."""
+    codecs = codecs_of(config.model, low_rank(config.adapter))
+    return Quantized(source, codecs, device) if codecs else source
+
+
+def dequantized(source: WeightSource, model: ModelConfig, adapter: LowRank | None) -> WeightSource:
+    """Return the base as an adapter was trained beside it."""
+    codecs = codecs_of(model, adapter)
+    return Dequantized(source, codecs, torch.device("cpu")) if codecs else source

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, restoring and exporting the state of a run."""

@@ -1,0 +1,246 @@
+"""The whole state of a run, in a form that knows nothing of the layout.
+
+Each rank writes the optimizer tensors that it holds (master weights and every state) to one
+safetensors file; the manifest says which elements of which parameter lie where. A loader on any
+layout reads the ranges that it needs. No file is ever unpickled. Writing is in `save`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainctl.config.schema import ModelConfig
+from trainctl.engines.fragments import Fragment
+from trainctl.engines.shards import Shard, read_shard, read_whole
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.identity import (
+    BESIDE_THE_OPTIMIZER,
+    another_optimizer,
+    check_model,
+    check_shapes,
+)
+from trainctl.runs.manifest import read_manifest
+from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER, OptimizerState
+from trainctl.train.optimizers.partitioned import SideState
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """Where the run is: what a resume needs besides the tensors."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """The next sample counter; not step x batch, since batches may be skipped or grow."""
+    tokens: int = 0
+    """Tokens trained on."""
+
+
+class Checkpoint:
+    """A committed checkpoint, read by ranges.
+
+    Also a source of weights: the master weights under their canonical names, or their average.
+
+    Args:
+        path: Its folder.
+        passed_over: What is wrong with the newer ones that it is read instead of.
+        weights: Which weights `read` gives: `MASTER` or `AVERAGE`.
+
+    Raises:
+        TrainctlError: It has no average, and that is asked for.
+    """
+
+    def __init__(
+        self, path: Path, passed_over: Sequence[str] = (), *, weights: str = MASTER
+    ) -> None:
+        self.path = path
+        self._weights = weights
+        self.passed_over = tuple(passed_over)
+        self.manifest = read_manifest(path)
+        if weights == AVERAGE and not self.has_average:
+            raise TrainctlError(
+                f"{path.name} has no average of the weights",
+                hint="--weights raw; training.ema_decay keeps one from the next attempt on",
+                exit_code=ExitCode.run_state,
+            )
+        self._fragments: dict[str, dict[Shard, list[dict[str, Any]]]] = {}
+        for fragment in self.manifest["fragments"]:
+            name = fragment["parameter"]
+            whole = Shard.whole(torch.Size(self.manifest["shapes"][name]))
+            shard = Shard(*fragment["shard"]) if "shard" in fragment else whole
+            self._fragments.setdefault(name, {}).setdefault(shard, []).append(fragment)
+        self._open: dict[str, Any] = {}
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it holds the moving average of the weights."""
+        return AVERAGE in self.manifest["states"]
+
+    @property
+    def progress(self) -> RunProgress:
+        return RunProgress(self.manifest["step"], self.manifest["samples"], self.manifest["tokens"])
+
+    def check(self, model: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
+        """Refuse it unless it is of a model, and every tensor of it is one of the model's.
+
+        Whoever loads it asks for what the model has, and would never miss what is left over.
+
+        Args:
+            model: The model that is to have its weights.
+            shapes: Of its parameters, by canonical name.
+
+        Raises:
+            TrainctlError: It is of another model (exit code 5); says what differs.
+        """
+        check_model(model, self.path.name, self.manifest)
+        check_shapes(self.path.name, self.manifest, shapes)
+
+    def check_states(self, wanted: Collection[str]) -> None:
+        """Refuse it unless its optimizer's states are those that are wanted.
+
+        Args:
+            wanted: Names of the states of all ranks, of whatever size; not the master weights.
+
+        Raises:
+            TrainctlError: It has others (exit code 5).
+        """
+        had = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        for fragment in self.manifest["fragments"]:
+            had |= fragment.get("sides", {}).keys()
+        if self.was_updated and had != set(wanted):
+            raise another_optimizer(self.path.name, had, wanted)
+
+    @property
+    def was_updated(self) -> bool:
+        """Whether it is of a time after the first update, and has its optimizer's states."""
+        states = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        return bool(states) or bool(self.manifest["scalars"])
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a parameter's weights."""
+        saved = self.manifest["shapes"].get(name)
+        if saved != list(shape):
+            raise TrainctlError(
+                f"{self.path.name}: {name} has shape {saved}, the model's is {list(shape)}",
+                hint="a run's model cannot change; start a new run",
+                exit_code=ExitCode.run_state,
+            )
+        return self._read(name, self._weights, start, end)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """Return a persistent buffer, flat; None if it was not saved, as before trainctl kept
+        them."""
+        for entry in self.manifest.get("buffers", []):
+            if entry["name"] == name:
+                values: torch.Tensor = self._slice(entry["file"], entry["key"])[:]
+                return values
+        return None
+
+    def load_into(self, state: OptimizerState) -> None:
+        """Fill the master weights and every optimizer state that this rank holds.
+
+        An average that the checkpoint does not have begins at its master weights.
+        """
+        fragments: dict[int, list[Fragment]] = defaultdict(list)
+        for fragment in state.fragments:
+            fragments[fragment.tensor].append(fragment)
+        for index in range(len(state.tensors)):  # also one that is nothing but padding here
+            with state.resident(index, changes=True):
+                if self.was_updated:
+                    state.create(index, self.manifest["scalars"])
+                for fragment in fragments[index]:
+                    names = state.state_names(index)
+                    self._load_fragment(state, fragment, names)
+                    for name, side in state.sides(fragment).items() if self.was_updated else ():
+                        side.values.copy_(self._read_side(fragment.name, name, side))
+        state.catch_up(self.manifest["scalars"])
+
+    def _load_fragment(self, state: OptimizerState, fragment: Fragment, names: list[str]) -> None:
+        end = fragment.start + fragment.numel
+        shard = fragment.shard or Shard.whole(torch.Size(self.manifest["shapes"][fragment.name]))
+        for name in (MASTER, *names):
+            target = fragment.of(state.tensor(fragment.tensor, name))
+            source = MASTER if name == AVERAGE and not self.has_average else name
+            values = read_shard(
+                partial(self._read, fragment.name, source), shard, fragment.start, end
+            )
+            target.copy_(values.view(target.shape))
+
+    def _read_side(self, parameter: str, state: str, side: SideState) -> torch.Tensor:
+        """Return the values of a state that is not of the parameter's size."""
+        result = torch.empty_like(side.values, device="cpu")
+        missing = torch.ones_like(result, dtype=torch.bool)
+        end = side.start + side.values.numel()
+        for fragments in self._fragments.get(parameter, {}).values():
+            for fragment in fragments:
+                start, numel, key = fragment.get("sides", {}).get(state, (0, 0, ""))
+                first, last = max(start, side.start), min(start + numel, end)
+                if first < last:
+                    values = self._slice(fragment["file"], key)[first - start : last - start]
+                    result[first - side.start : last - side.start] = values
+                    missing[first - side.start : last - side.start] = False
+        if missing.any():
+            raise TrainctlError(
+                f"{self.path.name}: {int(missing.sum())} values of {parameter} ({state}) "
+                "are missing",
+                exit_code=ExitCode.run_state,
+            )
+        return result
+
+    def close(self) -> None:
+        """Close the files: what was read of a mapped file stays in memory until then."""
+        self._open.clear()
+
+    def _read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of the whole, flattened parameter, whatever shards it is
+        in."""
+        parts = {
+            shard: partial(self._read_fragments, parameter, state, fragments)
+            for shard, fragments in self._fragments.get(parameter, {}).items()
+        }
+        try:
+            return read_whole(parts, start, end)
+        except ValueError as error:
+            raise TrainctlError(
+                f"{self.path.name}: {parameter}: {error}", exit_code=ExitCode.run_state
+            ) from None
+
+    def _read_fragments(
+        self, parameter: str, state: str, fragments: list[dict[str, Any]], start: int, end: int
+    ) -> torch.Tensor:
+        """Return elements [start, end) of a flattened shard."""
+        result = torch.empty(end - start)
+        missing = end - start
+        for fragment in fragments:
+            first = max(start, fragment["start"])
+            last = min(end, fragment["start"] + fragment["numel"])
+            if first < last:
+                shift = fragment["offset"] - fragment["start"]
+                values = self._slice(fragment["file"], f"{state}/{fragment['tensor']}")
+                result[first - start : last - start] = values[first + shift : last + shift]
+                missing -= last - first
+        if missing:
+            raise TrainctlError(
+                f"{self.path.name}: {missing} elements of {parameter} ({state}) are missing",
+                exit_code=ExitCode.run_state,
+            )
+        return result
+
+    def _slice(self, file: str, key: str) -> Any:
+        """Return a tensor of one of the files, to be read by ranges."""
+        if file not in self._open:
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        try:
+            return self._open[file].get_slice(key)
+        except SafetensorError:
+            raise TrainctlError(
+                f"{self.path.name}: {file} has no {key}", exit_code=ExitCode.run_state
+            ) from None

@@ -1,0 +1,260 @@
+"""Writing a checkpoint: every rank its fragments, then all of them together commit it or none."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trainctl import __version__
+from trainctl.config.quantities import disk_text
+from trainctl.engines.fragments import Fragment
+from trainctl.engines.process import Process
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs import checkpoints
+from trainctl.runs.access import make_folder
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.train import faults
+from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
+from trainctl.train.checkpoint.tensor_file import write_stream
+from trainctl.train.models.tensors import Buffer
+
+Result = TypeVar("Result")
+
+MANIFEST_BYTES = 512
+"""Of the manifest, for each fragment; generous."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank writes."""
+
+    states: list[str]
+    """Names of the optimizer's tensor states."""
+    scalars: dict[str, float]
+    """Its states that are one number."""
+    fragments: list[Fragment]
+    """Those that this rank owns."""
+    sides: list[dict[str, tuple[int, int, str]]]
+    """States of each of them that are not as large as it, by name: the first of its values among
+    those of the parameter, their number, and the tensor's name in the file."""
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Type and shape of each tensor in the file, by name."""
+    tensors: Callable[[], Iterator[torch.Tensor]]
+    """The tensors in that order, each valid until the next is taken."""
+    buffers: dict[str, str]
+    """Names of the model's buffers among them, by what they are called in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk: tensors and this rank's share of the manifest."""
+        tensors = sum(math.prod(shape) * kind.itemsize for kind, shape in self.layout.values())
+        return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
+
+
+def part_of(
+    state: OptimizerState, buffers: Iterable[Buffer] = (), weights_in: torch.dtype | None = None
+) -> RankPart:
+    """This rank's part of a checkpoint of the optimizer as it stands.
+
+    Args:
+        buffers: Of the model, which this rank writes as they are.
+        weights_in: The weights alone, in this format; None saves everything as it is.
+    """
+    state.settle()
+    fragments = [fragment for fragment in state.fragments if fragment.owned]
+    indices = sorted({fragment.tensor for fragment in fragments})
+    everything = weights_in is None
+    names = {
+        index: (MASTER, *(state.state_names(index) if everything else ())) for index in indices
+    }
+    scalars = state.scalars() if everything else {}
+    beside: dict[str, torch.Tensor] = {}
+    sides: list[dict[str, tuple[int, int, str]]] = []
+    for number, fragment in enumerate(fragments):
+        sides.append({})
+        for name, side in state.sides(fragment).items() if scalars else ():
+            if side.is_saved_here:
+                key = f"{name}/beside-{number}"
+                beside[key] = side.values
+                sides[-1][name] = (side.start, side.values.numel(), key)
+
+    kept = {f"buffer/{buffer.name}": buffer for buffer in buffers}
+    beside |= {key: buffer.tensor.reshape(-1) for key, buffer in kept.items()}
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for index in indices:
+            with state.resident(index):
+                for name in names[index]:
+                    values = state.saved(index, name)
+                    # On the host: a device may have no room for another copy.
+                    yield values if everything else values.cpu().to(weights_in)
+        yield from beside.values()
+
+    layout = {
+        f"{name}/{index}": (weights_in or _type(state, index, name), (state.numel(index),))
+        for index in indices
+        for name in names[index]
+    }
+    return RankPart(
+        states=sorted({name for listed in names.values() for name in listed} - {MASTER}),
+        scalars=scalars,
+        fragments=fragments,
+        sides=sides,
+        layout=layout | {key: (value.dtype, tuple(value.shape)) for key, value in beside.items()},
+        tensors=tensors,
+        buffers={key: buffer.name for key, buffer in kept.items()},
+    )
+
+
+def _type(state: OptimizerState, index: int, name: str) -> torch.dtype:
+    return state.tensor(index, name).dtype
+
+
+def write_checkpoint(
+    run: RunPaths,
+    process: Process,
+    part: RankPart,
+    facts: dict[str, Any],
+    *,
+    keep: int | None,
+    best_of: str | None = None,
+) -> Path:
+    """Write a checkpoint aside, commit it, then rotate the older ones; every rank takes part.
+
+    Args:
+        process: This rank, with a control group that no other thread uses.
+        part: What this rank writes.
+        facts: Of the manifest: what does not depend on who writes which fragment; `weights_only`
+            among them says which kind it is.
+        keep: Number of newest checkpoints of that kind to keep; None, for the weights alone, all.
+        best_of: Metric of the one that is also kept.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        TrainctlError: A rank could not write; nothing is left of this checkpoint, older ones stay.
+    """
+    step: int = facts["step"]
+    weights_only: bool = facts["weights_only"]
+    states = process.gather(part.states)  # a pipeline stage may have fewer than another
+    folder = checkpoints.temporary_path(run, step, weights_only=weights_only)
+    reached = partial(faults.reach, rank=process.rank, step=step)
+    (needed,) = process.sum(part.num_bytes)
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        _check_space(folder, int(needed))
+
+    def finish() -> None:
+        manifest = {
+            **facts,
+            "format": FORMAT,
+            "trainctl": __version__,
+            "states": [MASTER, *sorted({name for names in states for name in names})],
+            "scalars": part.scalars,
+            "files": [file for file, _, _ in written],
+            "fragments": [fragment for _, fragments, _ in written for fragment in fragments],
+            "buffers": [buffer for _, _, buffers in written for buffer in buffers],
+        }
+        reached("manifest")
+        write_manifest(folder, manifest)
+        checkpoints.commit(run, step, reached, weights_only=weights_only)
+
+    _on_all(process, folder, prepare if process.is_first else _nothing)
+    written = _on_all(process, folder, lambda: _write_part(folder, process.rank, part, reached))
+    _on_all(process, folder, finish if process.is_first else _nothing)
+    if process.is_first:
+        try:
+            if weights_only:
+                checkpoints.rotate_weights(run, keep=keep, reached=reached)
+            else:
+                checkpoints.rotate(run, keep=keep or 1, best_of=best_of, reached=reached)
+        except OSError as error:
+            # This one is safe: a disk that fills up stops the next save, with its own message.
+            print(f"an old checkpoint could not be deleted: {error}", flush=True)
+    return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    """Fail before anything is written; what a quota leaves only the writing tells."""
+    usage = shutil.disk_usage(folder)
+    if usage.total > 0 and usage.free < needed:  # some network file systems tell nothing
+        raise OSError(
+            errno.ENOSPC,
+            f"it needs {disk_text(needed)} and {disk_text(usage.free)} are free",
+            str(folder.parent),
+        )
+
+
+def _write_part(
+    folder: Path, rank: int, part: RankPart, reached: checkpoints.Reached
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write this rank's file: its entry in the manifest, and those of its fragments and buffers."""
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for index, tensor in enumerate(part.tensors()):
+            if index == len(part.layout) // 2:
+                reached("fragment")
+            yield tensor
+
+    file = f"rank-{rank:05d}.safetensors"
+    size, digest = write_stream(folder / file, part.layout, tensors())
+    buffers = [
+        {"name": name, "file": file, "key": key, "numel": math.prod(part.layout[key][1])}
+        for key, name in part.buffers.items()
+    ]
+    fragments: list[dict[str, Any]] = [
+        {
+            "parameter": fragment.name,
+            "start": fragment.start,
+            "numel": fragment.numel,
+            "file": file,
+            "tensor": fragment.tensor,
+            "offset": fragment.offset,
+            **({"shard": astuple(fragment.shard)} if fragment.shard else {}),
+            **({"sides": sides} if sides else {}),
+        }
+        for fragment, sides in zip(part.fragments, part.sides, strict=True)
+    ]
+    return {"name": file, "bytes": size, "sha256": digest}, fragments, buffers
+
+
+def _nothing() -> None:
+    """What a rank does while the first one works."""
+
+
+def _on_all(process: Process, folder: Path, work: Callable[[], Result]) -> list[Result]:
+    """Return each rank's share of a phase, and its results by rank; fails on all if it fails on
+    one.
+
+    Raises:
+        TrainctlError: One failed; what there was of the checkpoint is removed.
+    """
+    result, problem = None, ""
+    try:
+        result = work()
+    except OSError as error:
+        problem = f"rank {process.rank}: {error}"
+    outcomes: list[tuple[Any, str]] = process.gather((result, problem))
+    first = next((problem for _, problem in outcomes if problem), "")
+    if not first:
+        return [result for result, _ in outcomes]
+    if process.is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+    raise TrainctlError(
+        f"the checkpoint could not be saved: {first}",
+        hint="earlier checkpoints are untouched; free space and resume",
+        exit_code=ExitCode.environment,
+    )

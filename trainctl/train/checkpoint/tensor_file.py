@@ -1,0 +1,89 @@
+"""Writing safetensors in one pass: tensor by tensor, with the checksum of what is written.
+
+The library's own writer first makes a second copy of every tensor in host memory, and gives no
+checksum. Reading is the library's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+_TYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    """Write tensors to a new safetensors file and sync it; see `write_stream`."""
+    layout = {name: (item.dtype, item.shape) for name, item in tensors.items()}
+    return write_stream(path, layout, tensors.values())
+
+
+def write_stream(
+    path: Path,
+    layout: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Write tensors to a new safetensors file as they come, and sync it.
+
+    Args:
+        path: The file, which must not be there.
+        layout: Type and shape by name.
+        tensors: The tensors in that order, whole or in pieces; each is written before the next is
+            taken.
+
+    Returns:
+        Size in bytes and SHA-256 of the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    digest = hashlib.sha256()
+    header = memoryview(encode_header(layout, metadata))
+    with path.open("xb") as file:
+        for raw in chain((header,), map(raw_bytes, tensors)):
+            file.write(raw)
+            digest.update(raw)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), digest.hexdigest()
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return the start of a safetensors file, up to the first tensor.
+
+    Args:
+        tensors: Type and shape by name, in the order in which their bytes follow.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _TYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the tensor's elements as they lie in a file."""
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,1 @@
+"""The model on a rank: built, initialized, traced, loaded and mapped to published weights."""

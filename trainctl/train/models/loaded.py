@@ -1,0 +1,155 @@
+"""A model with a checkpoint's weights on one device, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
+
+from trainctl.config.schema import AttentionKind
+from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.narrow_products import widen_narrow_products
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import low_rank
+from trainctl.plan.precision import formats
+from trainctl.plan.types import RunPlan
+from trainctl.train.adapters.layers import choose_trained
+from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.evaluation import inference
+from trainctl.train.models.build import materialise
+from trainctl.train.models.frozen_base import Whole, adapter_of, base_file, whole_weights
+from trainctl.train.models.model import TORCH_TYPES, has_flash_attention, portable, skeleton
+from trainctl.train.models.weights import WeightSource
+from trainctl.train.objectives.base import ObjectiveLoss, loss_of
+from trainctl.train.objectives.loss import log_probabilities, summed_cross_entropy
+
+_ROOM = 1.25
+"""Free memory that a device must have to be chosen, over the size of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What evaluation and sampling need of a model."""
+
+    model: PreTrainedModel
+    device: torch.device
+    objective: ObjectiveLoss | None = None
+    """What it has learnt, if that is not the next token."""
+
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+        """As an engine's."""
+        logits, labels = self.logits(batch), batch.labels.to(self.device)
+        if self.objective is None:
+            return float(summed_cross_entropy(logits, labels)), batch.num_counted
+        found = log_probabilities(logits, labels)
+        loss, measures = self.objective(found, labels, batch.beside(self.device))
+        return float(loss), batch.num_counted, *measures.double().sum(dim=0).tolist()
+
+    def next_scores(self, ids: list[int]) -> torch.Tensor:
+        """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU."""
+        return self.logits(MicroBatch.of_context(ids))[0, -1].float().cpu()
+
+    def logits(self, batch: MicroBatch) -> torch.Tensor:
+        """(samples, length, vocabulary), as the training engine's."""
+        try:
+            flash = has_flash_attention(self.model)
+            output = self.model(**batch.model_inputs(self.device, flash_attention=flash))
+        except torch.OutOfMemoryError:
+            raise _too_small(self.device) from None
+        return output.logits
+
+    def inference(self) -> AbstractContextManager[None]:
+        return inference(self.model)
+
+
+def load(
+    plan: RunPlan,
+    checkpoint: Path,
+    device: str,
+    progress: Callable[[str, int, int], None],
+    *,
+    weights: str = MASTER,
+) -> LoadedModel:
+    """Return the model of a plan with the weights of a checkpoint, in the format of the training.
+
+    Args:
+        checkpoint: A committed checkpoint of it.
+        device: cpu, cuda, or auto: an accelerator that has room for it, else the CPU.
+        progress: Called with "loading", the elements read and their number.
+        weights: `MASTER`, or `AVERAGE` for their moving average.
+
+    Raises:
+        TrainctlError: The checkpoint is not of this model or has no such weights (5), or the device
+            is not here or too small (4).
+    """
+    shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
+    model = skeleton(portable(shape), dtype)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    place = choose_device(device, elements * dtype.itemsize)
+    widen_narrow_products(plan.config.precision, place)
+    is_flash = shape.attention is AttentionKind.flash_attention_2
+    if is_flash and place.type == "cuda" and is_flash_attn_2_available():
+        model = skeleton(shape, dtype)
+    opened, whole = Checkpoint(checkpoint, weights=weights), Whole.of(shape, model)
+    # Merged, weight and adapter would be rounded to a narrow format, as they never are in training.
+    is_narrow = dtype is not torch.float32
+    merges = not is_narrow or low_rank(adapter_of(opened.manifest)) is None
+    saved = whole_weights(opened, whole, kept=base_file(checkpoint), merges=merges)
+    if not merges:
+        choose_trained(model, plan.config)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    source = _Watched(saved, lambda done: progress("loading", done, elements))
+    try:
+        materialise(model, source, place)
+    except torch.OutOfMemoryError:
+        raise _too_small(place) from None
+    return LoadedModel(model, place, loss_of(plan.config.objective))
+
+
+class _Watched:
+    """A source of weights that says how much has been read."""
+
+    def __init__(self, source: WeightSource, progress: Callable[[int], None]) -> None:
+        self._source, self._progress, self._done = source, progress, 0
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        values = self._source.read(name, shape, start, end)
+        self._done += end - start
+        self._progress(self._done)
+        return values
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        return self._source.buffer(name)
+
+
+def choose_device(wanted: str, needed_bytes: int) -> torch.device:
+    """Where weights go: auto is an accelerator that has room for them, else the CPU.
+
+    Raises:
+        TrainctlError: The one that is asked for is not here (exit code 4).
+    """
+    here = torch.cuda.is_available()
+    if wanted == "cuda" and not here:
+        raise TrainctlError(
+            "this machine has no cuda device",
+            hint="--device cpu",
+            exit_code=ExitCode.environment,
+        )
+    if wanted == "auto":
+        has_room = here and torch.cuda.mem_get_info()[0] >= _ROOM * needed_bytes
+        wanted = "cuda" if has_room else "cpu"
+    return torch.device(wanted)
+
+
+def _too_small(device: torch.device) -> TrainctlError:
+    return TrainctlError(
+        f"the model does not fit on the {device.type} device",
+        hint="--device cpu",
+        exit_code=ExitCode.environment,
+    )

@@ -1,0 +1,166 @@
+"""The model: built by transformers from the plan's shape, without memory for its weights.
+
+The names that transformers gives to parameters are the canonical ones: initialisation, decay
+groups, checkpoints and exports all use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import AttentionKind, DataType, ModelConfig
+from trainctl.data.user_functions import load
+from trainctl.errors import TrainctlError
+from trainctl.options.model import spec_of
+from trainctl.plan.shapes import head_dim, key_value_heads
+from trainctl.train.models.initial import Undrawn
+from trainctl.train.models.mup import apply_multipliers
+from trainctl.train.models.tensors import persistent_buffers
+from trainctl.train.parallel.experts import compute_in_fp32
+
+TORCH_TYPES = {
+    DataType.fp32: torch.float32,
+    DataType.bf16: torch.bfloat16,
+    DataType.fp16: torch.float16,
+}
+
+
+def transformers_config(model: ModelConfig) -> PretrainedConfig:
+    """Return the transformers config of a model, as its family makes it."""
+    made: PretrainedConfig = function_of("model", model.family)(model)
+    return made
+
+
+def directory_config(model: ModelConfig) -> PretrainedConfig:
+    """What the directory has, whatever the shape says."""
+    return AutoConfig.from_pretrained(
+        model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+    )
+
+
+def shape_config(model: ModelConfig) -> PretrainedConfig:
+    """What the shape says, in the words of its family's configuration."""
+    spec = spec_of(model)
+    keys = {item.name: getattr(model, item.name) for item in fields(model)}
+    keys |= {"num_key_value_heads": key_value_heads(model), "head_dim": head_dim(model)}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}}
+    return CONFIG_MAPPING[spec.name](
+        **{theirs: keys[ours] for ours, theirs in spec.arguments.items()},
+        **{name: keys[name] for name in model.own_keys},
+        **(rotary if spec.is_rotary else {}),
+        **spec.settings,
+        use_cache=False,
+        # The byte tokenizer has none of these, and transformers' defaults may lie outside its ids.
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the module tree with its buffers real and its parameters on the meta device.
+
+    No rank holds a weight yet, whatever the model's size; `build` fills them in.
+    """
+    with _parameters_on_meta(), Undrawn():
+        built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
+    built.tie_weights()
+    for buffer in persistent_buffers(built):  # state, such as a router's bias, as it is published
+        if buffer.tensor.is_floating_point():
+            setattr(buffer.module, buffer.key, buffer.tensor.float())
+    apply_multipliers(built, model)
+    if dtype is not torch.float32:
+        compute_in_fp32(built)
+    built.train()
+    return built
+
+
+def require_all_to_train(model: nn.Module) -> None:
+    """Refuse parameters that get no gradient, before anything is trained beside them.
+
+    An optimizer would decay them all the same, or DeepSpeed leaves them out of its own, and then
+    out of every checkpoint, none of which could be read again.
+
+    Raises:
+        TrainctlError: There are some: names them.
+    """
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    if frozen:
+        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
+        raise TrainctlError(
+            f"{type(model).__name__} has parameters that do not train ({frozen[0]}{more}), which "
+            "checkpoints would lack",
+            hint="in a model of your own leave requires_grad on, or make them persistent buffers; "
+            "optimizer.groups with a small lr_factor holds parameters almost still",
+        )
+
+
+def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        transformers_config(model),
+        dtype=dtype,
+        attn_implementation=model.attention.value,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """What `model.factory` makes of the declared shape, its parameters in the compute type."""
+    assert model.factory is not None
+    built = load("model.factory", model.factory)(model)
+    if not isinstance(built, PreTrainedModel):
+        raise TrainctlError(
+            f"model.factory={model.factory} gave a {type(built).__name__}",
+            hint="return a transformers PreTrainedModel with a language-modelling head",
+        )
+    for parameter in built.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return built
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to meta as it is registered, before its module initialises it."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    # `torch.device("meta")` would take the buffers along, which have to be real.
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def portable(model: ModelConfig) -> ModelConfig:
+    """Return the same model with attention that needs neither a GPU nor a package."""
+    if model.attention is not AttentionKind.flash_attention_2:
+        return model
+    return replace(model, attention=AttentionKind.sdpa)
+
+
+def has_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether attention is a kernel that gets no mask, and has to be told where documents begin.
+
+    Of any version: a user's own model chooses for itself.
+    """
+    return "flash" in (model.config._attn_implementation or "")
+
+
+def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder blocks, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -1,0 +1,78 @@
+"""The multipliers of maximal-update parametrisation: in the model, and folded into an export.
+
+The table they come from is in `trainctl.plan.mup`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import ModelConfig
+from trainctl.options.model import spec_of
+from trainctl.plan.mup import multipliers
+from trainctl.plan.shapes import final_norm_tensors, head_dim
+from trainctl.train.models.families import blocks_of, family_of
+
+
+def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Let the logits and the attention of a skeleton be multiplied, wherever they are computed.
+
+    The head's input is what is multiplied, which comes to the same: every loss, evaluation and
+    sample goes through the head, and its input is smaller than the logits.
+    """
+    if not config.mup:
+        return
+    family, factors = family_of(model), multipliers(config)
+    getattr(model, family.head).register_forward_pre_hook(_multiplied_input(factors["output"]))
+    for block in blocks_of(model):
+        attention: Any = getattr(block, family.attention.module)
+        # Where transformers' attentions keep their factor; no configuration of theirs gives it.
+        attention.scaling *= factors["attention"]
+
+
+def _multiplied_input(factor: float) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0] * factor, *args[1:])
+
+    return hook
+
+
+def folded(
+    model: ModelConfig, name: str, shape: torch.Size, start: int, values: torch.Tensor
+) -> torch.Tensor:
+    """Weights with the multipliers in them: those of a model that has none, and computes the same.
+
+    The logits' goes into the norm before the head, so that it does not matter whether the head is
+    tied to the embedding; attention's into what makes the queries (rotary positions keep factors).
+
+    Args:
+        name: Canonical name of the parameter.
+        shape: Its shape.
+        start: The first element of `values` in the flattened parameter.
+        values: Some of its elements, flat.
+    """
+    if not model.mup:
+        return values
+    factors = multipliers(model)
+    if name in {tensor.name for tensor in final_norm_tensors(model)}:
+        return values * factors["output"]
+    module = name.rpartition(".")[0]
+    if factors["attention"] == 1:
+        return values
+    spec = spec_of(model)
+    attention = spec.attention
+    queries = (*attention.per_head, *attention.columns)[0]
+    if not module.endswith(f".{attention.module}.{queries}"):
+        return values
+    if attention.fused == 1:
+        return values * factors["attention"]
+    # Queries, keys and values lie side by side: which output is an element of?
+    element = torch.arange(start, start + values.numel(), device=values.device)
+    is_by_row = len(shape) > 1 and not spec.inputs_first
+    output = element // shape[-1] if is_by_row else element % shape[-1]
+    is_query = output < model.num_attention_heads * head_dim(model)
+    return torch.where(is_query, values * factors["attention"], values)

@@ -1,0 +1,42 @@
+"""`python -m trainctl.train.models.stored_entry`: hold a directory's weights against its model.
+
+Called by `trainctl.search.model_files` where the names in the files are not the model's own; the
+last line of standard output is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import from_plain
+from trainctl.config.safetensors_files import stored_tensors
+from trainctl.config.schema import ModelConfig
+
+
+def main() -> None:
+    """Read the question, write the answer."""
+    asked = json.load(sys.stdin)
+    with redirect_stdout(sys.stderr):  # code of a directory's own may print
+        answer = _answer(asked)
+    print(json.dumps(answer))
+
+
+def _answer(asked: dict[str, Any]) -> dict[str, list[str]]:
+    logging.disable(logging.WARNING)  # what the libraries say while they are imported
+    import torch
+
+    from trainctl.train.models.model import portable, skeleton
+    from trainctl.train.models.stored import StoredModel
+
+    model = skeleton(portable(from_plain(ModelConfig, asked["model"])), torch.bfloat16)
+    found = StoredModel(model, stored_tensors(Path(asked["folder"])))
+    return {"problems": found.problems, "unused": found.unused}
+
+
+if __name__ == "__main__":
+    main()

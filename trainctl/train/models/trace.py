@@ -1,0 +1,296 @@
+"""A model traced without memory: its exact tensors, and what autograd keeps of each block.
+
+The model runs once on fake tensors, which have shapes, types and storages but no values
+(`torch._subclasses.FakeTensorMode`), so that a model of any size is traced on any machine, in the
+time that Python takes to go through its code. Storages are counted once each, however many
+operations save a view of them; weights and buffers are not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    masking_utils,
+)
+from transformers.integrations import moe
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
+from trainctl.engines import declared
+from trainctl.engines.patches import At
+from trainctl.memory.activations import BlockActivations, block_activations
+from trainctl.memory.constants import BYTES
+from trainctl.memory.traced import TracedModel, part_of
+from trainctl.options.precision import precision_of
+from trainctl.plan.precision import formats
+from trainctl.train.models.anatomy import attentions, one_of_each_kind, require_blocks, structure
+from trainctl.train.models.fake import in_words
+from trainctl.train.models.model import TORCH_TYPES, transformers_config, users_model
+from trainctl.train.models.recompute import KEPT_OPERATIONS
+
+
+def trace(config: RunConfig) -> TracedModel:
+    """Trace the model of a configuration, with its precision and length of sequences.
+
+    Attention runs as sdpa where the configuration has flash attention: both keep the same tensors.
+    Kernels that take the place of transformers' own (`config.kernels`) are not traced.
+
+    Raises:
+        TrainctlError: The model has no decoder blocks that can be told apart, or its code looks at
+            values, which a trace has not.
+    """
+    declared.require(config, {At.trace})
+    dtype = TORCH_TYPES[formats(config.precision).weights]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with in_words(config.model, "traced"):
+            model = _fake_model(config.model, dtype)
+            recorder = Recorder(model, one_of_each_kind(model))
+            _forward(model, config, recorder)
+            return TracedModel(
+                anatomy=structure(model, config.model), block=_mean(recorder, config)
+            )
+
+
+def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:
+    """One sample, from the tokens to the logits."""
+    precision = config.precision
+    autocast = TORCH_TYPES[precision_of(precision).format]
+    tokens = torch.zeros(1, config.training.sequence_length, dtype=torch.long)
+    with (
+        recorder,
+        _documents_are_not_looked_for(config),
+        _experts_of_any_format(),
+        torch.autocast("cpu", autocast, enabled=precision.autocast),
+    ):
+        model(input_ids=tokens, use_cache=False)
+
+
+@dataclass(slots=True)
+class Traced:
+    """Bytes that one block keeps, by part; and how many blocks do."""
+
+    boundary: int
+    blocks: int
+    parts: Counter[str] = field(default_factory=Counter)
+    products: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Within it, what autograd saves while each decoder block goes forward.
+
+    Args:
+        model: The model.
+        counts: Its blocks that work, and how many are of their kind.
+
+    Attributes:
+        blocks: One for each decoder block that has run.
+    """
+
+    def __init__(self, model: nn.Module, counts: Mapping[nn.Module, int]) -> None:
+        super().__init__()
+        self._counts = counts
+        self.blocks: list[Traced] = []
+        self._part: str | None = None
+        self._weights = {_storage(tensor) for tensor in model.parameters()}
+        # By key, with what keeps the storage, so that no other gets its key.
+        self._ignored: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._ignore(tensor)
+        self._owners: dict[int, str] = {}
+        self._handles = list(self._watch())
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self._hooks.__exit__(*reason)
+        super().__exit__(*reason)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.name() == "aten::_to_copy" and _storage(args[0]) in self._weights:
+            self._ignore(output)  # autocast's copy of a weight: counted with the weights
+        if self._part is not None and func.name() in KEPT_OPERATIONS:
+            results = output if isinstance(output, tuple) else (output,)
+            self.blocks[-1].products += sum(
+                result.untyped_storage().nbytes()
+                for result in results
+                if isinstance(result, torch.Tensor)
+            )
+        return output
+
+    def _watch(self) -> Iterator[RemovableHandle]:
+        for block in self._counts:
+            yield block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
+            yield block.register_forward_hook(self._leave_block)
+            for name, child in block.named_children():
+                part = part_of(name)
+                if part != "norms":
+                    yield child.register_forward_pre_hook(self._entering(part), with_kwargs=True)
+                    yield child.register_forward_hook(self._leave_child)
+
+    def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        # What all blocks share (positions, a mask) is kept once, whatever their number.
+        hidden, *shared = _tensors_in((args, kwargs))
+        for tensor in shared:
+            self._ignore(tensor)
+        size = hidden.numel() * hidden.element_size()
+        self.blocks.append(Traced(boundary=size, blocks=self._counts[block]))
+        self._part = "norms"
+
+    def _leave_block(self, *_: Any) -> None:
+        self._part = None
+
+    def _entering(self, part: str) -> Any:
+        def enter(child: nn.Module, args: Any, kwargs: Any) -> None:
+            # What comes in is what a norm gave, and the closed form counts it there.
+            self._owners |= {_storage(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
+            self._part = part
+
+        return enter
+
+    def _leave_child(self, *_: Any) -> None:
+        self._part = "norms"
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = _storage(tensor)
+        if self._part is not None and key not in self._ignored and key not in self._seen:
+            self._seen[key] = tensor.detach()
+            size = tensor.untyped_storage().nbytes()
+            self.blocks[-1].parts[self._owners.get(key, self._part)] += size
+        return tensor
+
+    def _ignore(self, tensor: torch.Tensor) -> None:
+        self._ignored[_storage(tensor)] = tensor
+
+
+@contextmanager
+def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
+    """Let transformers take a sample for one document, as it does in training after looking at the
+    positions, which have no values here; where documents are masked it makes the mask anyway."""
+    original = masking_utils.find_packed_sequence_indices
+    if not config.data.mask_documents:
+        masking_utils.find_packed_sequence_indices = lambda positions: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def _experts_of_any_format() -> Iterator[None]:
+    """Let transformers multiply experts that are not in bf16 one after the other: torch's grouped
+    product takes them on devices, but has shapes for fake tensors in bf16 only. Both keep the same
+    tensors."""
+    original = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda input, weight, offs: (
+        weight.dtype is torch.bfloat16 and original(input, weight, offs)
+    )
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = original
+
+
+def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model with fake weights, in training mode."""
+    if model.factory is not None:
+        built = users_model(model, dtype)
+    else:
+        config = transformers_config(model)
+        built = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=_traceable_attention(model, config).value,
+            trust_remote_code=model.trust_remote_code,
+        )
+    built.train()
+    require_blocks(built, model)
+    return built
+
+
+def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> AttentionKind:
+    """Return the attention to trace: flash attention keeps what sdpa keeps."""
+    if model.attention is not AttentionKind.flash_attention_2:
+        return model.attention
+    code = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    has_sdpa = code is None or AttentionKind.sdpa.value in attentions(code)
+    return AttentionKind.sdpa if has_sdpa else AttentionKind.eager
+
+
+def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
+    """Return a block in bytes per token, over all of them.
+
+    Gradients that live within it are the closed form's; where there is none they are as large as
+    what the layer keeps of its attention, and half of what it keeps of its feed-forward layer
+    (gradients of gate and up, beside gate, up, silu and product), with the two of the block's
+    input and output.
+    """
+    places = sum(block.blocks for block in recorder.blocks) * config.training.sequence_length
+    element = BYTES[precision_of(config.precision).format]
+
+    def mean(size: Callable[[Traced], int]) -> int:
+        return round(sum(block.blocks * size(block) for block in recorder.blocks) / places)
+
+    attention = mean(lambda block: block.parts["attention"])
+    feed_forward = mean(lambda block: block.parts["feed_forward"])
+    boundary = mean(lambda block: block.boundary)
+    ends = config.model.hidden_size * element + boundary
+    found = BlockActivations(
+        norms=mean(lambda block: block.parts["norms"]),
+        attention=attention,
+        scores=0,
+        feed_forward=feed_forward,
+        boundary=boundary,
+        products=mean(lambda block: block.products),
+        feed_forward_gradient=feed_forward // 2 + ends,
+        attention_gradient=attention + ends,
+    )
+    if not config.model.has_closed_form:
+        return found
+    closed = block_activations(
+        config.model,
+        sequence_length=config.training.sequence_length,
+        element=element,
+        autocast=config.precision.autocast,
+    )
+    return replace(
+        found,
+        feed_forward_gradient=closed.feed_forward_gradient,
+        attention_gradient=closed.attention_gradient,
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # Without values there is no address; this is the number of the storage object itself.
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among arguments, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))

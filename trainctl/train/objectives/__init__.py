@@ -1,0 +1,1 @@
+"""Objectives: from log-probabilities to the loss."""

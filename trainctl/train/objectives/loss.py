@@ -1,0 +1,183 @@
+"""The loss of a language model: of its next tokens, or by another objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import CrossEntropyKind, KernelsConfig
+from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.train.models.families import family_of
+from trainctl.train.objectives.base import ObjectiveLoss
+from trainctl.train.objectives.cross_entropy import chunked_cross_entropy, fuse_head, own_head
+from trainctl.train.parallel.routers import Routers
+from trainctl.train.parallel.tensor import (
+    Vocabulary,
+    gather_vocabulary,
+    vocabulary_parallel_cross_entropy,
+)
+
+
+def summed_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
+) -> torch.Tensor:
+    """Sum of the cross entropy in nats over the positions that have a label; fp32 scalar.
+
+    Args:
+        logits: (samples, length, vocabulary), any floating type; the softmax is in fp32.
+        labels: (samples, length), already shifted; IGNORED_LABEL where there is none.
+        vocabulary: How it is split over tensor ranks, if it is.
+    """
+    if vocabulary is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
+        return found[0].sum()
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def summed_losses(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocabulary: Vocabulary | None = None,
+    *,
+    z_loss: float,
+) -> torch.Tensor:
+    """Return the cross entropy and, beside it, `z_loss` times the squared log-normalisers; (2,),
+    fp32.
+
+    The second keeps the logits from drifting (arXiv:2204.02311, section 5). Both are summed over
+    the positions that have a label.
+    """
+    if vocabulary is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
+        return torch.stack([found[0].sum(), z_loss * found[1].square().sum()])
+    normalisers = logits.float().logsumexp(dim=-1).masked_fill(labels == IGNORED_LABEL, 0.0)
+    cross_entropy = summed_cross_entropy(logits, labels)
+    return torch.stack([cross_entropy, z_loss * normalisers.square().sum()])
+
+
+def log_probabilities(
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
+) -> torch.Tensor:
+    """Of the labels, in nats, (samples, length), fp32; 0 where there is none."""
+    if vocabulary is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
+        return -found[0]
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return -losses.view_as(labels)
+
+
+class WithLoss(nn.Module):
+    """What is trained knows its own loss.
+
+    Args:
+        vocabulary: How it is split over tensor ranks, if it is.
+        z_loss: Weight of the squared log-normalisers, when training.
+
+    Attributes:
+        last_measures: What the objective recorded of each sample of the last loss, (samples,
+            names), without a gradient; None where it records nothing.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._z_loss = z_loss
+        self.last_measures: torch.Tensor | None = None
+
+    def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the summed cross entropy; in training with a z loss that beside it, (2,)."""
+        if self._z_loss == 0 or not self.training:
+            return summed_cross_entropy(logits, labels, self._vocabulary)
+        return summed_losses(logits, labels, self._vocabulary, z_loss=self._z_loss)
+
+    def of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary; without a gradient if it is split."""
+        return logits if self._vocabulary is None else gather_vocabulary(logits, self._vocabulary)
+
+
+class LanguageModel(WithLoss):
+    """A transformers model with its loss, so that all of it runs inside the engine.
+
+    Args:
+        model: The model.
+        vocabulary: How it is split over tensor ranks, if it is.
+        kernels: How the loss is computed.
+        z_loss: Weight of the squared log-normalisers, when training.
+        routers: Those of its experts, if they add to the loss.
+        objective: What is learnt; None learns the next token.
+
+    Attributes:
+        last_z_loss: Their part of the last loss, without a gradient; None where there is none.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: Vocabulary | None,
+        kernels: KernelsConfig,
+        z_loss: float = 0.0,
+        routers: Routers | None = None,
+        objective: ObjectiveLoss | None = None,
+    ) -> None:
+        super().__init__(vocabulary, z_loss)
+        self.model = model
+        self.last_z_loss: torch.Tensor | None = None
+        self._kernels, self._routers, self._objective = kernels, routers, objective
+        if kernels.cross_entropy is CrossEntropyKind.liger_fused:
+            fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
+
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        labels: torch.Tensor | None = None,
+        beside: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Return the summed loss; without labels the logits, (samples, length, vocabulary).
+
+        Args:
+            beside: `MicroBatch.beside`, of an objective that looks at more.
+        """
+        self.last_z_loss = None
+        if labels is None:
+            return self.of_all_tokens(self.model(**inputs).logits)
+        if self._objective is not None:
+            logits = self.model(**inputs).logits
+            found = log_probabilities(logits, labels, self._vocabulary)
+            loss, self.last_measures = self._objective(found, labels, beside or {})
+            return loss
+        if self._kernels.cross_entropy is CrossEntropyKind.plain:
+            losses = self.losses(self.model(**inputs).logits, labels)
+        else:
+            losses = self._loss_without_logits(inputs, labels)
+        loss = self._added_up(losses)
+        added = self._routers.added_loss(labels) if self._routers is not None else None
+        return loss if added is None else loss + added
+
+    def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return the loss to differentiate, of one or of two."""
+        if losses.dim() == 0:
+            return losses
+        self.last_z_loss = losses[1].detach()
+        return losses.sum()
+
+    def _loss_without_logits(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        if self._kernels.cross_entropy is CrossEntropyKind.chunked:
+            return chunked_cross_entropy(
+                own_head(self.model),
+                hidden,
+                labels,
+                chunk_tokens=self._kernels.chunk_tokens,
+                loss=self.losses,
+            )
+        head = getattr(self.model, family_of(self.model).head)
+        loss: torch.Tensor = head(hidden, labels)
+        return loss

@@ -1,0 +1,156 @@
+"""What the weights before the first step say of each pair of answers: computed once for a run.
+
+By the run's own engine, on whatever layout it has, so that no second model is in memory; two
+numbers a pair are kept in `reference.npz` of the run, which every later attempt reads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainctl.data.corpora import Corpora, digests_of
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.objective import ANSWERS, objective_of
+from trainctl.plan.mixture import SOLE
+from trainctl.runs.atomic import write_bytes
+from trainctl.runs.layout import RunPaths
+from trainctl.train.data import PackedDataset
+from trainctl.train.evaluation import inference
+from trainctl.train.session import Session
+
+Reference = dict[str, npt.NDArray[np.float32]]
+"""By side of the corpus: log-probabilities of chosen and rejected, (samples, 2)."""
+
+FORMAT = 1
+
+
+def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, Any] | None:
+    """Let every batch have the reference that its objective needs; on all ranks together.
+
+    Args:
+        session: Before its next step.
+        tell: Called with what is done, in a few words.
+
+    Returns:
+        For the run's record; None where nothing is needed.
+
+    Raises:
+        TrainctlError: The run has made steps, and what it had is not there any more, or is of other
+            pairs (exit code 5).
+    """
+    if not objective_of(session.plan.config.objective).needs_reference:
+        return None
+    started = time.monotonic()
+    sides = _sides(session)
+    counts = {side: dataset.num_samples for side, dataset in sides.items()}
+    run, of = session.run, identity(session.corpora, counts)
+    known: Reference | None = None
+    if session.progress.step:  # at the first one its weights may be others than an earlier start's
+        known = read_reference(run, of) if session.process.is_first else None
+        known = session.process.from_first(known)
+    if known is None:
+        if session.progress.step:
+            raise TrainctlError(
+                f"{run.reference.name} is not there any more, or of other pairs: it has what the "
+                "weights before the first step said, and the run has made "
+                f"{session.progress.step:,} steps",
+                hint="restore the file, or start a new run: model.initial_weights=RUN",
+                exit_code=ExitCode.run_state,
+            )
+        known = {side: _computed(session, dataset, tell) for side, dataset in sides.items()}
+        if session.process.is_first:
+            write_reference(run, known, of)
+        session.process.barrier()
+    for side, dataset in sides.items():
+        dataset.reference = known[side]
+    return {**counts, "seconds": round(time.monotonic() - started, 3)}
+
+
+def read_reference(run: RunPaths, of: str) -> Reference | None:
+    """What a run keeps; None if there is nothing, or it is of something else, or damaged."""
+    try:
+        with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
+            if str(arrays["of"]) != of:
+                return None
+            return {name: arrays[name] for name in arrays.files if name != "of"}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
+    """Keep it with the run: all of it or nothing."""
+    stream = io.BytesIO()
+    np.savez(stream, of=np.array(of), **reference)  # type: ignore[arg-type]
+    write_bytes(run.reference, stream.getvalue())
+
+
+def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]) -> None:
+    """Let held-out pairs have what a run keeps of them, outside training.
+
+    Args:
+        held_out: The pairs that it holds out.
+
+    Raises:
+        TrainctlError: It keeps nothing, or that of other pairs (exit code 5).
+    """
+    dataset = held_out[SOLE]
+    try:
+        with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
+            found, of = arrays["held_out"], json.loads(str(arrays["of"]))
+            is_known = of == json.loads(identity(corpora, of["samples"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        found, is_known = np.zeros((0, 2), np.float32), False
+    if not is_known or len(found) != dataset.num_samples:
+        raise TrainctlError(
+            f"{run.root} has no {run.reference.name} of these pairs",
+            hint="it is written before the first step",
+            exit_code=ExitCode.run_state,
+        )
+    dataset.reference = found
+
+
+def _sides(session: Session) -> dict[str, PackedDataset]:
+    """Return the pairs of a run, which has one source of them and one length."""
+    (training,) = session.training.datasets.values()
+    return {"train": training, "held_out": session.held_out[SOLE]}
+
+
+def identity(corpora: Corpora, counts: dict[str, int]) -> str:
+    """What a reference is of: the pairs; the weights are those of the run.
+
+    Args:
+        counts: Pairs of each side.
+    """
+    return json.dumps({"format": FORMAT, "samples": counts, **digests_of(corpora)}, sort_keys=True)
+
+
+def _computed(
+    session: Session, dataset: PackedDataset, tell: Callable[[str], None]
+) -> npt.NDArray[np.float32]:
+    """Of all pairs of a side; each rank computes a share, in as many passes as the others."""
+    engine, mesh, count = session.engine, session.mesh, dataset.num_samples
+    size, rank, ranks = session.plan.batch.micro_batch_size, mesh.data.index, mesh.data.size
+    places, own = [], []
+    with inference(engine.module):
+        for start in range(0, count, size * ranks):
+            tell(f"reference: {start:,} of {count:,} pairs")
+            indices = np.arange(start + rank * size, start + (rank + 1) * size)
+            engine.score(dataset.micro_batch(np.where(indices < count, indices, -1)))
+            places.append(indices)
+            own.append(engine.measured()[:, -len(ANSWERS) :].float().cpu())
+    share = (np.concatenate(places), torch.cat(own).numpy()) if own else None
+    found = np.zeros((count, len(ANSWERS)), np.float32)
+    for each in session.process.gather(share if mesh.tensor.is_first else None):
+        if each is not None:
+            indices, values = each
+            found[indices[indices < count]] = values[indices < count]
+    return found

@@ -1,0 +1,1 @@
+"""Tensor, pipeline and expert parallelism."""

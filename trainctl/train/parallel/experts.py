@@ -1,0 +1,182 @@
+"""Expert parallelism: each rank of the expert axis has some experts of every layer.
+
+transformers' own modules stay. The parameters of their experts are cut along the first dimension,
+and a function that transformers calls for them sends each token to the ranks of its experts and
+back (arXiv:2006.16668). No token is dropped, so nothing depends on how the batch is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from trainctl.engines.mesh import Axis
+from trainctl.engines.shards import Pieces, Shard
+from trainctl.errors import TrainctlError
+
+EXCHANGED = "trainctl_exchanged"
+"""Name of the function among transformers' implementations of experts."""
+
+_groups: dict[str, dist.ProcessGroup] = {}
+"""Of the expert axes of this process, by name: an operation takes no other argument."""
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that hold the experts of a layer in joined parameters, in the model's
+    order."""
+    # Set by the decorator of such classes (transformers.integrations.moe).
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def routers_of(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the router and the experts of each sparse layer, in the model's order.
+
+    A router stands beside its experts, and has a row of weights for each of them.
+    """
+    found = []
+    experts = set(expert_modules(model))
+    for parent in model.modules():
+        children = list(parent.children())
+        for module in (child for child in children if child in experts):
+            beside = [child for child in children if _has_rows(child, module.num_experts)]
+            if len(beside) == 1:
+                found.append((beside[0], module))
+    return found
+
+
+def _has_rows(module: nn.Module, count: int) -> bool:
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[0] == count
+
+
+def compute_in_fp32(model: nn.Module) -> None:
+    """Let the routers of a model with weights of 16 bits choose and weigh in fp32.
+
+    Scores that are rounded to bf16 are often equal, and then it is chance which expert is chosen
+    (arXiv:2101.03961, section 2.4).
+    """
+    for router, _ in routers_of(model):
+        router.forward = partial(_in_fp32, router)
+
+
+def _in_fp32(router: nn.Module, hidden: torch.Tensor) -> Any:
+    return type(router).forward(_InFp32(router), hidden.float())  # type: ignore[arg-type]
+
+
+class _InFp32:
+    """A router as its own code sees it, with its parameters in fp32."""
+
+    def __init__(self, router: nn.Module) -> None:
+        self._router = router
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._router, name)
+        return value.float() if isinstance(value, nn.Parameter) else value
+
+
+def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
+    """Leave of a skeleton the experts that this rank has.
+
+    Args:
+        model: On the meta device.
+        axis: The expert axis of the mesh.
+
+    Returns:
+        The pieces of the parameters that the model has now.
+
+    Raises:
+        TrainctlError: The model has no joined experts, or they do not divide.
+    """
+    modules = expert_modules(model)
+    if not modules:
+        raise TrainctlError(
+            f"parallelism.expert={axis.size}, but {type(model).__name__} has no experts that "
+            "transformers has joined to one parameter a layer",
+            hint="parallelism.expert=1",
+        )
+    ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
+    _groups[axis.group.group_name] = axis.group
+    cut = dict(pieces)
+    for module in modules:
+        count = module.num_experts
+        for name, whole in list(module.named_parameters(recurse=False)):
+            if whole.shape[0] != count or count % axis.size:
+                raise TrainctlError(
+                    f"parallelism.expert={axis.size} does not divide {pieces[whole].name}, of "
+                    f"shape {list(whole.shape)}, by experts",
+                    hint="parallelism.expert=1",
+                )
+            shard, shape = Shard.split(whole.shape, dim=0, index=axis.index, count=axis.size)
+            part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"))
+            cut[part] = replace(cut.pop(whole), shard=shard, is_expert=True)
+            setattr(module, name, part)
+        module.num_experts = count // axis.size
+        module.expert_axis = axis
+        module.config._experts_implementation = EXCHANGED
+    return cut
+
+
+def exchanged_experts(
+    self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What experts all over the axis make of this rank's tokens; a rank without tokens takes part.
+
+    Args:
+        self: transformers' module, with the experts of this rank alone.
+        hidden: (tokens, width).
+        index: Of the experts of each token, among all of the layer, (tokens, experts per token).
+        weights: Of their outputs, likewise.
+
+    Returns:
+        (tokens, width).
+    """
+    axis, local = self.expert_axis, self.num_experts
+    wanted = index.reshape(-1)
+    order = torch.argsort(wanted, stable=True)  # by expert, and so by rank
+    counts = torch.bincount(wanted, minlength=axis.size * local)
+    alike = [local] * axis.size
+    theirs = _exchange(counts, alike, alike, axis.group.group_name)
+    # One synchronisation with the host: it has to know how many rows travel.
+    sent, received = torch.stack([counts, theirs]).view(2, axis.size, local).sum(2).tolist()
+    group = axis.group.group_name
+    rows = Exchange.apply(hidden[order // index.shape[1]], sent, received, group)
+    expert = torch.arange(local, device=rows.device).repeat(axis.size)
+    expert = expert.repeat_interleave(theirs, output_size=rows.shape[0])
+    # With one expert for each row transformers' function sorts them, multiplies and sorts back.
+    each = expert.unsqueeze(1)
+    rows = grouped_mm_experts_forward(self, rows, each, torch.ones_like(each, dtype=rows.dtype))
+    rows = Exchange.apply(rows, received, sent, group)
+    output = torch.empty_like(rows).index_copy(0, order, rows).view(*index.shape, -1)
+    return (output * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks that want them; in the backward pass the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: str
+    ) -> torch.Tensor:
+        ctx.how = received, sent, group
+        exchanged: torch.Tensor = _exchange(rows, sent, received, group)
+        return exchanged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(gradient, *ctx.how), None, None, None
+
+
+@torch.library.custom_op("trainctl::exchange", mutates_args=())
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    """Return one operation to whoever keeps the results of some (`recompute.KEPT_OPERATIONS`)."""
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=_groups[group])
+    return result

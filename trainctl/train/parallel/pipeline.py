@@ -1,0 +1,95 @@
+"""Pipeline parallelism: what of the model a stage has, and what it computes.
+
+A stage is transformers' own decoder with the blocks of the stage alone, so positions, masks and
+whatever else an architecture does around its blocks stay transformers' business.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.engines.mesh import Axis, ProcessMesh
+from trainctl.engines.micro_batch import document_lengths
+from trainctl.train.models.model import has_flash_attention
+from trainctl.train.objectives.loss import WithLoss
+from trainctl.train.parallel.shard_plan import MULTIPLIERS, cut_of
+from trainctl.train.parallel.tensor import vocabulary_of
+
+
+def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
+    """Leave of a skeleton what a stage has: its blocks, and at the ends the embedding and the head.
+
+    Args:
+        blocks: Indices of the stage's blocks.
+    """
+    where = cut_of(model)
+    decoder = getattr(model, where.decoder)
+    config = copy.deepcopy(decoder.config)
+    config.num_hidden_layers = len(blocks)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[blocks.start : blocks.stop]
+    decoder.config = config
+    setattr(decoder, where.blocks, getattr(decoder, where.blocks)[blocks.start : blocks.stop])
+    if not axis.is_first:
+        for name in (where.embedding, *where.entry):
+            setattr(decoder, name, nn.Identity())
+        if where.positions is not None:
+            setattr(decoder, where.positions, _NoPositions())
+        for name in MULTIPLIERS:
+            if hasattr(decoder, name):
+                setattr(decoder, name, 1.0)  # the first stage has multiplied by it
+    if not axis.is_last:
+        setattr(decoder, where.final_norm, nn.Identity())
+        setattr(model, where.head, nn.Identity())
+
+
+class _NoPositions(nn.Module):
+    """In place of a position embedding: the first stage has added it."""
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=position_ids.device)
+
+
+class PipelineStage(WithLoss):
+    """What a stage computes: from token ids or hidden states to hidden states or, last, logits.
+
+    Where documents are masked the positions travel with the hidden states.
+
+    Args:
+        model: Cut to the stage.
+        mesh: This rank's.
+        z_loss: Weight of the squared log-normalisers, when training.
+    """
+
+    def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, z_loss: float = 0.0) -> None:
+        super().__init__(vocabulary_of(model, mesh.tensor), z_loss)
+        # Of the last stage the whole: what lies behind its head (a scale, a soft cap) is its own.
+        self.model = model if mesh.pipeline.is_last else getattr(model, cut_of(model).decoder)
+        self._axis = mesh.pipeline
+        self._has_flash_attention = has_flash_attention(model)
+
+    def forward(self, received: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
+        states, positions = received if isinstance(received, tuple) else (received, None)
+        name = "input_ids" if self._axis.is_first else "inputs_embeds"
+        inputs = {name: states, "position_ids": positions, "use_cache": False}
+        if positions is not None and self._has_flash_attention:
+            inputs |= document_lengths(positions, positions.device)
+        output = self.model(**inputs)
+        if self._axis.is_last:
+            return output.logits
+        hidden = output.last_hidden_state
+        return hidden if positions is None else (hidden, positions)
+
+
+def tied_weight(model: PreTrainedModel, axis: Axis) -> nn.Parameter | None:
+    """Return the weight of embedding and output projection, which the two ends share; None
+    between."""
+    where = cut_of(model)
+    if axis.is_first:
+        return getattr(getattr(model, where.decoder), where.embedding).weight
+    return getattr(model, where.head).weight if axis.is_last else None

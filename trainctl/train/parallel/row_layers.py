@@ -1,0 +1,82 @@
+"""Linear layers that tensor ranks have split by inputs, with and without an adapter."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from trainctl.engines.mesh import Axis
+from trainctl.train.adapters.layers import Adapted, WithMagnitude
+from trainctl.train.parallel.collectives import Reduce, ReduceScatter
+
+
+class RowLinear(nn.Linear):
+    """A linear layer split by inputs: the ranks' products are summed, then the bias is added."""
+
+    axis: Axis
+    sequence_sharded: bool
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's."""
+        return F.linear(input, self.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = _leave(self.product(input), self.axis, self.sequence_sharded)
+        return output if self.bias is None else output + self.bias
+
+
+class RowConv1D(Conv1D):
+    """The same for gpt2's layers, whose weight is (inputs, outputs)."""
+
+    axis: Axis
+    sequence_sharded: bool
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's."""
+        return x @ self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _leave(self.product(x), self.axis, self.sequence_sharded) + self.bias
+
+
+class LoraRow(Adapted):
+    """What an adapter adds to a rank's product; before its class. A is cut by inputs, B whole."""
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """This rank's, with the adapter's."""
+        plain: torch.Tensor = super().product(inputs)  # type: ignore[misc]
+        return plain + self.added(self.dropped(inputs))
+
+
+class DoraRow(WithMagnitude):
+    """The same of DoRA, whose rows are as long as all ranks' parts together."""
+
+    axis: Axis
+
+    def lengths(self, merged: torch.Tensor) -> torch.Tensor:
+        squares = merged.float().square().sum(dim=1)
+        dist.all_reduce(squares, group=self.axis.group)
+        return squares.sqrt().to(merged.dtype)
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """This rank's, scaled."""
+        plain: torch.Tensor = super().product(inputs)  # type: ignore[misc]
+        weight = self.weight.T if isinstance(self, Conv1D) else self.weight
+        return self.scaled(plain, inputs, weight)
+
+
+def row_class(row: nn.Module, kind: type) -> type:
+    """Return the class of a layer that is split by inputs, with the adapter that it has."""
+    if not isinstance(row, Adapted):
+        return kind
+    adapter = DoraRow if isinstance(row, WithMagnitude) else LoraRow
+    return type(kind.__name__, (adapter, kind), {})
+
+
+def _leave(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.Tensor:
+    leave = ReduceScatter if sequence_sharded else Reduce
+    result: torch.Tensor = leave.apply(partial, axis)
+    return result

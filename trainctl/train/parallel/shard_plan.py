@@ -1,0 +1,292 @@
+"""Where a model is cut: a family's facts, or transformers' own plans for any other decoder.
+
+transformers says of its models which matrices are split by outputs and which by inputs
+(`base_model_tp_plan`), and in which order its decoder's parts follow each other
+(`base_model_pp_plan`). Both are read here into the same regions that the families have, so what
+cuts and communicates does not know the difference. Which architectures may be cut along which axis
+is `trainctl.options.architectures`: those of which it was shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from trainctl.errors import TrainctlError
+from trainctl.options.model import Family, Region, of_type
+
+COLUMN, GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
+ROW = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
+PER_HEAD, EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts"
+"""Names of transformers' styles (distributed/tensor_parallel.py) that are understood."""
+
+MULTIPLIERS = ("embedding_multiplier",)
+"""Attributes of a decoder that multiply what enters it, of every stage if it is left so."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlan:
+    """Plans for an architecture of which transformers has none, or wrong ones."""
+
+    why: str
+    tensor: Mapping[str, str] | None = None
+    """Styles by name, in place of `base_model_tp_plan`."""
+    pipeline: tuple[str, ...] | None = None
+    """Parts of the decoder in order, in place of `base_model_pp_plan`."""
+
+
+OWN: Mapping[str, OwnPlan] = MappingProxyType(
+    {
+        "olmoe": OwnPlan(
+            "transformers has no order of stages for it, and its decoder is a Llama's",
+            pipeline=("embed_tokens", "layers", "norm"),
+        ),
+        "gpt_oss": OwnPlan(
+            "transformers has a plan of its experts for expert ranks alone",
+            tensor={
+                "layers.*.self_attn.q_proj": "colwise",
+                "layers.*.self_attn.k_proj": "colwise",
+                "layers.*.self_attn.v_proj": "colwise",
+                "layers.*.self_attn.sinks": "colwise",
+                "layers.*.self_attn.o_proj": "rowwise",
+                # Gate and up alternate, so that a part of the columns has as many of each.
+                "layers.*.mlp.experts.gate_up_proj": "colwise",
+                "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
+                "layers.*.mlp.experts.down_proj": "rowwise",
+                "layers.*.mlp.experts": EXPERTS,
+            },
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where things are in a model, and where it is cut."""
+
+    decoder: str
+    """The decoder, in the model with its head."""
+    embedding: str
+    """Token embedding, in the decoder."""
+    positions: str | None = None
+    """Learned position embedding, in the decoder, if it has one."""
+    entry: tuple[str, ...] = ()
+    """What else lies between embedding and blocks: of the first stage alone."""
+    blocks: str
+    """List of the blocks, in the decoder."""
+    final_norm: str
+    """Norm after the last block, in the decoder."""
+    head: str
+    """Output projection, in the model."""
+    regions: tuple[Region, ...] = field(default=())
+    """Parts of a block that are shared out; it may lack some (one without experts)."""
+
+    @classmethod
+    def of_family(cls, family: Family) -> Cut:
+        """As the facts of a family say."""
+        return cls(
+            decoder=family.decoder,
+            embedding=family.embedding,
+            positions=family.positions,
+            blocks=family.blocks,
+            final_norm=family.final_norm,
+            head=family.head,
+            regions=family.regions,
+        )
+
+    def check(self, model: PreTrainedModel, *, sequence_sharded_norms: bool) -> None:
+        """That tensor ranks can share it.
+
+        Raises:
+            TrainctlError: They cannot, or what lies between its regions cannot be shared.
+        """
+        if not self.regions:
+            raise _refusal(model, "transformers has no plan of its matrices for tensor ranks")
+        if not sequence_sharded_norms:
+            return
+        if any(region.is_experts for region in self.regions):
+            raise _refusal(model, "its routers need the whole sequence")
+        if len({region.module.split(".")[0] for region in self.regions}) < 2:
+            raise _refusal(model, "attention or feed-forward layers need the whole sequence")
+
+
+def cut_of(model: PreTrainedModel) -> Cut:
+    """Where a whole skeleton is cut.
+
+    Raises:
+        TrainctlError: Neither its family nor transformers says it in words that are understood.
+    """
+    family = of_type(model.config.model_type)
+    return from_plans(model) if family is None else Cut.of_family(family)
+
+
+def shares_of(model: PreTrainedModel) -> dict[str, int]:
+    """Equal parts of each parameter that tensor ranks divide among themselves, by canonical name.
+
+    Heads of attention, columns of a feed-forward layer or of each expert, tokens of a vocabulary;
+    parameters that every rank has whole are left out, and so are all of a model that cannot be cut.
+    """
+    try:
+        where = cut_of(model)
+    except TrainctlError:
+        return {}
+    decoder = getattr(model, where.decoder)
+    shares: dict[nn.Parameter, int] = {}
+    for owner in (getattr(decoder, where.embedding), getattr(model, where.head)):
+        shares |= dict.fromkeys(owner.parameters(), model.config.vocab_size)
+    for block in getattr(decoder, where.blocks):
+        for region in where.regions:
+            if has_parts(block, region.module, (*region.columns, region.row)):
+                module = block.get_submodule(region.module)
+                shares |= _shares_in(module, region, model.config.num_attention_heads)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: count for parameter, count in shares.items()} if where.regions else {}
+
+
+def _shares_in(module: Any, region: Region, heads: int) -> dict[nn.Parameter, int]:
+    """Of one region."""
+    row = getattr(module, region.row)
+    if region.is_experts:
+        width = row.shape[1 if getattr(module, "is_transposed", False) else 2]
+        return {getattr(module, name): width for name in (*region.columns, region.row)}
+    matrix = row.weight
+    width = matrix.shape[0 if isinstance(row, Conv1D) else 1]
+    units = heads if hasattr(module, "is_causal") else width  # attention is cut by heads
+    found = {matrix: units} | {getattr(module, name): units for name in region.values}
+    for name in region.columns:
+        layer = getattr(module, name)
+        own = units
+        if hasattr(module, "num_key_value_groups") and len(region.columns) == 3:
+            own = layer.out_features * heads // width
+        elif region.is_uneven:
+            own = heads // module.num_key_value_groups
+        found |= dict.fromkeys(layer.parameters(), own)
+    return found
+
+
+def from_plans(model: PreTrainedModel) -> Cut:
+    """As transformers' plans say, and the module tree where these are silent."""
+    config, own = model.config, OWN.get(model.config.model_type)
+    order = own.pipeline if own and own.pipeline else tuple(config.base_model_pp_plan or ())
+    styles = own.tensor if own and own.tensor else config.base_model_tp_plan or {}
+    decoder = model.base_model
+    parts = {name: getattr(decoder, name, None) for name in order}
+    blocks = _only(model, (n for n, part in parts.items() if isinstance(part, nn.ModuleList)))
+    before, after = order[: order.index(blocks)], order[order.index(blocks) + 1 :]
+    looked_up = model.get_input_embeddings()
+    embedding = _only(model, (name for name in before if parts[name] is looked_up))
+    return Cut(
+        decoder=model.base_model_prefix,
+        embedding=embedding,
+        entry=tuple(name for name in before if name != embedding),
+        blocks=blocks,
+        final_norm=_only(model, iter(after)),
+        head=_only(
+            model, (n for n, m in model.named_children() if m is model.get_output_embeddings())
+        ),
+        regions=_regions(model, getattr(decoder, blocks), f"{blocks}.*.", styles),
+    )
+
+
+def _regions(
+    model: PreTrainedModel, blocks: nn.ModuleList, prefix: str, styles: Mapping[str, str]
+) -> tuple[Region, ...]:
+    by_module: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        if style == EXPERTS:
+            continue
+        module, _, leaf = name.removeprefix(prefix).rpartition(".")
+        if not name.startswith(prefix) or not module:
+            raise _refusal(model, f"its plan cuts {name}, outside of the blocks' modules")
+        by_module.setdefault(module, {})[leaf] = style
+    found = []
+    for module, parts in by_module.items():
+        block = next((block for block in blocks if has_parts(block, module, parts)), None)
+        if block is not None:
+            found.append(_region(model, module, block.get_submodule(module), parts))
+    return tuple(found)
+
+
+def has_parts(block: nn.Module, module: str, parts: Mapping[str, str] | tuple[str, ...]) -> bool:
+    """Whether a block has the module of a region with all that is cut in it."""
+    for name in module.split("."):
+        if not hasattr(block, name):
+            return False
+        block = getattr(block, name)
+    return all(getattr(block, part, None) is not None for part in parts)
+
+
+def _region(
+    model: PreTrainedModel, path: str, module: nn.Module, parts: Mapping[str, str]
+) -> Region:
+    """What a module's styles mean, given its shapes."""
+    row = _only(model, (name for name, style in parts.items() if style in ROW))
+    is_experts = isinstance(getattr(module, row), nn.Parameter)
+    cut = [name for name, style in parts.items() if style in COLUMN + GATHERED]
+    values = (
+        () if is_experts else tuple(n for n in cut if isinstance(getattr(module, n), nn.Parameter))
+    )
+    columns = tuple(name for name in cut if name not in values)
+    per_head = tuple(name for name, style in parts.items() if style == PER_HEAD)
+    strange = set(parts) - {*cut, row, *per_head}
+    if strange or not columns:
+        what = ", ".join(f"{path}.{name}: {parts[name]}" for name in sorted(strange)) or path
+        raise _refusal(model, f"its plan has styles that are not known here ({what})")
+    known = {*cut, row, *per_head}
+    if is_experts:
+        _all_known(model, path, module, known | {f"{row}_bias"})
+        fused = 2 if parts[columns[0]] == "packed_colwise" else 1
+        return Region(path, columns, row, fused=fused, is_experts=True)
+    across: tuple[str, ...] = ()
+    fused, is_uneven = 1, False
+    gathers = any(parts[name] in GATHERED for name in columns)
+    if gathers and len(columns) > 1:
+        widths = {getattr(module, name).out_features for name in columns}
+        across = tuple(
+            name
+            for name, child in module.named_children()
+            if name not in known and {p.numel() for p in child.parameters()} & widths
+        )
+    elif gathers:
+        width = getattr(module, columns[0]).out_features
+        fused, rest = divmod(width, getattr(module, row).in_features)
+        is_uneven = getattr(module, "num_key_value_groups", 1) != 1
+        if rest and not is_uneven:
+            raise _refusal(model, f"{path}.{columns[0]} has unequal parts")
+        fused = 1 if is_uneven else fused
+    _all_known(model, path, module, known | set(across))
+    return Region(
+        path,
+        columns,
+        row,
+        fused=fused,
+        per_head=per_head,
+        across_heads=across,
+        values=values,
+        is_uneven=is_uneven,
+    )
+
+
+def _all_known(model: PreTrainedModel, path: str, module: nn.Module, known: set[str]) -> None:
+    """That nothing in a region is left of which the plan says nothing."""
+    for name, _ in module.named_parameters():
+        if name.split(".")[0] not in known:
+            raise _refusal(model, f"its plan does not say how {path}.{name} is cut")
+
+
+def _only(model: PreTrainedModel, found: object) -> str:
+    names = list(found)  # type: ignore[call-overload]
+    if len(names) != 1:
+        raise _refusal(model, "transformers does not say in which order its parts follow")
+    name: str = names[0]
+    return name
+
+
+def _refusal(model: PreTrainedModel, why: str) -> TrainctlError:
+    return TrainctlError(f"{model.config.model_type} cannot be cut: {why}", hint="parallelism=data")
