@@ -158,7 +158,10 @@ def test_keys_of_a_logger_that_is_not_installed_here_are_left_out():
 
 
 def test_names_of_loggers_are_checked_one_by_one():
-    assert compose(["logging.to=[csv,csv]"]).config.logging.to == ["csv"]
+    assert compose(["logging.to=[csv]"]).config.logging.to == ["csv"]
+    with pytest.raises(TrainctlError) as raised:
+        compose(["logging.to=[csv,csv]"])
+    assert raised.value.findings[0].rule == "TC102"
     with pytest.raises(TrainctlError) as raised:
         compose(["logging.to=[csv,tensorbord]"])
     assert "did you mean tensorboard?" in raised.value.findings[0].hint

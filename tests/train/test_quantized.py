@@ -25,9 +25,10 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
+from trainctl.train.adapters import codecs, quantized
 from trainctl.train.adapters.codecs import codec_of
 from trainctl.train.adapters.export import export_adapter
-from trainctl.train.adapters.layers import codecs, initial_adapter, quantized
+from trainctl.train.adapters.layers import initial_adapter
 from trainctl.train.adapters.quantized import Dequantized, Quantized
 from trainctl.train.checkpoint.export import export
 from trainctl.train.data import TrainingData

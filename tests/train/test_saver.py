@@ -17,8 +17,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
+from trainctl.train.checkpoint import saver as saver_module
 from trainctl.train.checkpoint.content import Checkpoint
-from trainctl.train.checkpoint.content import saver as saver_module
 from trainctl.train.checkpoint.save import write_checkpoint
 from trainctl.train.checkpoint.saver import Saver
 from trainctl.train.faults import VARIABLE

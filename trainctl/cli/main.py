@@ -87,8 +87,10 @@ def run(arguments: Sequence[str]) -> int:
     except TrainctlError as error:
         show_trainctl_error(error)
         return error.exit_code
-    except SystemExit as end:  # none of ours ends so
+    except SystemExit as end:
         place = traceback.extract_tb(end.__traceback__)[-1]
+        if Path(place.filename).is_relative_to(Path(typer.__file__).parent):
+            raise  # it has answered, such as `--show-completion`
         show_error(
             f"{place.filename}:{place.lineno} ended the command by {describe_exception(end)}",
             "code of an option or a package must return or raise an error; repair it",

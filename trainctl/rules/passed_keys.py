@@ -2,7 +2,7 @@
 
 A key that a config key says belongs to that one. A key that the trainer relies on belongs to the
 trainer; a program of the user's may set it. Of the others, some change no loss and no gradient norm
-(real runs show it: `tests/train/test_passed_keys.py`), and nothing reads the rest.
+(real runs show it: `tests/train/test_passed_keys_on_ranks.py`), and nothing reads the rest.
 `tests/plan/test_passed_keys.py` holds that every key of the schema is in one of these tables.
 """
 
