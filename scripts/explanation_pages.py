@@ -40,7 +40,7 @@ A run that fails writes a `failure` record, a step that is not made an `interven
 ([records](../records.md)). Their words are these; `trainctl explain device_memory` prints the same.
 """
 RECORDS_PAGE = """\
-# The records of a run
+# Run records (events.jsonl)
 {written}
 `events.jsonl` in a run's directory has an object a line: what happened, in the order in which it
 was written. Programs may read it while the run goes on; a line that a killed process cut off is to

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "rules.md"
 MATRIX = ROOT / "tests" / "rules" / "deepspeed" / "confusion_matrix.json"
 INTRODUCTION = """\
-# What is checked
+# Configuration checks
 Written by `make docs` from the rules themselves; do not edit it by hand.
 
 Every finding names its rule, and each rule has a place with its cause, an example and the cure,
