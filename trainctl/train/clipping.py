@@ -78,9 +78,7 @@ class NormHistory:
             self._norms.append(norm)
 
     def state(self) -> list[float]:
-        """Return the norms for the checkpoint: exact, so that a resume clips at the same
-        thresholds.
-        """
+        """Return the norms for the checkpoint, exact: a resume clips at the same thresholds."""
         return list(self._norms)
 
     def restore(self, norms: Sequence[float]) -> None:

@@ -48,9 +48,8 @@ def become_ranks(plan: RunPlan) -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
             os.setsid()
             os.environ.update(variables)
-            while (
-                os.getppid() == here
-            ):  # wait for the agent as parent: `begin` ties this process to it
+            # Wait until the agent is the parent: `begin` ties this process to it.
+            while os.getppid() == here:
                 time.sleep(_POLL_SECONDS)
             begin()
             return

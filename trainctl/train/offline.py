@@ -60,9 +60,7 @@ def main() -> int:
 
 
 def _problem(error: TrainctlError) -> dict[str, Any]:
-    """Return the fields of the `error` answer. The messages of the error's findings, if any, come
-    first.
-    """
+    """Return the fields of the `error` answer, with the messages of the error's findings if any."""
     found = [each for each in error.findings if each.is_error]
     message = "; ".join(each.message for each in found) or error.message
     hint = error.hint or next((each.hint for each in found), "")
@@ -117,7 +115,7 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
     """Do the task.
 
     Raises:
-        TrainctlError: The run is training, and has deleted the checkpoint meanwhile.
+        TrainctlError: Training goes on and has deleted the checkpoint meanwhile.
     """
     if arguments.task == "add-tokens":
         return _add_tokens(arguments, progress)

@@ -139,7 +139,7 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
 
 
 def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
-    """Return True if dropout masks may differ, since each rank draws its own on the mesh and batch.
+    """Return True if dropout masks may differ: each rank draws its own, for its part of the batch.
 
     Only models from directories and adapters have dropout.
     """

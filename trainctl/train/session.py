@@ -134,9 +134,7 @@ class Session:
 
     @property
     def saved_buffers(self) -> list[Buffer]:
-        """Buffers that this rank writes: all of its stage, on the first of the ranks that have
-        them.
-        """
+        """Buffers that this rank writes: those of its stage on the stage's first rank."""
         mesh = self.mesh
         is_first = mesh.replicas.is_first and mesh.tensor.is_first
         return self.buffers if is_first else []

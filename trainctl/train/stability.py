@@ -168,17 +168,19 @@ class Guard:
 
 
 DIVERGED_STEPS = 10
-"""Steps in a row that must be above the limit: a spike is shorter, or comes down in between."""
+"""Steps in a row that must agree: a spike is shorter, or comes down in between."""
 ABOVE_IGNORANCE = 1.5
-"""Multiple of ln(vocabulary), the loss of uniform predictions: fresh weights are near it."""
+"""Limit, as a multiple of ln(vocabulary): the loss of uniform predictions, near fresh weights'."""
 ABOVE_BEST = 2.0
-"""Multiple of the run's lowest mean loss over `DIVERGED_STEPS` steps."""
+"""Limit, as a multiple of the run's lowest mean loss over `DIVERGED_STEPS` steps."""
 LEAST_SHARE = 0.5
-"""Share of ln(vocabulary) that a diverged loss is above. A smaller loss may double on harder text;
-a model that has unlearnt everything but token frequencies is above half.
+"""Least limit, as a multiple of ln(vocabulary).
+
+A small loss may double on harder text; a model that has unlearnt everything but token frequencies
+is above half.
 """
 ABOVE_START = 3.0
-"""Multiple of the mean loss of the first steps, for objectives whose loss is no cross entropy."""
+"""Limit, as a multiple of the mean loss of the first steps, for losses other than cross entropy."""
 
 
 class Divergence:
@@ -226,9 +228,7 @@ class Divergence:
         }
 
     def _limit(self) -> tuple[float, str, float]:
-        """Return the limit as a factor, the name of the reference that it multiplies, and its
-        value.
-        """
+        """Return the limit as a factor, and the name and value of the reference it multiplies."""
         if self._ignorance is None:
             return ABOVE_START, "start", self._start if self._start > 0 else math.inf
         limits = (

@@ -44,9 +44,7 @@ class Step:
     loss: float
     """Loss over the global batch, in nats: the cross entropy alone, or the objective's loss."""
     grad_norm: float | None
-    """Gradient norm before any change but centralization; None if a technique has none at this
-    step.
-    """
+    """Gradient norm before any change but centralization; None if unknown at this step."""
     group_norms: dict[str, float]
     """Gradient norm of each parameter group; empty where only DeepSpeed knows norms."""
     factor: float
@@ -55,7 +53,7 @@ class Step:
     first_sample: int
     """Counter of the step's first sample."""
     clip_at: float | None = None
-    """Adaptive clipping threshold of this step; None if the threshold is fixed."""
+    """Threshold of the gradient norm if clipping is adaptive; None otherwise, or without a norm."""
     clipped_groups: dict[str, float] | None = None
     """Factors of the gradients of groups above their own limits, applied before the total norm is
     clipped; None if no group was above.
@@ -112,7 +110,7 @@ class Stepper:
         Raises:
             TrainctlError: The step cannot be made, by the policy, after too many interventions, or
                 because its loss differs from the recorded one after a resume. Raised on all ranks,
-                with the weights of before the step.
+                with the weights of before the step unless the engine updates early.
         """
         while True:
             step = self._attempt()
@@ -296,9 +294,8 @@ class Stepper:
             return None
         found: dict[str, Any] | None = None
         if session.process.is_first:
-            with suppress(
-                OSError, ValueError, TrainctlError
-            ):  # the search must not hide the error itself
+            # A failing search must not hide the error itself.
+            with suppress(OSError, ValueError, TrainctlError):
                 found = self._look_for_document(batches)
         shared: dict[str, Any] | None = session.process.from_first(found)
         return shared

@@ -17,9 +17,7 @@ from trainctl.errors import ExitCode, TrainctlError
 Progress = Callable[[str, int, int], None]
 
 _PARTS = 50
-"""Number of chunks in which the model gets the requests of one kind: progress is reported by
-chunk.
-"""
+"""Chunks of the requests of one kind; progress is reported after each chunk."""
 
 
 @dataclass(frozen=True, slots=True)

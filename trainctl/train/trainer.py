@@ -319,7 +319,7 @@ class Trainer:
         self._record_saved()
 
     def _before_rewind(self) -> None:
-        """Commit the checkpoint being written, which the rewind may read.
+        """Wait for the checkpoint being written, which the rewind may read.
 
         The heartbeat says `save`, a slow phase, because reading a checkpoint may take long.
         """
@@ -424,9 +424,7 @@ class Trainer:
         }
 
     def _drawn(self, step: Step) -> dict[str, object]:
-        """Return the step record's number of samples of each source, if the run has
-        `data.sources`.
-        """
+        """Return the step record's samples per source; empty without `data.sources`."""
         session = self._session
         if not session.plan.config.data.sources:
             return {}
