@@ -1,6 +1,6 @@
-"""A rank: `python -m trainctl.train RUN_DIR --attempt N`, started by the agent.
+"""Entry point of a rank: `python -m trainctl.train RUN_DIR --attempt N`, started by the agent.
 
-With `--fork` it is what the ranks of a node are forked from, and goes on as each of them.
+With `--fork` the process is the fork server of a node's ranks, and each fork goes on as a rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Train as the attempt's plan says; the exit code."""
+    """Train as the attempt's plan says; return the exit code."""
     die_with_parent()
     trained: list[bool] = []
-    atexit.register(_leave, trained)  # the first to be registered is the last to be called
+    atexit.register(_leave, trained)  # registered first, so called last
     parser = argparse.ArgumentParser(prog="trainctl.train")
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
@@ -41,10 +41,10 @@ def main() -> int:
         from trainctl.train.forks import become_ranks
 
         become_ranks(_plan(run, arguments.attempt))
-    # Before the first beat: an agent that finds this rank silent asks for its stacks by the signal.
+    # Before the first beat: the agent sends SIGUSR1 to a silent rank to get its stacks.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat(int(os.environ["RANK"])))
-    # Only now the slow imports: a rank whose agent has gone must not outlive this line.
+    # Slow imports start here: a rank whose agent is gone has exited before them.
     from trainctl.errors import TrainctlError
 
     attempt = run.attempt(arguments.attempt)
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _plan(run: RunPaths, attempt: int) -> RunPlan:
-    """What is trained; with what libraries read when they are imported in the environment."""
+    """Read the attempt's plan, and set the environment variables that libraries read at import."""
     from trainctl.runs.directory import read_plan
 
     plan = read_plan(run.attempt(attempt).plan)
@@ -82,10 +82,10 @@ def _plan(run: RunPaths, attempt: int) -> RunPlan:
 
 
 def _leave(trained: list[bool]) -> None:
-    """End a rank that has trained, before all of its libraries are unloaded.
+    """Exit at once after a training that succeeded, without unloading the libraries.
 
-    All is saved and closed by then. Unloading takes half a second, and what fails in it would be
-    taken for a failure of the training.
+    Everything is saved and closed by then. Unloading takes half a second, and an error in it would
+    be taken for a failure of the training.
     """
     if trained:
         sys.stdout.flush()

@@ -1,10 +1,10 @@
-"""What the gradient norm is clipped at: a number, or a limit that follows the norms of before.
+"""Clipping threshold of the gradient norm: constant, or adaptive to the norms of earlier updates.
 
-``percentile`` is AutoClip (arXiv:2007.14469): the limit of a step is a percentile of all norms so
-far, its own included. ``mean`` is a multiple of the mean of those before it. Both look back over
-the last `gradients.adaptive_window` updates that were made: norms of what is clipped, after
-elements and groups were. Either takes the place of `optimizer.gradient_clipping`, which holds only
-where there is no norm yet to go by: for the first update of ``mean``.
+``percentile`` is AutoClip (arXiv:2007.14469): the threshold of a step is a percentile of all norms
+so far, including the step's own. ``mean`` is a multiple of the mean of the earlier norms. Both look
+back over the last `gradients.adaptive_window` updates that were made. The norms are taken after
+changes to elements and groups, right before clipping. Both replace `optimizer.gradient_clipping`,
+which applies only where there is no norm to follow, as at the first update of ``mean``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trainctl.engines.protocol import CLIPPING_EPSILON
 
 
 def clipped_groups(norms: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:
-    """What the gradients of parameter groups above their own limits are multiplied by.
+    """Return factors that scale down the gradients of parameter groups above their own limits.
 
     Args:
-        norms: Of each group; finite.
-        limits: Of the groups that have one.
+        norms: Gradient norm of each group; finite.
+        limits: Limits of the groups that have their own.
     """
     return {
         name: limit / (norms[name] + CLIPPING_EPSILON)
@@ -34,10 +34,10 @@ def clipped_groups(norms: Mapping[str, float], limits: Mapping[str, float]) -> d
 
 
 class NormHistory:
-    """Norms of the last updates, and the limit that follows from them.
+    """Gradient norms of the last updates, and the clipping threshold that follows from them.
 
     Args:
-        config: How.
+        config: Kind and window of adaptive clipping.
         fixed: `optimizer.gradient_clipping`; 0 for none.
     """
 
@@ -47,19 +47,19 @@ class NormHistory:
 
     @classmethod
     def of(cls, config: RunConfig) -> NormHistory:
-        """That of a run, empty."""
+        """Return an empty history with a run's settings."""
         return cls(config.gradients, config.optimizer.gradient_clipping)
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the limit is another one at each update."""
+        """Whether the threshold follows earlier norms."""
         return self._config.adaptive_clipping is not AdaptiveClipping.none
 
     def limit(self, norm: float | None) -> float | None:
-        """Of a step with a gradient of that norm; None if nothing is clipped.
+        """Return the threshold of a step with this gradient norm; None if nothing is clipped.
 
         Args:
-            norm: None, or not finite, where there is none to follow.
+            norm: Norm right before clipping. None, or not finite, gives the fixed threshold.
         """
         if norm is None or not math.isfinite(norm):
             return self._fixed
@@ -73,15 +73,15 @@ class NormHistory:
                 return self._fixed
 
     def add(self, norm: float) -> None:
-        """Note that an update was made."""
+        """Record the norm of an update that was made."""
         if self.is_adaptive:
             self._norms.append(norm)
 
     def state(self) -> list[float]:
-        """For the checkpoint: exact, so that a resume clips at the same limits."""
+        """Return the norms for the checkpoint, exact: a resume clips at the same thresholds."""
         return list(self._norms)
 
     def restore(self, norms: Sequence[float]) -> None:
-        """Go on from a checkpoint."""
+        """Replace the history by a checkpoint's norms."""
         self._norms.clear()
         self._norms.extend(norms)

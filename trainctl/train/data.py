@@ -1,4 +1,4 @@
-"""Batches from the tokenized corpus, by sample counter alone."""
+"""Micro-batches from the tokenized corpus, as a function of the sample counter alone."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from trainctl.plan.types import RunPlan
 
 
 class PackedDataset:
-    """Samples of one length of a side of a corpus, as micro-batches.
+    """Samples of one length from one split of a corpus, as micro-batches.
 
     Args:
-        corpus: The corpus.
-        split: Its side.
-        sequence_length: Of a sample.
-        mask_documents: Whether documents see each other.
+        sequence_length: Tokens of a sample.
+        mask_documents: Whether attention stays within a document.
         has_pairs: Whether each sample is a pair of answers.
-        how: Of `SampleRows`: bins, and what documents become.
+        how: Further arguments of `SampleRows`: `bins` and `infilling`.
     """
 
     reference: npt.NDArray[np.float32] | None = None
-    """Log-probabilities of each sample's answers before the first step, (samples, 2); None where
-    nothing needs them, or they are not known yet."""
+    """Log-probabilities of each sample's two answers before the first step, (samples, 2). None if
+    no objective needs them, or until they are computed.
+    """
 
     def __init__(
         self,
@@ -56,14 +55,14 @@ class PackedDataset:
         self.read, self.pieces = self._samples.read, self._samples.pieces
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        """Return the samples at `indices`; an index of -1 is a sample without labels (padding)."""
+        """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
         rows = self.read(indices)
         rows.silent[indices < 0] = True
         batch = _micro_batch(rows, indices, is_masked=self.mask_documents, has_pairs=self.has_pairs)
         return self.with_reference(batch, indices)
 
     def with_reference(self, batch: MicroBatch, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        """Return the batch of the samples at `indices`, with what is known of their answers."""
+        """Return the batch with the reference log-probabilities of `indices`, if there are any."""
         if self.reference is None or not len(self.reference):
             return batch
         known = torch.from_numpy(self.reference[np.maximum(indices, 0)])
@@ -73,7 +72,7 @@ class PackedDataset:
 def _micro_batch(
     rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool, has_pairs: bool = False
 ) -> MicroBatch:
-    """Return a micro-batch of samples."""
+    """Build a micro-batch from the tokens of its samples."""
     ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
     if has_pairs:
         ends |= _ends_of_first_answers(rows.silent)
@@ -82,7 +81,7 @@ def _micro_batch(
     documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
     positions = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1))
     if is_masked:
-        # The end of a document must not have to guess how the next one begins.
+        # The last token of a document must not learn the first one of the next.
         labels[ends] = IGNORED_LABEL
         first = np.where(np.pad(ends[:, :-1], ((0, 0), (1, 0))), positions, 0)
         positions = positions - np.maximum.accumulate(first, axis=1)
@@ -98,11 +97,10 @@ def _micro_batch(
 
 
 def _ends_of_first_answers(silent: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return the last token of the chosen answer, where a sample is a pair of them, (samples,
-    length).
+    """Return a mask of the last token of each pair's first (chosen) answer, (samples, length).
 
-    A pair is one document of the text, of which the two answers are learnt and their prompts are
-    not: its first answer ends where the first run of labels does.
+    A pair is one document in which only the two answers have labels, not their prompts. So the
+    first answer ends where the first run of labels does.
     """
     ends = np.zeros_like(silent)
     ends[:, 1:] = silent[:, 1:] & ~silent[:, :-1]
@@ -112,28 +110,32 @@ def _ends_of_first_answers(silent: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """The training samples of one data-parallel rank.
+    """Training samples of one data-parallel rank.
 
-    The coordinate is the data-parallel rank alone, so ranks of one tensor, pipeline or sequence
+    They depend on the data-parallel rank alone, so all ranks of a tensor, pipeline or sequence
     group get the same samples.
     """
 
     order: Order
-    """That of the run's samples."""
+    """Order of the run's samples."""
     datasets: Mapping[tuple[str, int], PackedDataset]
-    """One for each name of a source and length of a sample."""
+    """Datasets by source name and sample length."""
     data_rank: int
-    """Number of this rank among those that have other samples."""
+    """Index of this rank among the ranks that get different samples."""
     data_size: int
-    """Number of those."""
+    """Number of ranks that get different samples."""
     streams: tuple[Stream, ...] = ()
-    """Corpora that are fetched while they are read."""
+    """Streamed corpora, which are fetched while they are read."""
 
     @classmethod
     def of(
         cls, plan: RunPlan, corpora: Mapping[str, Corpus], *, data_rank: int, data_size: int
     ) -> TrainingData:
-        """Those of a plan, whose sources are long enough for its stages."""
+        """Build the training data of a plan.
+
+        Raises:
+            ValueError: A stage draws from a source that is shorter than one of its samples.
+        """
         sections = sources_of(plan.config.data)
         order = order_of(plan, {n: drawn_tokens(plan.config, corpora[n]) for n in sections})
         datasets = {
@@ -152,11 +154,11 @@ class TrainingData:
         return cls(order, datasets, data_rank, data_size, _followed(plan, order, corpora))
 
     def step(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
-        """This rank's micro-batches of an optimizer step.
+        """Return this rank's micro-batches of an optimizer step.
 
         Args:
             first_sample: Counter of the step's first sample.
-            batch: Of the step, of all ranks.
+            batch: Global batch of the step.
         """
         for stream in self.streams:
             stream.move(first_sample)
@@ -167,13 +169,13 @@ class TrainingData:
         ]
 
     def counters(self, first_sample: int, batch: Batch) -> npt.NDArray[np.int64]:
-        """Sample counters of these micro-batches, (passes, micro_batch_size)."""
+        """Return the sample counters of this rank's micro-batches, (passes, micro_batch_size)."""
         dealt = self.order.dealt(first_sample, batch.global_batch_size)
         each = dealt.reshape(-1, self.data_size, batch.micro_batch_size)
         return each[:, self.data_rank]
 
     def drawn(self, first_sample: int, end_sample: int) -> dict[str, int]:
-        """Samples of each source among the counters from the first to before the end."""
+        """Return the number of samples of each source among counters [first_sample, end_sample)."""
         before, after = self.order.drawn(first_sample), self.order.drawn(end_sample)
         return {name: after[name] - before[name] for name in self.order.names}
 
@@ -196,7 +198,7 @@ class TrainingData:
 
 
 def _followed(plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]) -> tuple[Stream, ...]:
-    """What is fetched ahead as the run's samples need it."""
+    """Return the streamed corpora, set up to prefetch what the run's samples need."""
     found = {
         name: corpus.stream
         for name, corpus in corpora.items()
@@ -213,7 +215,7 @@ def _followed(plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]) -> tup
 
 
 def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, PackedDataset]:
-    """What each source of a run holds out, in samples of `training.sequence_length`."""
+    """Return the held-out split of each source, in samples of `training.sequence_length`."""
     return {
         name: PackedDataset(
             corpora[name],

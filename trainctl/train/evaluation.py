@@ -1,6 +1,7 @@
-"""Held-out loss, and a text sampled from the model: of the engine's, or of one outside training.
+"""Held-out loss and sampled text, of the engine's model or of a model outside training.
 
-Both take the model as a function: to the loss of a batch, and to the scores of the next token.
+The model is given as a function: from a batch to its loss, or from token ids to the scores of the
+next token.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from trainctl.plan.mixture import SOLE
 from trainctl.train.data import PackedDataset
 
 Score = Callable[[MicroBatch], tuple[float, ...]]
-"""The summed loss over what a batch counts, its number, and sums of what the objective records."""
+"""Function from a micro-batch to its summed loss, the number of labels (or pairs) that the loss is
+summed over, and the sums of the objective's measures.
+"""
 
 NextScores = Callable[[list[int]], torch.Tensor]
-"""Scores of the token that follows some tokens, (vocabulary,) in fp32 on the CPU."""
+"""Function from token ids to the logits of the next token, (vocabulary,) in fp32 on the CPU."""
 
 
 def _unwatched(done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the progress."""
 
 
 def _alone(*values: float) -> list[float]:
-    """Return the sums over one process."""
+    """Return the values: with one process they are the sums."""
     return list(values)
 
 
 @contextmanager
 def inference(module: nn.Module) -> Iterator[None]:
-    """Within it the module keeps no graph and drops nothing out; afterwards it trains."""
+    """Run the block in eval mode without autograd; set the module to train mode afterwards."""
     module.eval()
     try:
         with torch.no_grad():
@@ -47,16 +50,16 @@ def inference(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLoss:
-    """The held-out loss of a run's sources."""
+    """Held-out loss of a run's sources."""
 
     loss: float
-    """Mean over what is counted (nats per token), over the samples of all of them."""
+    """Mean over the labels (or pairs) of all sources; nats per token for a cross entropy."""
     sources: dict[str, float]
-    """The same of each source that holds something out."""
+    """Mean loss of each source that has held-out samples."""
     samples: int
-    """How many there were."""
+    """Number of samples evaluated, over all sources."""
     measures: dict[str, float]
-    """What the objective records beside it, of all of them, by name."""
+    """Means of the objective's measures over all sources, by name."""
 
 
 def evaluate_sources(
@@ -69,15 +72,13 @@ def evaluate_sources(
     progress: Callable[[int, int], None] = _unwatched,
     **how: int,
 ) -> HeldOutLoss | None:
-    """Mean loss over the first held-out samples of each source; None if there are none.
+    """Return the mean loss over the first held-out samples of each source; None without samples.
 
     Args:
-        score: The model's loss of a batch.
-        datasets: The held-out samples of each source.
-        num_samples: How many of each, at most.
-        recorded: Names of what `score` gives beside the loss.
-        sum_over_ranks: As for `evaluate`; so are the others.
-        progress: Called with the samples done and their number, of all sources.
+        num_samples: Most samples of a source.
+        recorded: Names of the measures that `score` returns after the loss and its number.
+        progress: Called with the samples done and their total over all sources.
+        how: Further arguments of `evaluate`.
     """
     counts = {name: min(num_samples, data.num_samples) for name, data in datasets.items()}
     whole, before = sum(counts.values()), 0
@@ -113,19 +114,18 @@ def evaluate(
     sum_over_ranks: Callable[..., list[float]] = _alone,
     progress: Callable[[int, int], None] = _unwatched,
 ) -> float | None:
-    """Mean loss in nats per token over the first held-out samples; None if there are none.
+    """Return the mean loss in nats per token over the first held-out samples; None without samples.
 
-    Every rank runs the same number of forward passes (ZeRO-3 gathers parameters in each), on
-    samples without labels where the real ones have run out.
+    Every rank runs the same number of forward passes (ZeRO-3 gathers parameters in each). A rank
+    that has run out of samples runs padding without labels.
 
     Args:
-        score: The model's loss of a batch.
-        num_samples: How many of them, at most.
+        num_samples: Most samples to evaluate.
         micro_batch_size: Samples in a forward pass.
-        data_rank: Of this process among those that share the work.
-        data_size: Number of those.
-        sum_over_ranks: Each of its arguments summed over them.
-        progress: Called with the samples done and their number.
+        data_rank: Index of this process among those that share the samples.
+        data_size: Number of processes that share the samples.
+        sum_over_ranks: Returns each of its arguments summed over these processes.
+        progress: Called with the samples done and their total.
     """
     found = evaluate_sources(
         score,
@@ -143,7 +143,7 @@ def evaluate(
 def _of_all(
     progress: Callable[[int, int], None], before: int, whole: int, done: int, total: int
 ) -> None:
-    """Progress of one source as that of all."""
+    """Report the progress of one source as progress over all sources."""
     progress(before + done, whole)
 
 
@@ -159,8 +159,7 @@ def _sums(
     sum_over_ranks: Callable[..., list[float]],
     progress: Callable[[int, int], None],
 ) -> list[float]:
-    """Summed loss over the first samples, the number of what it is over, and what else is scored:
-    `width` numbers."""
+    """Return `width` sums over the first `count` samples and all ranks: loss, labels, measures."""
     sums = [0.0] * width
     for start in range(0, count, micro_batch_size * data_size):
         progress(start, count)
@@ -184,18 +183,17 @@ def sampled_ids(
     temperature: float = 0.8,
     progress: Callable[[int, int], None] = _unwatched,
 ) -> list[int]:
-    """Ids with which the model goes on from those of a prompt.
+    """Return the ids of a sampled continuation of `prompt`, without the prompt.
 
-    All ranks take part and draw the same tokens (ZeRO-3 gathers parameters in each pass).
+    All ranks call it together and draw the same tokens (ZeRO-3 gathers parameters in each pass).
 
     Args:
-        prompt: The ids to go on from.
-        num_tokens: To draw, at most.
-        window: Tokens of context given to the model at a time.
-        vocab_size: Ids are below it.
-        ends: Any of these ends it, and is not among what is given.
-        temperature: Divides the logits; 0 takes the likeliest token each time.
-        progress: Called with the tokens drawn and their number.
+        num_tokens: Most tokens to draw.
+        window: Tokens of context in a forward pass.
+        vocab_size: Number of ids to draw from; scores beyond it are ignored.
+        ends: Ids that end the continuation; they are not returned.
+        temperature: Divides the logits; 0 decodes greedily.
+        progress: Called with the tokens drawn and `num_tokens`.
     """
     ids = list(prompt)
     generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
-"""A hook for tests, and for nothing else: a rank that kills itself at a named point of a save.
+"""Fault injection, for tests only: a rank kills itself at a named point of a save.
 
 The points are ``fragment`` (a rank's file is half written), ``manifest`` (all files are complete),
-``rename`` (the manifest is too), ``pointer`` (the checkpoint has its name) and ``rotation`` (an old
-one is about to be deleted).
+``rename`` (the manifest is complete too), ``pointer`` (the checkpoint has its final name) and
+``rotation`` (an old checkpoint is about to be deleted).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 import signal
 
 VARIABLE = "TRAINCTL_FAULT"
-"""``phase:NAME``, then optionally ``:RANK`` (default 0) and ``:STEP`` of the save (default any)."""
+"""Environment variable with ``phase:NAME``, then optionally ``:RANK`` (default 0) and ``:STEP`` of
+the save (default any).
+"""
 
 
 def reach(phase: str, *, rank: int, step: int) -> None:
-    """Die here, by SIGKILL as the machine would do it, if the environment asks for it."""
+    """Kill this process by SIGKILL if the environment asks for it at this point."""
     wanted = os.environ.get(VARIABLE)
     if wanted is None:
         return

@@ -1,7 +1,7 @@
-"""The process that ranks are forked from: `python -m trainctl.train RUN --attempt N --fork`.
+"""Fork server of a node's ranks: `python -m trainctl.train RUN --attempt N --fork`.
 
-It computes nothing, joins nothing and starts no thread of its own: what a fork finds is what an
-import leaves. `trainctl.launch.agent.fork_server` starts it.
+It computes nothing, joins no process group and starts no thread of its own, so a fork inherits only
+what imports leave behind. `trainctl.launch.agent.fork_server` starts it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ _POLL_SECONDS = 0.001
 
 
 def become_ranks(plan: RunPlan) -> None:
-    """Import what ranks of the plan need, wait for the order, fork. Returns in each rank.
+    """Import what the plan's ranks need, wait for the agent's order, fork. Returns in each rank.
 
-    This process itself ends here. A rank's variables are set, and its parent is the agent.
-
-    Args:
-        plan: What will be trained.
+    The fork server itself exits here. When this returns, the rank's environment variables are set
+    and its parent is the agent.
     """
     answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an import prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep what imports print out of the answer
     _import(plan)
     order = b""
     while not order.endswith(b"\n"):
@@ -42,7 +40,7 @@ def become_ranks(plan: RunPlan) -> None:
     pids = []
     for variables in json.loads(order):
         with warnings.catch_warnings():
-            # Python's, of forks beside threads: those of numpy stop for a fork.
+            # Python warns of forks with threads running; numpy's threads stop for a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -50,7 +48,8 @@ def become_ranks(plan: RunPlan) -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
             os.setsid()
             os.environ.update(variables)
-            while os.getppid() == here:  # then it is the agent, to which `begin` ties this process
+            # Wait until the agent is the parent: `begin` ties this process to it.
+            while os.getppid() == here:
                 time.sleep(_POLL_SECONDS)
             begin()
             return
@@ -60,7 +59,7 @@ def become_ranks(plan: RunPlan) -> None:
 
 
 def _import(plan: RunPlan) -> None:
-    """What a rank imports before its first step; a rank says it if that fails."""
+    """Import what a rank imports before its first step; errors are left for the rank to report."""
     with suppress(TrainctlError), uncollected():
         import trainctl.train.rank  # noqa: F401
         from trainctl.engines import declared

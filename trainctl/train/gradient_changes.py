@@ -1,4 +1,4 @@
-"""Changes of gradients besides clipping their norm: centralisation, clipping by value, noise."""
+"""Changes of gradients other than norm clipping: centralization, clipping by value, noise."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from trainctl.engines.shards import ParameterPiece, Pieces
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of splitmix64 (Steele, Lea and Flood, 2014)."""
+"""Multipliers of splitmix64 (Steele, Lea and Flood, 2014)."""
 _MANTISSA = 1 << 24
 _AT_ONCE = 1 << 22
-"""Elements that noise is drawn for at a time: it takes some 40 bytes of each on the way."""
+"""Elements that noise is drawn for at a time: drawing takes some 40 bytes an element."""
 
 
 def centralize(model: nn.Module, pieces: Pieces, axis: Axis | None) -> int:
-    """Let each gradient of a linear layer's weight lose its mean over the inputs.
+    """Register hooks that subtract from a linear weight's gradient its mean over the inputs.
 
-    (arXiv:2004.01461, eq. 1.) It is linear, so it is done to the gradient of every micro-batch,
-    whole, before ZeRO cuts it up. Embeddings, and an output projection tied to one, keep theirs.
+    Gradient centralization (arXiv:2004.01461, eq. 1). It is linear, so it is applied to the whole
+    gradient of every micro-batch, before ZeRO partitions it. Embeddings, and an output projection
+    tied to one, keep their gradients.
 
     Args:
-        model: What is trained, with this rank's parameters.
-        axis: The tensor axis, if it splits the matrices.
+        model: Trained model with this rank's parameters.
+        axis: Tensor-parallel axis, if it splits the matrices.
 
     Returns:
         The number of matrices.
@@ -65,12 +66,12 @@ def _centralized(
 def elementwise(
     config: GradientsConfig, *, seed: int, update: int, scale: float
 ) -> Callable[[Place, torch.Tensor], None] | None:
-    """Return the change of every element for one update; None if there is none.
+    """Return the function that changes every gradient element at one update; None without changes.
 
     Args:
-        config: Clipping by value and noise, in this order.
+        config: Clipping by value, then noise.
         update: Number of the update, from 0.
-        scale: What the gradients are multiplied by.
+        scale: Loss scale that the gradients are multiplied by.
     """
     if config.clip_value == 0 and config.noise == 0:
         return None
@@ -89,10 +90,10 @@ def elementwise(
 
 
 def normal(key: str, indices: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers that are a function of a key and an index alone, in fp32.
+    """Return standard normal numbers that depend on `key` and an index alone, in fp32.
 
-    Whatever rank has an element, it draws the same: 48 bits of a hash of the index make two uniform
-    numbers, and these a normal one (Box and Muller, 1958).
+    Every rank that holds an element draws the same number for it. 48 bits of a hash of the index
+    give two uniform numbers, and these give a normal one (Box and Muller, 1958).
     """
     digest = hashlib.sha256(key.encode()).digest()
     start = int.from_bytes(digest[:8], "little")
@@ -103,18 +104,17 @@ def normal(key: str, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """Return the finaliser of splitmix64 on int64, whose products wrap around as unsigned ones
-    do."""
+    """Return splitmix64's finalizer of int64 values; products wrap around as unsigned ones do."""
     values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
     values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
     return values ^ _shifted(values, 31)
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifted right without the sign."""
+    """Return the values shifted right without their sign (logical shift)."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """Return the int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value

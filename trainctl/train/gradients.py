@@ -1,7 +1,7 @@
-"""The gradients of a step between its last backward pass and its update, wherever they are kept.
+"""Gradients of a step between its last backward pass and its update, wherever they are kept.
 
-The engine's `States` say where; here are the norms of parameter groups over all ranks, and what is
-changed before the update.
+The engine's `States` know where they are. Here are the norms of parameter groups over all ranks,
+and changes of gradients before the update.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from trainctl.train.groups import group_key
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Of the gradient of a step, over all ranks, each element counted once; the same on all
-    ranks."""
+    """Gradient norms of a step over all ranks, each element counted once; the same on all ranks."""
 
     total: float
-    """That of all parameters."""
+    """Norm over all parameters."""
     groups: dict[str, float]
-    """Those of each optimizer group."""
+    """Norm of each parameter group, by name."""
 
     @property
     def is_finite(self) -> bool:
@@ -35,16 +34,14 @@ class Norms:
 
 
 class Gradients:
-    """The gradients of this rank's step; all ranks call the same methods in the same order.
+    """Gradients of this rank's step. All ranks call the same methods in the same order.
 
     Args:
-        engine: The engine.
-        process: This rank.
-        config: The run's; tells the group of each parameter.
+        config: The run's configuration, by which parameters are grouped.
 
     Attributes:
-        limits: Most that the norms may be of parameter groups that have one of their own, wherever
-            they are.
+        limits: Clipping limit of each parameter group that has its own, by name; of groups on any
+            rank.
     """
 
     def __init__(self, engine: Engine, process: Process, config: RunConfig) -> None:
@@ -53,7 +50,7 @@ class Gradients:
         keys = {piece.name: group_key(piece, config) for piece in trained}
         self._group_of = {name: key.name(config) for name, key in keys.items()}
         limits = {key.name(config): key.clip_at for key in keys.values() if key.clip_at}
-        # A pipeline stage may have none of a group; all ranks add up the same list.
+        # A pipeline stage may lack a group, but all ranks must sum the same list.
         everywhere = process.gather((sorted(set(self._group_of.values())), limits))
         self._groups = sorted(set().union(*(groups for groups, _ in everywhere)))
         self.limits: dict[str, float] = {}
@@ -62,16 +59,16 @@ class Gradients:
 
     @property
     def are_visible(self) -> bool:
-        """Whether they can be looked at before the update (TC069)."""
+        """Whether gradients can be read before the update (TC069)."""
         return self._states.show_gradients
 
     @property
     def scale(self) -> float:
-        """What they are multiplied by, until the update divides by it: the loss scale of fp16."""
+        """Factor of the gradients until the update divides by it: the fp16 loss scale."""
         return self._states.scale
 
     def norms(self) -> Norms:
-        """Their norms, in double precision on a CPU and fp32 elsewhere."""
+        """Return the gradient norms, in double precision on a CPU and fp32 elsewhere."""
         squares: dict[str, list[torch.Tensor]] = {name: [] for name in self._groups}
         for fragment, square in self._states.squares():
             squares[self._group_of[fragment.name]].append(square)
@@ -87,11 +84,11 @@ class Gradients:
 
     @torch.no_grad()
     def change(self, change: Change) -> None:
-        """Change every element, here and in whatever copies of it decide the update."""
+        """Change every gradient element, here and in every copy that decides the update."""
         self._states.change(change)
 
     def scale_groups(self, factors: Mapping[str, float]) -> None:
-        """Multiply the gradients of parameter groups; a group that is not named keeps its own."""
+        """Multiply the gradients of parameter groups by `factors`; other groups keep theirs."""
 
         def scale(place: Place, values: torch.Tensor) -> None:
             factor = factors.get(self._group_of[place.name])
@@ -102,16 +99,17 @@ class Gradients:
 
 
 def _added_up(columns: list[list[torch.Tensor]]) -> list[float]:
-    """Return the sum of each list of scalars; read once, since the host waits for the device
-    there."""
+    """Return the sum of each list of scalars, all read from the device at once."""
     totals = _totals([column for column in columns if column])
     read = iter(totals.tolist())
     return [next(read) if column else 0.0 for column in columns]
 
 
 def _totals(columns: list[list[torch.Tensor]]) -> torch.Tensor:
-    """Return the sum of each list, none empty; on the device if a partly offloaded optimizer has
-    both."""
+    """Return the sum of each list; none may be empty.
+
+    A partly offloaded optimizer has scalars on the CPU and on the device; the device adds them.
+    """
     devices = {value.device for column in columns for value in column}
     device = max(devices, key=lambda each: each.type != "cpu", default=torch.device("cpu"))
     sums = [torch.stack([value.to(device) for value in column]).sum() for column in columns]

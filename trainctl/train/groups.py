@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups of what a rank has, by the plan's rule."""
+"""Optimizer parameter groups of a rank's parameters, by the plan's rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainctl.plan.groups import GroupKey, group_of, in_order
 
 
 def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
-    """Return the group of a parameter, by the plan's rule."""
+    """Return the parameter group of a parameter, by the plan's rule."""
     embedding, head = piece.is_embedding, piece.is_head
     return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)
 
@@ -20,9 +20,10 @@ def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
 def parameter_groups(
     pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups of what trains on a rank, by the plan's rule; none is empty.
+    """Return the optimizer's groups of a rank's trained parameters, by the plan's rule.
 
-    Experts that other replicas do not have are groups of their own (`moe`) under the same name.
+    No group is empty. Experts that other replicas do not have form separate groups (`moe`) under
+    the same names.
     """
     members: dict[bool, dict[GroupKey, list[nn.Parameter]]] = {False: {}, True: {}}
     for parameter, piece in pieces.items():

@@ -1,7 +1,7 @@
-"""What the run's own losses do to the learning rate, over the schedule's closed form of the step.
+"""Learning rate of a run: the schedule's closed form, changed by the run's own losses.
 
-No torch: the held-out loss and every intervention are the same on all ranks, so all ranks come to
-the same rate. What is kept here is in every checkpoint.
+No torch. The held-out loss and every intervention are the same on all ranks, so all ranks compute
+the same rate. The state kept here is in every checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from trainctl.train.patience import Patience
 
 
 class LearningRate:
-    """The factor of every group's peak learning rate, by the update.
-
-    Args:
-        plan: Of the run.
-    """
+    """Factor of every group's peak learning rate at each update."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._curve = Curve.of(plan)
@@ -31,24 +27,24 @@ class LearningRate:
         self._patience = self._patient({})
 
     def factor(self, step: int) -> float:
-        """Of update number `step`, from 0."""
+        """Return the factor at update number `step`, from 0."""
         return self._curve.factor(step, drops=self._drops) * self._cut
 
     @property
     def cut(self) -> float:
-        """What the rewinds so far have left of it."""
+        """Factor left by the rewinds so far; 1 before any."""
         return self._cut
 
     def see(self, loss: float, step: int) -> dict[str, Any] | None:
-        """Take note of a held-out loss.
+        """Record a held-out loss.
 
         Args:
             loss: In nats, the same on all ranks.
-            step: Updates that were made before it.
+            step: Number of updates before this loss.
 
         Returns:
-            For the record, if the schedule lets the rate drop now: how often it has, why and to
-            what.
+            The fields of the record if the schedule drops the rate now: number of drops, new
+            factor, and the patience state that caused the drop. None otherwise.
         """
         if self._patience is None:
             return None
@@ -61,20 +57,20 @@ class LearningRate:
         return {"drops": self._drops, "factor": self.factor(step), **why}
 
     def cut_after_rewind(self) -> None:
-        """Multiply it by `stability.rewind_lr_factor`, from now to the end of the run."""
+        """Multiply the factor by `stability.rewind_lr_factor`, from now to the end of the run."""
         self._cut *= self._rewind_factor
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; empty while there is nothing but the schedule."""
+        """Return the state for the checkpoint; empty while the schedule alone decides the rate."""
         if self._patience is None:
             return {"cut": self._cut} if self._cut != 1.0 else {}
         return {"cut": self._cut, "drops": self._drops, "patience": self._patience.state()}
 
     def restore(self, state: Mapping[str, Any], *, rewound: bool = False) -> None:
-        """Go on from a checkpoint; empty for one that knows nothing of it.
+        """Restore the state of a checkpoint, empty if the checkpoint has none.
 
         Args:
-            rewound: In the running process: what earlier rewinds have cut stays cut.
+            rewound: Whether the running process rewinds: cuts by earlier rewinds then stay.
         """
         self._drops = int(state.get("drops", 0))
         self._patience = self._patient(state.get("patience", {}))

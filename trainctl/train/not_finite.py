@@ -1,7 +1,7 @@
-"""Where a step's NaN or infinity is: in a weight, in an activation, or in a gradient.
+"""Location of a step's NaN or infinity: in a weight, an activation or a gradient.
 
-Looked for once the step is known to be bad, on what each rank holds: the weights that trained up to
-it, its gradient, and, if these weights are finite, a forward pass made again.
+The search runs once the step is known to be bad, on what each rank holds: the master weights of
+trained parameters, their gradients, and, if these weights are finite, a repeated forward pass.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from trainctl.train.evaluation import inference
 from trainctl.train.session import Session
 
 LISTED_NAMES = 8
-"""Names that a record lists, at most."""
+"""Most names that a record lists."""
 
 WEIGHT, ACTIVATION, GRADIENT, LOSS = "weight", "activation", "gradient", "loss"
 
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """What holds a value that is not finite, over all ranks."""
+    """Weights, activations or gradients with values that are not finite, over all ranks."""
 
     kind: str
     """`WEIGHT`; `ACTIVATION`, the output of a module whose weights are finite; `GRADIENT`; or
     `LOSS` where nothing else was found."""
     names: tuple[str, ...] = ()
-    """Canonical names: of weights in the model's order, of gradients in the reverse."""
+    """Canonical names: weights in the model's order, gradients in reverse order."""
     ranks: tuple[int, ...] = ()
-    """Where they were found."""
+    """Ranks that hold such values."""
 
     def record(self) -> dict[str, Any]:
-        """Return the fields for the record of the intervention."""
+        """Return the fields of the intervention record."""
         return {
             "in": self.kind,
             "names": list(self.names[:LISTED_NAMES]),
@@ -50,7 +50,10 @@ class NotFinite:
 
 
 def bad_gradients(session: Session) -> list[str]:
-    """Return the parameters whose gradient on this rank is not finite; it must be visible."""
+    """Return the names of parameters whose gradient on this rank is not finite.
+
+    The gradients must be visible.
+    """
     squares = session.engine.states.squares()
     return sorted({fragment.name for fragment, square in squares if _is_bad(square)})
 
@@ -58,13 +61,12 @@ def bad_gradients(session: Session) -> list[str]:
 def locate(
     session: Session, batches: Sequence[MicroBatch], gradients: list[str], *, in_loss: bool
 ) -> NotFinite:
-    """Find what is not finite; on all ranks together, with the gradients discarded.
+    """Find what is not finite. All ranks call it together, after discarding the gradients.
 
     Args:
-        session: The rank.
-        batches: Of the step.
-        gradients: What `bad_gradients` returned on this rank.
-        in_loss: Whether the loss is not finite, and not its gradient alone.
+        batches: This rank's micro-batches of the step.
+        gradients: Result of `bad_gradients` on this rank.
+        in_loss: Whether the loss itself is not finite, rather than only its gradient.
     """
     order = {name: place for place, name in enumerate(session.shapes)}
 
@@ -78,13 +80,13 @@ def locate(
     if found is None and in_loss:
         found = _bad_pass(session, batches)
     elif found is None:
-        # What comes after it in the backward pass, towards the input, is bad for that reason.
+        # The first bad gradient spoils those after it in the backward pass, towards the input.
         found = over_ranks(GRADIENT, gradients, backward=True)
     return found or NotFinite(LOSS if in_loss else GRADIENT)
 
 
 def _bad_weights(session: Session) -> list[str]:
-    """Return the trained parameters whose master weights on this rank are not finite."""
+    """Return the names of trained parameters whose master weights on this rank are not finite."""
     state, found = session.state, set()
     for index in range(len(state.tensors)):
         with state.resident(index):
@@ -96,9 +98,9 @@ def _bad_weights(session: Session) -> list[str]:
 
 
 def _bad_pass(session: Session, batches: Sequence[MicroBatch]) -> NotFinite | None:
-    """Make the forward pass again; return the first frozen weight or output that is not finite."""
+    """Repeat the forward pass; return the first frozen weight or output that is not finite."""
     if session.plan.config.kernels.compile is not CompileKind.none:
-        return None  # what is compiled calls no hooks
+        return None  # compiled modules call no hooks
     engine = session.engine
     calls = 0
     found: list[tuple[int, int, str, str]] = []
@@ -116,7 +118,7 @@ def _bad_pass(session: Session, batches: Sequence[MicroBatch]) -> NotFinite | No
 
     def after(module: nn.Module, given: Any, made: Any) -> None:
         nonlocal calls
-        calls += 1  # the same on ranks that do the same
+        calls += 1  # the same count on ranks that run the same modules
         tensors = (leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
         if any(each.is_floating_point() and _is_bad(each) for each in tensors):
             note(ACTIVATION, f"{paths[module]} ({type(module).__name__})".lstrip())
@@ -139,14 +141,14 @@ def _bad_pass(session: Session, batches: Sequence[MicroBatch]) -> NotFinite | No
 
 
 def _module_paths(session: Session) -> dict[nn.Module, str]:
-    """Return the canonical name of each module: what the names of its parameters begin with."""
+    """Return the canonical name of each module: the common prefix of its parameters' names."""
     pieces, root = session.engine.pieces, session.engine.module
     known = {piece.name for piece in pieces.values()}
 
     def canonical(name: str, parameter: nn.Parameter) -> list[str]:
         if parameter in pieces:
             return pieces[parameter].name.split(".")
-        # An engine may have put its own parameters in their place, under names that end alike.
+        # An engine may have replaced the parameters by its own, under names with the same suffix.
         parts = name.split(".")
         return next((parts[i:] for i in range(len(parts)) if ".".join(parts[i:]) in known), parts)
 

@@ -1,9 +1,9 @@
-"""What is done with weights outside training, on one process: losses, samples, exports, tasks.
+"""Work on a run's weights outside training, in one process: loss, samples, export, tasks.
 
-`python -m trainctl.train.offline TASK RUN_DIR CHECKPOINT ...`, or `add-tokens DIR OUT TOKENS`,
-started by the command line, which loads no torch. It answers in lines of JSON on stdout: any number
-of `{"progress": [what, done, total]}`, then one `{"result": {...}}` or `{"error": {...}}`. What
-libraries print goes to stderr.
+`python -m trainctl.train.offline TASK RUN_DIR CHECKPOINT ...`, or `add-tokens DIR OUT TOKENS`. The
+command line, which loads no torch, starts it. It answers in lines of JSON on stdout: any number of
+`{"progress": [what, done, total]}`, then one `{"result": {...}}` or `{"error": {...}}`. Output of
+libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WEIGHTS = ("raw", "ema")
 
 
 def main() -> int:
-    """Do the task; the exit code."""
-    # SIGTERM, so that a half export is removed when the command that started this one has gone.
+    """Do the task; return the exit code."""
+    # By SIGTERM a half-written export is removed when the command that started this one is gone.
     signal.signal(signal.SIGTERM, _leave)
     die_with_parent(death_signal=signal.SIGTERM)
     arguments = _parser().parse_args()
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _problem(error: TrainctlError) -> dict[str, Any]:
-    """Return an error as its answer; of one that lists findings, what these say."""
+    """Return the fields of the `error` answer, with the messages of the error's findings if any."""
     found = [each for each in error.findings if each.is_error]
     message = "; ".join(each.message for each in found) or error.message
     hint = error.hint or next((each.hint for each in found), "")
@@ -112,12 +112,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Do the task; the run may be training and rotate the checkpoint away meanwhile."""
+    """Do the task.
+
+    Raises:
+        TrainctlError: Training goes on and has deleted the checkpoint meanwhile.
+    """
     if arguments.task == "add-tokens":
         return _add_tokens(arguments, progress)
     try:
         return _do(arguments, progress)
-    except (FileNotFoundError, ValueError):  # a file of it, or its manifest
+    except (FileNotFoundError, ValueError):  # a file of the checkpoint, or its manifest
         if arguments.checkpoint.is_dir():
             raise
         raise TrainctlError(
@@ -128,7 +132,7 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
 
 
 def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    # Only now the slow imports.
+    # Slow imports.
     from trainctl.data.user_functions import make_importable
     from trainctl.engines import declared
     from trainctl.engines.patches import At
@@ -166,7 +170,7 @@ def _add_tokens(arguments: argparse.Namespace, progress: Progress) -> dict[str, 
 
 
 def _weights(arguments: argparse.Namespace) -> str:
-    """Return the state of a checkpoint that is asked for."""
+    """Return the name of the checkpoint state that `--weights` selects."""
     from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER
 
     return AVERAGE if arguments.weights == "ema" else MASTER

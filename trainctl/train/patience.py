@@ -1,4 +1,4 @@
-"""Early stopping: the run ends when the held-out loss has not become lower for a while."""
+"""Early stopping: the run ends when the held-out loss has not improved for a while."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 
 class Patience:
-    """Counts evaluations since the lowest held-out loss; a part of a checkpoint's manifest.
+    """Counter of evaluations since the lowest held-out loss; part of a checkpoint's manifest.
 
-    Every rank has the same losses and so the same count.
+    Every rank sees the same losses and so has the same count.
 
     Args:
-        limit: Evaluations in a row without a lower loss that end the run; None never does.
-        state: Of a checkpoint, to go on from.
-        min_delta: How much lower a loss has to be to count, in nats; it must be more than that.
+        limit: Evaluations in a row without improvement that end the run; None never ends it.
+        state: State of a checkpoint to start from.
+        min_delta: Decrease of the loss, in nats, that an improvement must exceed.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Patience:
         self._evaluations = int(found.get("evaluations_since", 0))
 
     def see(self, loss: float, step: int) -> None:
-        """Take note of an evaluation; one that is not a number is no improvement.
+        """Record an evaluation; NaN is no improvement.
 
-        Small steps add up: the loss to beat stays until one is low enough.
+        The loss to beat changes only with an improvement, so that small decreases add up.
         """
         if loss < self._best - self._min_delta:
             self._best, self._best_step, self._evaluations = loss, step, 0
@@ -46,7 +46,7 @@ class Patience:
         return self._limit is not None and self._evaluations >= self._limit
 
     def state(self) -> dict[str, float]:
-        """What a later attempt goes on from; empty before the first evaluation."""
+        """Return the state for the manifest; empty before the first evaluation."""
         if math.isinf(self._best):
             return {}
         return {

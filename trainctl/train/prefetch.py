@@ -1,9 +1,9 @@
-"""Batches made while the device works on the ones before them.
+"""Prefetch of batches: they are made while the device works on earlier ones.
 
 The samples of a step follow from its first sample's counter and the sizes of its batch alone, so
-the next steps' can be made before they are asked for. If something else is asked for than was
-foreseen (a batch was passed over, the run rewound, the ramp made a step larger), what was made is
-dropped. What a run has consumed is what was asked for, never what was made.
+batches of the next steps can be made in advance. If another step is taken than was foreseen (a
+batch was skipped, the run rewound, the ramp made a step larger), the prefetched batches are
+dropped. A run has consumed the batches that it took, never those that were only made.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from trainctl.plan.mixture import StagedBatches
 from trainctl.train.data import TrainingData
 
 STEPS_AHEAD = 2
-"""Made ahead at most: one may be slow, as when it is read from a disk for the first time."""
+"""Most steps to prefetch: one may be slow, as when it is read from a disk for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What decides which samples are in a step of a rank."""
+    """Key of a prefetched step, which decides the samples of each rank."""
 
     first_sample: int
     batch: Batch
 
 
 class BatchesAhead:
-    """Gives the micro-batches of each step, made by a thread of its own.
+    """Micro-batches of each step, prefetched by a thread; a context manager.
 
-    The thread makes them one step after the other, in the order that they are asked for. Use it in
-    a `with`: leaving it drops what was made and waits for what is being made.
+    The thread makes one step after the other, in the order in which they are taken. Leaving the
+    context drops the batches that were made and waits for those being made.
 
     Args:
-        data: Of this rank.
-        batches: The batch of each step.
-        stop_step: Nothing is made for the steps after it.
-        device: Of this rank: for a GPU, batches are in pinned memory, from which they are copied
-            while it computes.
+        batches: Batch of each step.
+        stop_step: Last step of the run; later ones are not prefetched.
+        device: Device of this rank. For a GPU, batches are put in pinned memory, so that their copy
+            overlaps with computation.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class BatchesAhead:
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="batches",
-            # Pinned memory belongs to a device's context, and a thread begins with the first's.
+            # Pinned memory belongs to a device's context, and a new thread starts on device 0.
             initializer=partial(torch.cuda.set_device, device) if self._pins else None,
         )
 
@@ -72,14 +71,14 @@ class BatchesAhead:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int, first_sample: int) -> list[MicroBatch]:
-        """Return the micro-batches of the step after `step` steps; waits until they are made.
+        """Return the micro-batches of the step after `step` steps; wait until they are made.
 
         Args:
-            step: Steps of the run before it.
+            step: Steps of the run done so far.
             first_sample: Counter of the next sample.
 
         Raises:
-            Exception: Whatever making them raised.
+            Exception: Any error from making the batches.
         """
         wanted = _Wanted(*self._batches.at(step, first_sample))
         while self._made and self._made[0][0] != wanted:
@@ -90,7 +89,7 @@ class BatchesAhead:
         return made.result()
 
     def _foresee(self, step: int, first_sample: int) -> None:
-        """Have this step and the next ones made, as far as they are not yet."""
+        """Submit this step and the next ones to the thread, unless they are submitted already."""
         for place in range(STEPS_AHEAD + 1):
             if place and step + place >= self._stop_step:
                 return
@@ -99,7 +98,7 @@ class BatchesAhead:
             if place < len(self._made):
                 if self._made[place][0] == wanted:
                     continue
-                while len(self._made) > place:  # a ramp: foreseen from another step
+                while len(self._made) > place:  # a batch ramp: foreseen from another step
                     self._made.pop()[1].cancel()
             self._made.append((wanted, self._thread.submit(self._make, wanted)))
 

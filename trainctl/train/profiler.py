@@ -1,7 +1,7 @@
-"""A window of steps under torch's profiler: a trace for chrome://tracing or Perfetto, and a table.
+"""Window of steps under torch's profiler: a trace for chrome://tracing or Perfetto, and a table.
 
 attempts/N/profile/rank-0.trace.json.gz   every operation on a time line
-attempts/N/profile/rank-0.txt             the operations that take the most time themselves
+attempts/N/profile/rank-0.txt             the operations with the most self time
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ NAME_WIDTH = 60
 
 
 class Profiler:
-    """Profiles the steps of `logging.profile_steps` on this rank; a context manager.
+    """Context manager that profiles the steps of `logging.profile_steps` on this rank.
 
-    The step before the window only warms up: the profiler's own start would be measured otherwise.
-    A run that ends within the window in good order writes what there is; one that fails, nothing.
+    The step before the window is a warmup, so that the profiler's own start is not measured. A run
+    that ends normally within the window writes what was recorded; a failing run writes nothing.
 
     Args:
-        config: The window, and the ranks that it is for.
-        rank: This one.
-        folder: Where the files go; made when they are written.
-        device: Of this rank.
+        config: Steps and ranks to profile.
+        folder: Folder of the output files, created when they are written.
     """
 
     def __init__(
@@ -51,10 +49,10 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step of the run, which is recorded if it lies in the window.
+        """Record the step that runs in the block, if it lies in the window.
 
         Args:
-            number: From 1.
+            number: Number of the step, from 1.
         """
         if self._window is None:
             yield
@@ -70,7 +68,7 @@ class Profiler:
                 self._stop()
 
     def take_written(self) -> bool:
-        """Whether the files have been written since the last call."""
+        """Return True if the files were written since the last call."""
         written, self._written = self._written, False
         return written
 
@@ -106,7 +104,7 @@ class Profiler:
         self._running = None
 
     def _write(self, recorded: profile) -> None:
-        """Both files, each whole or not at all; a full disk does not end the run."""
+        """Write both files, each whole or not at all; a full disk does not end the run."""
         try:
             self._write_files(recorded)
         except OSError as error:
@@ -121,7 +119,7 @@ class Profiler:
             sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=NAME_WIDTH
         )
         trace = self.folder / f"rank-{self._rank}.trace.json.gz"
-        # torch compresses what it writes to a name that ends so.
+        # torch compresses the trace if the name ends in .gz.
         temporary = trace.with_name(f".{os.getpid()}.{trace.name}")
         try:
             recorded.export_chrome_trace(str(temporary))

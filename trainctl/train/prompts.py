@@ -1,8 +1,8 @@
-"""What a run's model is asked: a text to go on from, or a user's message by the chat template.
+"""Prompts of a run's model: a text to continue, or a user's message in the chat template.
 
-An answer ends at the end of a document, and, of a conversation, at whatever ends a turn: the token
-that the template writes after what the assistant says, and those that `generation_config.json`
-beside the tokenizer lists.
+A continuation ends at the end of a document. An answer in a conversation also ends at any
+end-of-turn token: the one that the template writes after an assistant's message, and those listed
+in `generation_config.json` beside the tokenizer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from trainctl.plan.mixture import sources_of
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """How prompts become ids, and where what is drawn after them ends."""
+    """Encoder of prompts, with the ids that end a continuation."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    """The chat template that writes a prompt; None takes it as it stands."""
+    """Chat template of the prompts; None encodes them as plain text."""
     ends: frozenset[int]
-    """Ids, any of which ends what is drawn."""
+    """Ids that end a continuation."""
 
     def ids(self, text: str, system: str | None = None) -> list[int]:
-        """Those of a prompt: of the text, or of a user's message, with the prompt for an answer.
+        """Return the ids of a prompt: plain text, or a user's message and the generation prompt.
 
         Args:
-            system: What the system says before it, of conversations.
+            system: System message, with a chat template only.
 
         Raises:
-            TrainctlError: The template refuses it.
+            TrainctlError: The template refuses the messages.
         """
         if self.template is None:
             return self.tokenizer.encode(text).tolist() or [0]
@@ -48,14 +48,14 @@ class Prompts:
 
 
 def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = None) -> Prompts:
-    """Those of a run.
+    """Return the prompt encoder of a run.
 
     Args:
-        chat: Whether prompts are a user's messages; None is so where the first source of the run
+        chat: Whether prompts are a user's messages; None means True if the first source of the run
             has conversations.
 
     Raises:
-        TrainctlError: It has to be so, and there is no chat template.
+        TrainctlError: A chat template is needed, and there is none.
     """
     end = tokenizer.end_of_document
     ends = frozenset(() if end is None else (end,))
@@ -69,13 +69,13 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
 def chat_template_of(
     data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = None
 ) -> ChatTemplate | None:
-    """Return the chat template of a run, as its conversations are written; None where it has none.
+    """Return the chat template of a run's conversations; None if it needs none.
 
     Args:
-        chat: Whether it has to have one; None goes by the first source.
+        chat: Whether a template is needed; None means True if the first source has conversations.
 
     Raises:
-        TrainctlError: There is none, and there has to be.
+        TrainctlError: A template is needed, and there is none.
     """
     section = first_source(data)
     has_conversations = isinstance(section, ChatConfig) and marks_learnt(section)
@@ -88,5 +88,5 @@ def chat_template_of(
 
 
 def first_source(data: DataConfig) -> DataConfig:
-    """Return the section of the first source of a run, by which it is asked."""
+    """Return the section of the run's first source, which decides how prompts are written."""
     return next(iter(sources_of(data).values()))

@@ -1,4 +1,4 @@
-"""One rank's life: join, assemble, train, leave in order."""
+"""Lifecycle of one rank: join, assemble, train, shut down in order."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainctl.train.trainer import Trainer
 
 
 def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
-    """Train as the plan says.
+    """Train this rank as the plan says.
 
     Raises:
-        TrainctlError: What a user can act on; anything else is a bug or a failing device.
+        TrainctlError: The user can act on it; any other exception is a bug or a failing device.
     """
-    # DeepSpeed calls collectives by names that newer torch warns of, at every call.
+    # DeepSpeed calls collectives by deprecated names, of which newer torch warns at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
-    with uncollected():  # the engine is imported by this
+    with uncollected():  # this imports the engine
         declared.require_unchanged(plan.config)
     process = engine_room(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
@@ -39,7 +39,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
             raise
         raise explained from error
     heartbeat.beat(Phase.end)
-    # In this order: DeepSpeed's threads use the groups, and dying with them alive aborts.
+    # In this order: DeepSpeed's threads use the process groups, and exiting with them alive aborts.
     process.barrier()
     session.engine.close()
     stop_process()

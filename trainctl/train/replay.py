@@ -1,8 +1,8 @@
-"""Is this still the same run? The first losses after a resume against those of before.
+"""Check that a resumed run is the same run: its first losses must equal the recorded ones.
 
 A resume goes back to a checkpoint, so the steps after it have often been done already. The loss of
-the first of them depends on the weights and the data position that were restored; that of the
-second on the optimizer's states as well.
+the first step depends on the restored weights and data position; the loss of the second depends on
+the optimizer states as well.
 """
 
 from __future__ import annotations
@@ -21,52 +21,55 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number, steps_from_end
 
 FP32_TOLERANCE = 1e-5
-"""Relative; another layout adds in another order, and another device rounds otherwise."""
+"""Relative; another layout adds in another order, and another device rounds differently."""
 
 LOW_PRECISION_TOLERANCE = 1e-3
-"""Relative, when one of the two computed in less than fp32."""
+"""Relative, if one of the two attempts computed in less than fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a step's loss was."""
+    """Recorded loss of a step."""
 
     loss: float
-    """Its loss, in nats."""
+    """Loss of the step, in nats."""
     tolerance: float
-    """Relative difference that the two layouts and formats explain."""
+    """Relative difference that the layouts and formats of the two attempts explain."""
     attempt: int
     """Number of the attempt that did the step."""
     first_sample: int
-    """Counter of the first sample that it was of."""
+    """Counter of the step's first sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Losses to expect, by step."""
+    """Recorded losses to compare with, by step."""
 
     expected: dict[int, Expected]
 
     @classmethod
     def of(cls, run: RunPaths, plan: RunPlan, process: Process, step: int) -> Replay:
-        """What the records say of the first two steps after `step`; the same on all ranks."""
+        """Return the recorded losses of the first two steps after `step`; on all ranks together."""
         expected: dict[int, Expected] = {}
         if process.is_first and plan.config.checkpoint.compare_replay:
             expected = _expected(run, plan, step)
         return cls(process.from_first(expected))
 
     def check(self, step: int, loss: float, first_sample: int) -> Expected | None:
-        """What was expected of the step, None if it was not done before, or of other samples.
+        """Compare the loss of a step with the recorded one.
 
-        After a batch was skipped, or the run rewound, a step is made of other samples than before.
+        After a batch was skipped, or the run rewound, a step has other samples than before.
 
         Args:
-            step: Its number, from 1.
-            loss: Its loss, in nats.
-            first_sample: Counter of its first sample.
+            step: Number of the step, from 1.
+            loss: In nats.
+            first_sample: Counter of the step's first sample.
+
+        Returns:
+            The recorded loss; None if the step was not done before, or with other samples.
 
         Raises:
-            TrainctlError: The loss is another one: the state or the data are not those of before.
+            TrainctlError: The losses differ: the state or the data are not the same as before.
         """
         expected = self.expected.get(step)
         if expected is None or expected.first_sample != first_sample:
@@ -98,7 +101,7 @@ def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
         if depends_on(before) != depends_on(plan) or _draws_otherwise(before, plan):
             break
         if later > step + 1 and (before.config.offload.zenflow or plan.config.offload.zenflow):
-            break  # it starts with other columns and without their moments
+            break  # ZenFlow resumes with other columns and without their moments
         found[later] = Expected(
             loss=number(record["loss"]),
             tolerance=_tolerance(before, plan),
@@ -109,9 +112,10 @@ def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
 
 
 def _loss_at_once(plan: RunPlan) -> Any:
-    """What the loss of given weights depends on, besides the layout and the format.
+    """Return what the first loss depends on besides the weights, the layout and the format.
 
-    Not the model: a run keeps it, and where nobody noticed that it changed this shows it.
+    The model is left out: it stays the same in a run, and if it changed unnoticed, the comparison
+    shows it.
     """
     config = plan.config
     return (
@@ -125,7 +129,7 @@ def _loss_at_once(plan: RunPlan) -> Any:
 
 
 def _loss_after_an_update(plan: RunPlan) -> Any:
-    """What the loss of the next step depends on."""
+    """Return what the second loss depends on besides the state, the layout and the format."""
     config = plan.config
     return (
         _loss_at_once(plan),
@@ -135,7 +139,10 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
 
 
 def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
-    """Whether dropout may differ: ranks draw their own, of a foreign model or an adapter."""
+    """Return True if dropout masks may differ: each rank draws its own, for its part of the batch.
+
+    Only models from directories and adapters have dropout.
+    """
     adapter = low_rank(now.config.adapter)
     drops = now.config.model.is_directory or (adapter is not None and adapter.dropout > 0)
     return drops and (before.mesh, before.batch) != (now.mesh, now.batch)

@@ -1,4 +1,4 @@
-"""Putting a rank together: model, engine, data and, on resume, the state to go on from."""
+"""Assembly of a rank: model, engine, data and, on resume, the state of the checkpoint."""
 
 from __future__ import annotations
 
@@ -75,57 +75,57 @@ from trainctl.train.stability import Divergence, Guard
 
 @dataclass(slots=True)
 class Session:
-    """Everything that the training loop uses."""
+    """Everything of a rank that the training loop uses."""
 
     plan: RunPlan
     run: RunPaths
     process: Process
     mesh: ProcessMesh
     corpora: Corpora
-    """The text, by source."""
+    """Tokenized text, by source."""
     tokenizer: Tokenizer
     engine: Engine
     state: OptimizerState
     buffers: list[Buffer]
-    """Persistent ones of what this rank has of the model."""
+    """Persistent buffers of this rank's part of the model."""
     training: TrainingData
     held_out: dict[str, PackedDataset]
-    """What of it is held out, by source."""
+    """Held-out samples, by source."""
     progress: RunProgress
     patience: Patience
-    """How long the held-out loss has not improved."""
+    """Counter of evaluations without improvement, for early stopping."""
     gradients: Gradients
-    """Those of a step, before its update."""
+    """Gradients of a step, before its update."""
     average: WeightAverage | None
-    """That of the weights, if the run keeps one."""
+    """Moving average of the weights, if the run keeps one."""
     guard: Guard
-    """Judges each step before its update."""
+    """Judge of each step before its update."""
     divergence: Divergence
-    """Notices a loss that stays far above what the run had reached."""
+    """Detector of a loss that stays far above what the run had reached."""
     norms: NormHistory
-    """Those of the last updates, and what the gradient is clipped at."""
+    """Gradient norms of the last updates, and the clipping threshold."""
     learning_rate: LearningRate
-    """The schedule's, and what evaluations and rewinds make of it."""
+    """Learning rate of the schedule, as changed by evaluations and rewinds."""
     routers: Routers
-    """Those of the model's experts."""
+    """Routers of the model's experts."""
     shapes: dict[str, list[int]]
-    """That of every parameter that trains, by canonical name."""
+    """Shape of every trained parameter, whole, by canonical name."""
     frozen: int
-    """Elements of all others."""
+    """Number of elements of all frozen parameters."""
     beside: dict[str, Any]
-    """What a manifest says of those, and of an adapter; empty where all train."""
+    """Manifest entries about the frozen weights and an adapter; empty if all weights train."""
     wrapped_blocks: int
-    """Decoder blocks whose activations are recomputed."""
+    """Number of decoder blocks whose activations are recomputed."""
     replay: Replay
-    """Steps that an earlier attempt has done already, to compare with."""
+    """Recorded losses of steps that an earlier attempt has done, to compare with."""
     resumed_from: Path | None
-    """The checkpoint that this attempt goes on from, if any."""
+    """Checkpoint that this attempt resumed from, if any."""
     passed_over: tuple[str, ...]
-    """What is wrong with the newer ones."""
+    """Problems of the newer checkpoints that were passed over."""
 
     @property
     def num_trained(self) -> int:
-        """Parameters that train."""
+        """Number of trained parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -134,23 +134,23 @@ class Session:
 
     @property
     def saved_buffers(self) -> list[Buffer]:
-        """Those that this rank writes: of its stage, the first of the ranks that all have them."""
+        """Buffers that this rank writes: those of its stage on the stage's first rank."""
         mesh = self.mesh
         is_first = mesh.replicas.is_first and mesh.tensor.is_first
         return self.buffers if is_first else []
 
     @property
     def average_begins(self) -> bool:
-        """Whether the run keeps an average that the checkpoint it goes on from does not have."""
+        """Whether the run keeps an average that the checkpoint it resumed from does not have."""
         if self.average is None or self.resumed_from is None:
             return False
         return self.average.steps == 0 and self.progress.step > 0
 
     def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
-        """Go on from what a checkpoint says of the run, besides weights, states and position.
+        """Restore what a manifest holds besides weights, optimizer states and position.
 
         Args:
-            rewound: In the running process, by an intervention.
+            rewound: Whether the running process rewinds, rather than a new one resumes.
         """
         training = self.plan.config.training
         self.patience = Patience(
@@ -165,7 +165,10 @@ class Session:
 
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
-    """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
+    """Build this rank's model, engine and data, at the newest checkpoint if the run has one.
+
+    All ranks call it together.
+    """
     config, room = plan.config, engine_room(plan)
     plan = room.settle_plan(plan, run, process)
     corpora = load_corpora(run.corpus, config.data)
@@ -242,14 +245,14 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
 
 
 def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
-    """Cut a whole skeleton to what this rank has of it; the pieces of what is left."""
+    """Cut a whole skeleton to this rank's part; return the pieces of the remaining parameters."""
     pieces = build.whole_pieces(model)
-    if mesh.expert.size > 1:  # before the stages, some of which may have none
+    if mesh.expert.size > 1:  # before the stages, some of which may have no experts
         pieces = cut_experts(model, pieces, mesh.expert)
     if mesh.pipeline.size > 1:
         cut_to_stage(model, plan.stages[mesh.pipeline.index], mesh.pipeline)
         here = set(model.parameters())
-        first = mesh.pipeline.is_first  # of the two stages that have a tied weight, it saves it
+        first = mesh.pipeline.is_first  # the first of the two stages with a tied weight saves it
         pieces = {
             parameter: replace(piece, is_saved_here=first or not piece.is_embedding)
             for parameter, piece in pieces.items()
@@ -269,7 +272,7 @@ def _job(
     pieces: Pieces,
     routers: Routers,
 ) -> Job:
-    """What the engine gets: the model with its loss, and what its update is made by."""
+    """Return the engine's job: the model with its loss, parameter groups and optimizer."""
     config, z_loss = plan.config, plan.config.stability.z_loss
     sum_partial_gradients(pieces, mesh.tensor)
     if config.gradients.centralize:
@@ -308,7 +311,11 @@ def _average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
 
 
 def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | None:
-    """Return the checkpoint to go on from."""
+    """Return the checkpoint to resume from, if the run has one; on all ranks together.
+
+    Raises:
+        TrainctlError: The checkpoint was trained on another corpus.
+    """
     checkpoint = newest_intact(run, process)
     others = others_than(corpora, checkpoint.manifest) if checkpoint is not None else []
     if checkpoint is not None and others:
@@ -328,10 +335,10 @@ def _weights(
     whole: Whole,
     checkpoint: Checkpoint | None,
 ) -> tuple[WeightSource, dict[str, Any], dict[str, list[int]]]:
-    """Where the values of a whole skeleton come from, which gets the run's adapter.
+    """Return the source of the weights; give the whole skeleton the run's adapter.
 
     Returns:
-        The source; what manifests say of weights that do not train; the shapes of those that do.
+        The source; manifest entries about the frozen weights; shapes of the trained parameters.
     """
     config, model = plan.config, whole.skeleton
     if checkpoint is not None and not is_partial(config):
@@ -358,9 +365,9 @@ def _weights(
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:
-    """Make what is random within a step (dropout) a function of (seed, step, replica): no state.
+    """Seed the randomness within a step (dropout) by (seed, step, replica): no state to save.
 
-    Tensor ranks of a replica draw the same for the activations that they all have.
+    Tensor ranks of a replica draw the same masks for the activations that all of them have.
     """
     mixed = seed * 0x9E3779B1 + step * 0x85EBCA6B + replica * 0xC2B2AE35
     torch.manual_seed(mixed % (1 << 63))

@@ -1,7 +1,7 @@
-"""Is this step fit to be made? What is looked at before each update, and how often to interfere.
+"""Checks of a step before its update, and limits on how often to intervene.
 
 No torch: every number is already the sum over all ranks, so all ranks come to the same verdict.
-What the means and counts are after any sequence of steps, rewinds and resumes: docs/stability.md.
+docs/stability.md defines the means and counts after any sequence of steps, rewinds and resumes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainctl.config.schema import OnBadLoss, StabilityConfig
 
 
 class Kind(StrEnum):
-    """What is wrong with a step."""
+    """Reason why a step is bad."""
 
     loss_not_finite = "loss_not_finite"
     norm_not_finite = "norm_not_finite"
@@ -32,29 +32,32 @@ class Kind(StrEnum):
 
     @property
     def quantity(self) -> str:
-        """In words."""
+        """Quantity that is bad, in words."""
         return "loss" if self.value.startswith("loss") else "gradient norm"
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A step that should not be made."""
+    """Verdict that a step should not be made."""
 
     kind: Kind
     value: float
-    """The loss, or the gradient norm."""
+    """Loss or gradient norm of the step."""
     limit: float | None
-    """What it must not exceed; None where it is not finite."""
+    """Limit that the value exceeds; None if the value is not finite."""
 
     def of_step(self, step: int) -> str:
-        """Such as ``the loss of step 7 is 21.5, above 8.2``."""
+        """Return a clause such as ``the loss of step 7 is 21.5, above 8.2``."""
         above = "" if self.limit is None else f", above {self.limit:.4g}"
         return f"the {self.kind.quantity} of step {step} is {self.value:.6g}{above}"
 
 
 @dataclass(slots=True)
 class RunningMean:
-    """The mean of all values at first, then one whose weights fall by 1 - 1 / window a value."""
+    """Mean of the first `window` values, then an exponential moving average.
+
+    The weight of a value then falls by 1 - 1 / `window` with each later value.
+    """
 
     window: int
     mean: float = 0.0
@@ -66,11 +69,12 @@ class RunningMean:
 
 
 class Guard:
-    """Judges each step before its update, and counts the interventions.
+    """Judge of each step before its update, and counter of interventions.
 
     Args:
-        config: The policy.
-        norm_may_overflow: In fp16 a gradient that is not finite is the loss scale's business.
+        config: Policy and limits.
+        norm_may_overflow: Whether to leave a gradient norm that is not finite to the fp16 loss
+            scale.
     """
 
     def __init__(self, config: StabilityConfig, *, norm_may_overflow: bool = False) -> None:
@@ -83,15 +87,15 @@ class Guard:
 
     @property
     def interventions(self) -> int:
-        """How many there were in a row."""
+        """Number of interventions in a row."""
         return self._in_a_row
 
     def judge(self, loss: float, norm: float | None) -> Trouble | None:
-        """What is wrong with a step, if anything.
+        """Return what is wrong with a step; None if nothing is.
 
         Args:
-            loss: Over the global batch, in nats.
-            norm: Of its gradient; None where it is not known before the update.
+            loss: Mean over the global batch, in nats.
+            norm: Gradient norm; None if it is not known before the update.
         """
         if not math.isfinite(loss):
             return Trouble(Kind.loss_not_finite, loss, None)
@@ -110,19 +114,25 @@ class Guard:
         return None
 
     def policy(self, trouble: Trouble) -> OnBadLoss:
-        """What to do about it, now: to stop once there were too many in a row."""
+        """Return the policy to apply now: `stop` after too many interventions in a row.
+
+        `warn` also becomes `stop` if the value is not finite.
+        """
         policy = self._config.on_bad_loss
         if policy is OnBadLoss.warn:
             return policy if trouble.kind.is_finite else OnBadLoss.stop
         return policy if self._in_a_row < self._config.max_interventions else OnBadLoss.stop
 
     def intervene(self, step: int) -> None:
-        """Count an intervention at a step, from 1."""
+        """Count an intervention at step number `step`, from 1."""
         self._in_a_row += 1
         self._bad_step = max(self._bad_step, step)
 
     def accept(self, step: int, loss: float, norm: float | None) -> None:
-        """Note a step whose update was made, spike or not; the row ends where it got past."""
+        """Record a step whose update was made, spike or not.
+
+        Interventions are no longer in a row once the last bad step is passed.
+        """
         self._loss.add(loss)
         if norm is not None and math.isfinite(norm):
             self._norm.add(norm)
@@ -130,7 +140,7 @@ class Guard:
             self._in_a_row = self._bad_step = 0
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the state for the checkpoint."""
         return {
             "loss": [self._loss.mean, self._loss.count],
             "norm": [self._norm.mean, self._norm.count],
@@ -139,11 +149,11 @@ class Guard:
         }
 
     def restore(self, state: Mapping[str, Any], *, rewound: bool = False) -> None:
-        """Go on from a checkpoint; empty for one that knows nothing of it.
+        """Restore the state of a checkpoint, empty if the checkpoint has none.
 
         Args:
-            rewound: In the running process: the interventions of the row are not forgotten, or it
-                would never end.
+            rewound: Whether the running process rewinds. The interventions in a row then stay
+                counted, or they would never end.
         """
         for mean, name in ((self._loss, "loss"), (self._norm, "norm")):
             mean.mean, mean.count = state.get(name, (0.0, 0))
@@ -160,27 +170,30 @@ class Guard:
 DIVERGED_STEPS = 10
 """Steps in a row that must agree: a spike is shorter, or comes down in between."""
 ABOVE_IGNORANCE = 1.5
-"""Times the loss of a model that knows nothing, ln(vocabulary): fresh weights are near it."""
+"""Limit, as a multiple of ln(vocabulary): the loss of uniform predictions, near fresh weights'."""
 ABOVE_BEST = 2.0
-"""Times the lowest mean of `DIVERGED_STEPS` steps."""
+"""Limit, as a multiple of the run's lowest mean loss over `DIVERGED_STEPS` steps."""
 LEAST_SHARE = 0.5
-"""Of ln(vocabulary), which a loss must be above to have diverged: one that is small may double on
-harder text, and a model that has unlearnt all but the tokens' frequencies is above half."""
+"""Least limit, as a multiple of ln(vocabulary).
+
+A small loss may double on harder text; a model that has unlearnt everything but token frequencies
+is above half.
+"""
 ABOVE_START = 3.0
-"""Times the mean of the first steps, for objectives whose loss is no cross entropy."""
+"""Limit, as a multiple of the mean loss of the first steps, for losses other than cross entropy."""
 
 
 class Divergence:
-    """Notices a loss that stays far above what the run had reached. It is told; nothing is done.
+    """Detector of a loss that stays far above what the run had reached. It only reports.
 
     The loss has diverged once each of the last `DIVERGED_STEPS` steps is above the limit, and has
     recovered once each is below it. The limit of a cross entropy is `ABOVE_IGNORANCE` times
-    ln(vocabulary), or `ABOVE_BEST` times the run's best if that is lower, but at least
-    `LEAST_SHARE` of ln(vocabulary). Other objectives have their own units, so theirs is
-    `ABOVE_START` times where the run began; none if that is not positive.
+    ln(vocabulary), or `ABOVE_BEST` times the run's best loss if that is lower, but at least
+    `LEAST_SHARE` of ln(vocabulary). Other objectives have their own units: their limit is
+    `ABOVE_START` times the loss of the first steps, or none if that is not positive.
 
     Args:
-        vocab_size: Number of token ids the model scores, for a cross entropy; None for others.
+        vocab_size: Number of token ids that the model scores, for a cross entropy; None for others.
     """
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -190,7 +203,7 @@ class Divergence:
         self._has_diverged = False
 
     def see(self, loss: float, step: int) -> dict[str, Any] | None:
-        """Take in the loss of a step; return the fields of the record if the verdict changes."""
+        """Add the loss of a step; return the fields of the record if the verdict changes."""
         self._recent.append(loss)
         if len(self._recent) < DIVERGED_STEPS:
             return None
@@ -215,7 +228,7 @@ class Divergence:
         }
 
     def _limit(self) -> tuple[float, str, float]:
-        """Return the limit's factor, the name of what it multiplies, and the value of that."""
+        """Return the limit as a factor, and the name and value of the reference it multiplies."""
         if self._ignorance is None:
             return ABOVE_START, "start", self._start if self._start > 0 else math.inf
         limits = (
@@ -231,7 +244,7 @@ class Divergence:
         return {} if math.isinf(self._best) else {"best": self._best, "start": self._start}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from a checkpoint; each attempt tells of a divergence anew."""
+        """Restore the state of a checkpoint. Each attempt reports a divergence anew."""
         self._recent.clear()
         self._best = float(state.get("best", math.inf))
         self._start = float(state.get("start", math.inf))

@@ -1,7 +1,7 @@
-"""One optimizer step, and what is done instead when it should not be made.
+"""One optimizer step, and the intervention if it should not be made.
 
-The gradient of a step is looked at before its update. Every number that decides is a sum over all
-ranks, so that all of them decide the same. docs/stability.md says what each policy leaves behind.
+The gradient of a step is checked before its update. Every number that decides is a sum over all
+ranks, so that all ranks decide the same. docs/stability.md says what each policy leaves behind.
 """
 
 from __future__ import annotations
@@ -34,42 +34,41 @@ from trainctl.train.session import Session, seed_step
 from trainctl.train.stability import Kind, Trouble
 
 LISTED_SAMPLES = 64
-"""Suspected samples that a record lists, at most."""
+"""Most suspected samples that a record lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step that was counted."""
+    """Optimizer step that was counted."""
 
     loss: float
-    """Over the global batch, in nats: the cross entropy alone, or what the objective has."""
+    """Loss over the global batch, in nats: the cross entropy alone, or the objective's loss."""
     grad_norm: float | None
-    """Norm of its gradient, before anything but centralisation changed it; None where a technique
-    has none at this step."""
+    """Gradient norm before any change but centralization; None if unknown at this step."""
     group_norms: dict[str, float]
-    """The same of each parameter group; empty where only DeepSpeed knows norms."""
+    """Gradient norm of each parameter group; empty where only DeepSpeed knows norms."""
     factor: float
-    """What the peak learning rates are multiplied by."""
+    """Factor of the peak learning rates."""
     batch: Batch
     first_sample: int
-    """Counter of its first sample."""
+    """Counter of the step's first sample."""
     clip_at: float | None = None
-    """What the norm, as it was by then, was clipped at, if that follows from the norms of
-    before."""
+    """Threshold of the gradient norm if clipping is adaptive; None otherwise, or without a norm."""
     clipped_groups: dict[str, float] | None = None
-    """What the gradients of groups above their own limit were multiplied by, before all were
-    clipped; None if none was."""
+    """Factors of the gradients of groups above their own limits, applied before the total norm is
+    clipped; None if no group was above.
+    """
     z_loss: float | None = None
-    """Beside the loss; None without one."""
+    """Z-loss, which `loss` does not contain; None without one."""
     experts: Load | None = None
-    """How busy they were; None without any."""
+    """Load of the experts; None for a dense model."""
     measures: dict[str, float] = field(default_factory=dict)
-    """What the objective records beside the loss, by name."""
+    """Measures that the objective records besides the loss, by name."""
     intervention: OnBadLoss | None = None
-    """The policy by which no update was made; None if there was one."""
+    """Policy by which no update was made; None without an intervention."""
 
     def extras(self) -> dict[str, Any]:
-        """For the record: what not every run has."""
+        """Return the fields of the step record that only some runs have."""
         found = {
             "grad_norms": {name: short(norm) for name, norm in self.group_norms.items()} or None,
             "clip_at": self.clip_at,
@@ -83,12 +82,10 @@ class Step:
 
 
 class Stepper:
-    """Makes optimizer steps of a session.
+    """Maker of a session's optimizer steps.
 
     Args:
-        session: The assembled rank.
-        batches: Of its data.
-        record: Writes a record; on ranks other than the first it does nothing.
+        record: Writes a record; does nothing on ranks other than the first.
         wait_for_save: Returns when no checkpoint is being written.
     """
 
@@ -106,12 +103,14 @@ class Stepper:
         self._suspects_in_a_row: list[list[int]] = []
 
     def make(self) -> Step:
-        """Return the next step that counts; batches may be passed over and the run rewound on the
-        way.
+        """Make the next step that counts; skip batches and rewind the run on the way if needed.
+
+        All ranks call it together.
 
         Raises:
-            TrainctlError: It cannot be made, by the policy or after too many interventions; the
-                weights are those of before. On all ranks.
+            TrainctlError: The step cannot be made, by the policy, after too many interventions, or
+                because its loss differs from the recorded one after a resume. Raised on all ranks,
+                with the weights of before the step unless the engine updates early.
         """
         while True:
             step = self._attempt()
@@ -218,7 +217,7 @@ class Stepper:
     def _intervene(
         self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]
     ) -> OnBadLoss:
-        """Do what the policy wants with a step that should not be made; which one it was."""
+        """Apply the policy to a step that should not be made; return the policy."""
         session = self._session
         progress, guard = session.progress, session.guard
         number, first = progress.step + 1, progress.samples
@@ -236,7 +235,7 @@ class Stepper:
                 session.learning_rate.cut_after_rewind()
         if not guard.interventions:
             self._suspects_in_a_row = []
-        # The loss of every sample may be good, and the gradient of all of them together bad.
+        # The loss of every sample may be good, and the gradient over all samples bad.
         self._suspects_in_a_row.append(suspects or list(range(first, end)))
         document = self._shared_document() if policy is OnBadLoss.stop else None
         self._record(
@@ -266,15 +265,15 @@ class Stepper:
             _go_back(session, checkpoint)
             session.restore(checkpoint.manifest, rewound=True)
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
-            progress.samples = end  # with the poison goes what led up to it (docs/stability.md)
+            progress.samples = end  # also skips what led up to the bad batch (docs/stability.md)
         return policy
 
     def _discard(
         self, trouble: Trouble, policy: OnBadLoss, batches: Sequence[MicroBatch]
     ) -> NotFinite | None:
-        """Clear the gradients, unless they are used; return what holds a value that is not finite.
+        """Clear the gradients unless they are used; return what holds values that are not finite.
 
-        None if all are finite, or where only another process has the gradients.
+        None if all values are finite, or if only another process has the gradients.
         """
         session = self._session
         searches = not trouble.kind.is_finite and session.gradients.are_visible
@@ -286,13 +285,17 @@ class Stepper:
         return locate(session, batches, gradients, in_loss=trouble.kind is Kind.loss_not_finite)
 
     def _shared_document(self) -> dict[str, Any] | None:
-        """Return the document that all batches of a row of interventions have; on all ranks."""
+        """Return the document that all batches of interventions in a row contain, if there is one.
+
+        All ranks call it together.
+        """
         session, batches = self._session, self._suspects_in_a_row
         if len(batches) < 2:
             return None
         found: dict[str, Any] | None = None
         if session.process.is_first:
-            with suppress(OSError, ValueError, TrainctlError):  # the message is not lost for it
+            # A failing search must not hide the error itself.
+            with suppress(OSError, ValueError, TrainctlError):
                 found = self._look_for_document(batches)
         shared: dict[str, Any] | None = session.process.from_first(found)
         return shared
@@ -315,7 +318,7 @@ class Stepper:
         }
 
     def _back_to(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Of a rewind, for the record."""
+        """Build the rewind fields of the intervention record."""
         left = self._session.learning_rate.cut
         cut = {} if left == 1.0 else {"lr_factor": left}
         return {"to_step": checkpoint.progress.step, **cut}
@@ -323,7 +326,7 @@ class Stepper:
     def _seen_by(
         self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]
     ) -> tuple[list[int], list[int]]:
-        """Ranks on whose own samples the loss is bad, and these samples' counters; often none."""
+        """Find the ranks whose own loss is bad, and their sample counters. Both are often empty."""
         session = self._session
         engine, mesh = session.engine, session.mesh
         labels = sum(each.num_counted for each in batches) / mesh.sequence.size
@@ -370,10 +373,10 @@ class Stepper:
 
 
 def _go_back(session: Session, checkpoint: Checkpoint) -> None:
-    """Give the running engine the weights, optimizer states and loss scale of a checkpoint.
+    """Load the weights, optimizer states and loss scale of a checkpoint into the running engine.
 
-    A process can hold one ZeRO-3 engine in its life, so it is loaded into the one that is there,
-    whatever layout it has. All ranks together, and the gradients must have been discarded.
+    A process can create one ZeRO-3 engine in its life, so the existing engine is loaded, whatever
+    its layout. All ranks call it together, after discarding the gradients.
     """
     checkpoint.load_into(session.state)
     fill_buffers(session.buffers, checkpoint)

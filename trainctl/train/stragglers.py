@@ -1,16 +1,17 @@
-"""Finding ranks that the others wait for, while a run goes on.
+"""Detection of stragglers, ranks that the others wait for, while a run goes on.
 
-All ranks end a step together, so the length of a step names nobody. What tells is the time that a
-rank needs for its own work, without what it waits for others:
+All ranks end a step together, so the length of a step names no rank. What tells is the time that a
+rank spends on its own work, without waiting for others:
 
-- `data`: the host's clock; what is waited for in it is the rank's own thread that makes batches.
-- `forward`, where no collective is part of it (ZeRO below 3, no tensor or sequence parallelism):
-  the clock of the device.
-- On a CPU `forward` elsewhere, `backward` and `optimizer`: the time that the main thread was busy,
-  as it sleeps in a collective; with it what it slept elsewhere, and while the process was stopped.
+- `data`: the host's clock. It includes only waiting for the rank's own prefetch thread.
+- `forward`, if it contains no collective (ZeRO below 3, no tensor or sequence parallelism): the
+  clock of the device.
+- On a CPU, any other `forward`, `backward` and `optimizer`: the time that the main thread was busy,
+  because it sleeps in a collective. Sleep outside collectives counts as busy, and so does the time
+  while the process was stopped.
 
 On a device a collective is a kernel, which is as busy while it waits as while it moves data. So
-there `backward` and `optimizer` name nobody, nor does `forward` with collectives in it.
+there `backward` and `optimizer` name no rank, nor does a `forward` with collectives.
 
 Ranks of one pipeline stage do the same work and are compared with each other.
 """
@@ -29,40 +30,40 @@ from trainctl.plan.types import RunPlan
 
 PARTS = ("data", "forward", "backward", "optimizer")
 WINDOW_STEPS = 10
-"""Steps whose mean is compared: a pause of one step is nobody's fault."""
+"""Steps whose mean is compared, so that a pause of one step names no rank."""
 WINDOWS = 3
-"""Windows in a row that it takes to be called slow, and not slow again."""
+"""Windows in a row until a rank is called slow, and until it is no longer."""
 LEAST_SHARE = 0.05
-"""Of the step's length that a rank has to be behind its peers by: less than that is not felt."""
+"""Least delay behind the peers, as a share of the step: a smaller delay is not felt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """How far a rank is behind the usual one of its pipeline stage."""
+    """Delay of a rank behind the typical rank of its pipeline stage."""
 
     rank: int
-    """Its number in the world."""
+    """Global rank."""
     factor: float
-    """Its own time over theirs."""
+    """Own time of the rank, divided by the typical time."""
     part: str
-    """Where it loses most."""
+    """Part of a step (of `PARTS`) in which the rank loses most."""
     seconds: float
-    """Its own, of that part in a step."""
+    """Own seconds of the rank in this part of a step."""
     usual_seconds: float
-    """The same of its peers."""
+    """Typical seconds of the stage's ranks in this part."""
 
 
 def behind(
     own: Sequence[Sequence[float]], *, stages: int, factor: float, step_seconds: float
 ) -> list[Slowness]:
-    """Return the ranks whose own time is more than `factor` times that of their peers.
+    """Return the ranks whose own time is more than `factor` times the typical time of their stage.
 
-    The usual time is the lower median of the stage: of two ranks that of the faster one. Where all
-    are slow, nobody is; a rank without peers is compared with none.
+    The typical time is the lower median of the stage: of two ranks, the time of the faster one. If
+    all ranks are slow, none is returned, nor is a rank without peers.
 
     Args:
         own: Seconds of each of `PARTS` in a step, by rank; the ranks of a stage follow each other.
-        factor: From when on a rank is called slow.
+        factor: Ratio above which a rank is slow.
         step_seconds: Length of a step.
     """
     size = len(own) // stages
@@ -90,14 +91,13 @@ def behind(
 
 
 class Stragglers:
-    """Collects this rank's own times, and on the first rank finds who is slow and who was.
+    """This rank's own times, and on the first rank the stragglers found.
 
-    No collective is added: what the ranks have to tell each other goes with the sums that they
-    form after every step.
+    No collective is added: the times are sent with the sums that ranks form after every step.
 
     Args:
         plan: The plan; `launcher.straggler_factor` may switch it off.
-        process: This rank. All ranks make theirs at the same point.
+        process: This rank. All ranks construct theirs at the same point.
     """
 
     def __init__(self, plan: RunPlan, process: Process) -> None:
@@ -119,10 +119,11 @@ class Stragglers:
     def add(
         self, step_seconds: float, seconds: Mapping[str, float], busy: Mapping[str, float]
     ) -> None:
-        """Take in a step.
+        """Add the times of a step.
 
         Args:
-            busy: Of these on a CPU, without sleep.
+            seconds: Seconds of each part.
+            busy: Seconds of each part without sleep, on a CPU; empty elsewhere.
         """
         self._steps += 1
         self._step_seconds += step_seconds
@@ -133,9 +134,10 @@ class Stragglers:
             self._own[part] += own.get(part, 0.0)
 
     def window(self) -> list[float]:
-        """After the last step of a window: what to sum over the ranks, each having its own place.
+        """Return this rank's times at the end of a window, to be summed over the ranks.
 
-        Otherwise nothing; the same length on all ranks.
+        Each rank has its own places in the list, whose length is the same on all ranks. Before the
+        end of a window the list is empty.
         """
         if not self._is_on or self._steps < WINDOW_STEPS:
             return []
@@ -145,10 +147,10 @@ class Stragglers:
         return values
 
     def judge(self, sums: Sequence[float], step: int) -> list[dict[str, Any]]:
-        """Close a window; on the first rank the records of who became slow, and who caught up.
+        """Close a window; on the first rank, return records of ranks that became slow or caught up.
 
         Args:
-            sums: Those of `window`; empty within one.
+            sums: Result of `window`, summed over the ranks; empty before the end of a window.
             step: Optimizer steps done.
         """
         if not sums:
@@ -174,7 +176,7 @@ class Stragglers:
         ]
 
     def _changes(self, rank: int, *, is_slow: bool) -> bool:
-        """Whether a rank has now been slow, or no longer slow, for long enough to be named."""
+        """Count a window; return True if the rank's change to slow, or back, is to be recorded."""
         if is_slow == (rank in self._named):
             self._in_a_row.pop(rank, None)
             return False

@@ -1,7 +1,7 @@
-"""Published tasks on an exported model, by lm-eval, EleutherAI's harness (the extra `tasks`).
+"""Published tasks on an exported model, by EleutherAI's lm-eval (the extra `tasks`).
 
-Its `TaskManager`, `HFLM` and `simple_evaluate` do all of it; here are what is asked for, how far it
-has come, and the results as rows. No code of a model or of a data set is let run.
+Its `TaskManager`, `HFLM` and `simple_evaluate` do the work; this module holds the request, reports
+progress and turns the results into rows. Code that comes with a model or a data set is not run.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from trainctl.errors import ExitCode, TrainctlError
 Progress = Callable[[str, int, int], None]
 
 _PARTS = 50
-"""In how many pieces the requests of one kind are given to the model: progress is by pieces."""
+"""Chunks of the requests of one kind; progress is reported after each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which tasks, and how."""
+    """Evaluation tasks requested on the command line, with their settings."""
 
     tasks: Sequence[str]
     """Names of tasks, groups or tags."""
     include: Path | None = None
-    """A folder with definitions of tasks of the user's own, in YAML."""
+    """Folder with the user's own task definitions, in YAML."""
     shots: int | None = None
-    """Examples before each question; None is each task's own number."""
+    """Few-shot examples before each question; None takes each task's default."""
     limit: int | None = None
-    """Examples of each task, at most."""
+    """Most examples of a task."""
     batch_size: int = 1
-    """Requests that the model sees at a time."""
+    """Requests in a batch."""
     chat: bool = False
     """Whether questions are written by the tokenizer's chat template."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What that is given beside the messages, by name."""
+    """Arguments of the chat template besides the messages, by name."""
 
 
 def manager_of(asked: Asked) -> Any:
-    """Return the harness's own list of tasks, with those of a folder.
+    """Return lm-eval's task manager, with the tasks of the folder `asked.include`.
 
-    Its own are 14,000 files of YAML: they are read only where the folder does not have all of it.
+    lm-eval's own tasks are 14,000 YAML files, read only if the folder does not define all tasks.
 
     Raises:
-        TrainctlError: A task is not in it; or the folder cannot be read.
+        TrainctlError: A task is unknown, or the folder cannot be read.
     """
     from lm_eval.tasks import TaskManager
 
@@ -57,17 +57,17 @@ def manager_of(asked: Asked) -> Any:
             if set(asked.tasks) <= set(own.all_tasks):
                 return own
         manager = TaskManager(include_path=include)
-    except Exception as error:  # of a YAML file: whatever its reader raises
+    except Exception as error:  # whatever the YAML reader raises
         raise TrainctlError(f"--include-path {include}: {first_line(error)}") from None
     require_known(asked.tasks, manager.all_tasks)
     return manager
 
 
 def require_known(names: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse names of tasks that there are none of.
+    """Check that all tasks are known.
 
     Raises:
-        TrainctlError: With the nearest ones.
+        TrainctlError: A task is unknown; the hint names the nearest ones.
     """
     for name in names:
         if name not in known:
@@ -81,20 +81,20 @@ def require_known(names: Sequence[str], known: Sequence[str]) -> None:
 def evaluate_tasks(
     folder: Path, manager: Any, asked: Asked, *, device: str, dtype: str, progress: Progress
 ) -> dict[str, Any]:
-    """Do tasks with a transformers directory.
+    """Evaluate an exported model on tasks.
 
     Args:
-        folder: It, with its tokenizer.
+        folder: Transformers directory of the model, with its tokenizer.
         dtype: torch's name of the weights' format.
-        progress: Called with what is done, how much of it, and how much there is.
+        progress: Called with the current activity, the requests done and their total.
 
     Returns:
-        `results`: for each task, metric and filter of answers a mapping with `task`, `metric`,
+        `results`: one row for each task, metric and filter of answers, with `task`, `metric`,
         `filter`, `value`, `stderr` (None where there is none), `samples`, `shots`; `lm_eval`: its
         version.
 
     Raises:
-        TrainctlError: The data of a task cannot be had, or the model cannot do it (exit code 4).
+        TrainctlError: The data of a task is not available, or the model cannot do it (exit code 4).
     """
     from importlib.metadata import version
 
@@ -102,7 +102,7 @@ def evaluate_tasks(
     from lm_eval.models.huggingface import HFLM
 
     class Watched(HFLM):  # type: ignore[misc]
-        """Says how far it has come."""
+        """`HFLM` that reports its progress."""
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
             return _in_parts(super().loglikelihood, requests, "choosing", progress)
@@ -133,7 +133,7 @@ def evaluate_tasks(
             apply_chat_template=asked.chat,
             log_samples=False,
         )
-    except Exception as error:  # a data set, a metric's package, a template: anybody's
+    except Exception as error:  # raised by any data set, metric package or template
         raise TrainctlError(
             f"lm-eval cannot do {', '.join(asked.tasks)}: {type(error).__name__}: "
             f"{first_line(error)}",
@@ -146,7 +146,7 @@ def evaluate_tasks(
 
 
 def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one row for each task, metric and filter of what the harness returns."""
+    """Return one row for each task, metric and filter in lm-eval's results."""
     rows = []
     for task, values in found["results"].items():
         samples = found.get("n-samples", {}).get(task, {}).get("effective")
@@ -172,7 +172,7 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _in_parts(
     do: Callable[..., list[Any]], requests: Sequence[Any], what: str, progress: Progress
 ) -> list[Any]:
-    """Return a method of the model on a piece of its requests after the other."""
+    """Call a method of the model on one chunk of requests after the other; return all answers."""
     size = max(1, -(-len(requests) // _PARTS))
     done: list[Any] = []
     progress(what, 0, len(requests))

@@ -1,7 +1,7 @@
-"""How fast a run trains, and how much memory it takes: what the records say about both.
+"""Training speed and peak memory of a run, for its records.
 
 Formula and peak rates are in `trainctl.plan.flops` and `conf/hardware/`; `docs/throughput.md`
-says how to read the figures.
+explains the figures.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from trainctl.search.traces import traced_already
 
 
 class Throughput:
-    """Speed of a plan's steps.
-
-    Args:
-        plan: The plan of the run.
-    """
+    """Training speed of a plan's steps."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._config = plan.config
         self._devices = plan.mesh.world_size
         compute = plan.config.precision.compute
-        # With TF32 switched on from outside, the products are not of the format that was planned.
+        # If TF32 was enabled from outside, matrix products do not use the planned format.
         is_tf32 = compute == DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
         self._peak = None if is_tf32 else plan.hardware.peak_tflops(compute)
 
     def of_step(self, seconds: float, batch: Batch) -> dict[str, float | None]:
-        """`tokens_per_second` of all devices, and `mfu`, the model FLOPs utilisation (or None).
+        """Return `tokens_per_second` of all devices and `mfu`, the model FLOPs utilization.
 
         Args:
-            seconds: Of an optimizer step.
-            batch: Of it, of all ranks.
+            seconds: Length of an optimizer step.
+            batch: Global batch of the step.
+
+        Returns:
+            `mfu` is None if the peak rate of the device and format is unknown.
         """
         tokens = batch.tokens_per_step
         flops = tokens * flops_of_run(self._config, batch.sequence_length)
@@ -56,24 +55,25 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The most that a process has used since it started, bytes."""
+    """Peak memory of a process since it started, in bytes."""
 
     device_peak_bytes: int
-    """Memory of its device in use: tensors, driver context, communication library; what the plan's
-    budget predicts under this name. On a CPU the resident memory of the process."""
+    """Device memory in use: tensors, driver context, communication library. The plan's budget
+    predicts it under the same name. On a CPU, the resident memory of the process.
+    """
     allocated_peak_bytes: int | None
-    """What of it is in tensors; None on a CPU."""
+    """Device memory in tensors; None on a CPU."""
     reserved_peak_bytes: int | None
-    """Held by torch's allocator; None on a CPU."""
+    """Device memory held by torch's caching allocator; None on a CPU."""
     host_peak_bytes: int
     """Resident memory of the process."""
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
-    """Return the peaks of this process so far.
+    """Return the peak memory of this process so far.
 
-    What lies outside the allocator is what the driver counts as used beyond it, so another process
-    on the same device is counted too.
+    Memory outside the allocator is what the driver counts as used beyond it, so another process on
+    the same device is counted too.
     """
     host = peak_resident_bytes()
     if device.type == "cpu":
@@ -95,10 +95,11 @@ def peak_memory(device: torch.device) -> PeakMemory:
 
 
 def peak_bytes(device: torch.device, phases: PhaseMemory | None = None) -> dict[str, int | None]:
-    """Peaks of this process that cost next to nothing to read, for the record of every step.
+    """Return the peaks of this process that cost next to nothing to read, for every step's record.
 
-    `allocated` in tensors on the device (None on a CPU), `host` its resident memory: so far, or
-    where the parts of a step are measured, since the last record.
+    `allocated` is the memory of tensors on the device (None on a CPU), `host` the resident memory.
+    Peaks are since the start. With `phases`, the memory that it measures (of tensors, or on a CPU
+    of the process) has its peak since the last record.
     """
     if device.type == "cpu":
         return {"allocated": None, "host": phases.take() if phases else peak_resident_bytes()}
@@ -109,10 +110,10 @@ def peak_bytes(device: torch.device, phases: PhaseMemory | None = None) -> dict[
 def memory_record(
     plan: RunPlan, process: Process, phases: PhaseMemory | None = None
 ) -> dict[str, Any]:
-    """Peaks of the fullest rank beside those of the plan, if they are known; on all ranks together.
+    """Return the fullest rank's peaks beside the planned ones, if known; on all ranks together.
 
     Args:
-        phases: Peaks of each part of a step, if they are measured; those of the plan go with them.
+        phases: Peaks of each part of a step, if measured; the planned ones are then added.
     """
     peaks = _overall(peak_memory(process.device), phases)
     ranks = [asdict(peak) for peak in process.gather(peaks)]
@@ -146,16 +147,21 @@ def memory_record(
 
 
 def _planned(plan: RunPlan) -> MemoryBudget | None:
-    """Return the budget; None of a model that has no closed form and whose trace is not in this
-    user's cache: a rank traces nothing."""
+    """Return the memory budget of a plan.
+
+    None for a model without a closed form whose trace is not in this user's cache: a rank does not
+    trace.
+    """
     traced = traced_already(plan.config)
     return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
 
 
 def resident_beside(plan: RunPlan, planned: MemoryBudget) -> int:
-    """Return bytes of a rank that its budget calls the host's, and that are resident in the same
-    process: what is offloaded, and the buffers of a drive. 0 on a GPU, whose own memory is
-    measured."""
+    """Return a rank's bytes that the budget counts as host memory but its device peak contains.
+
+    On a CPU these are the offloaded tensors and NVMe buffers, resident in the same process. On a
+    GPU they are 0: the GPU's own memory is measured.
+    """
     if plan.hardware.accelerator is not Accelerator.cpu:
         return 0
     host = planned.host
@@ -163,7 +169,7 @@ def resident_beside(plan: RunPlan, planned: MemoryBudget) -> int:
 
 
 def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
-    """Return the peak since the start, which measuring phases counts anew in each."""
+    """Return the peak since the start; `phases` restarts the measured peak at each part."""
     if phases is None:
         return peak
     highest = phases.highest

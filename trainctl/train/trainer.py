@@ -43,17 +43,16 @@ from trainctl.train.stragglers import Stragglers
 from trainctl.train.throughput import Throughput, memory_record, peak_bytes
 
 STEADY_AFTER_STEPS = 2
-"""The first step allocates what stays, the second has all of it: memory is compared then."""
+"""Steps until memory is compared: the first allocates what stays, the second has all of it."""
 
 
 class Trainer:
-    """Trains a session to the plan's stopping step.
+    """Training loop of a session, up to the plan's stopping step.
 
     Args:
-        session: The assembled rank.
-        events: Writer of the records; only the first rank has one.
+        events: Writer of the records; None on ranks other than the first.
         heartbeat: Tells the agent what this rank is doing; None where no agent watches.
-        attempt: Its number, whose folder a profile goes to.
+        attempt: Number of the attempt, whose folder gets the profile.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Trainer:
             stream.tell = self._tell_stream
 
     def train(self) -> None:
-        """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
+        """Make steps, evaluate and save until the plan's stopping step or a request to stop."""
         with self._profiler, self._batches, self._times.watch_stalls():
             self._train()
 
@@ -123,7 +122,7 @@ class Trainer:
         plan, progress, training = session.plan, session.progress, session.plan.config.training
         if session.process.is_first:
             checkpoints.leave_weights_behind(session.run, progress.step, attempt=self._attempt)
-        if training.sample_tokens:  # what a template refuses is refused before the first step
+        if training.sample_tokens:  # a prompt that the template refuses fails before the first step
             self._prompts = prompts_of(plan.config.data, session.tokenizer)
             self._asked = [(text, self._prompts.ids(text)) for text in training.sample_prompts]
         reference = give_reference(session, partial(self._beat, Phase.start))
@@ -140,7 +139,7 @@ class Trainer:
                     step = self._stepper.make()
                     seconds = time.monotonic() - started
             except TrainctlError:
-                # All ranks stop here together, so what is being written can be completed.
+                # All ranks stop here together, so the checkpoint being written can be completed.
                 self._finish_saving()
                 raise
             self._beat(Phase.step)
@@ -224,7 +223,7 @@ class Trainer:
                 self._record("plateau", step=session.progress.step, loss=loss, **dropped)
 
     def _held_out_loss(self) -> HeldOutLoss | None:
-        """With the weights that the model has now."""
+        """Evaluate the held-out samples with the model's current weights; on all ranks together."""
         session = self._session
         with self._times.host_part("evaluation"), inference(session.engine.module):
             found = evaluate_sources(
@@ -242,9 +241,9 @@ class Trainer:
         return found
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
-        """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
+        """Return whether to save and whether to stop now: the same on all ranks, by one all-reduce.
 
-        It also carries the ranks' own times, at the end of a window of steps.
+        The all-reduce also carries the ranks' own times, at the end of a window of steps.
         """
         session = self._session
         config, step = session.plan.config.checkpoint, session.progress.step
@@ -290,7 +289,7 @@ class Trainer:
                     "patience": session.patience.state(),
                     "samples": progress.samples,
                     "tokens": progress.tokens,
-                    # JSON has no number for a loss that is none.
+                    # JSON has no NaN or infinity.
                     "metrics": {k: v for k, v in self._metrics.items() if math.isfinite(v)},
                     "layout": {
                         "zero_stage": config.zero_stage.stage,
@@ -315,17 +314,20 @@ class Trainer:
         self._beat(Phase.step)
 
     def _finish_saving(self) -> None:
-        """Wait until what is being written is committed."""
+        """Wait until the checkpoint being written is committed."""
         self._saver.wait()
         self._record_saved()
 
     def _before_rewind(self) -> None:
-        """What is read next may be long in coming, and may be what is still being written."""
+        """Wait for the checkpoint being written, which the rewind may read.
+
+        The heartbeat says `save`, a slow phase, because reading a checkpoint may take long.
+        """
         self._beat(Phase.save)
         self._finish_saving()
 
     def _record_saved(self) -> None:
-        """A record of each checkpoint committed since the last call."""
+        """Record each checkpoint committed since the last call."""
         for saved in self._saver.take_saved():
             self._record(
                 "weights" if saved.weights_only else "checkpoint",
@@ -351,12 +353,12 @@ class Trainer:
             drawn = self._said(ids, temperature=0.8)
             text = session.tokenizer.decode([*ids, *drawn])
             self._record("sample", step=session.progress.step, text=text)
-        for prompt, ids in self._asked:  # the likeliest token each time
+        for prompt, ids in self._asked:  # greedy decoding
             text = session.tokenizer.decode(self._said(ids))
             self._record("sample", step=session.progress.step, prompt=prompt, text=text)
 
     def _said(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
-        """With what the model goes on from the ids of a prompt."""
+        """Generate a continuation of the prompt `ids`; on all ranks together."""
         session = self._session
         training = session.plan.config.training
         with inference(session.engine.module):
@@ -372,7 +374,7 @@ class Trainer:
             )
 
     def _tell_stream(self, message: str) -> None:
-        """Say on every rank's log, and in the run's events, what data is waited for."""
+        """Report which data this rank waits for, in its log and in the run's events."""
         say(message)
         run = self._session.run
         with suppress(OSError), EventWriter(run.events, self._attempt) as writer:
@@ -397,7 +399,7 @@ class Trainer:
         )
 
     def _text(self) -> dict[str, object]:
-        """Of the start's record: the text."""
+        """Return the start record's fields about the corpora."""
         corpora = self._session.corpora
         each = {
             name: {
@@ -422,7 +424,7 @@ class Trainer:
         }
 
     def _drawn(self, step: Step) -> dict[str, object]:
-        """Of a step's record: its samples of each source, where there are several."""
+        """Return the step record's samples per source; empty without `data.sources`."""
         session = self._session
         if not session.plan.config.data.sources:
             return {}
@@ -430,7 +432,7 @@ class Trainer:
         return {"sources": session.training.drawn(step.first_sample, end)}
 
     def _precision_record(self, step: Step) -> dict[str, object]:
-        """Of the last update: whether it was skipped, and the next step's fp16 loss scale."""
+        """Return whether the last update was skipped, and the next step's fp16 loss scale."""
         engine = self._session.engine
         skipped = engine.was_skipped or step.intervention is not None
         found: dict[str, object] = {"skipped": True} if skipped else {}
@@ -439,9 +441,9 @@ class Trainer:
         return found
 
     def _seconds(self) -> dict[str, float]:
-        """Where the time since the last step's record went; `total` is all of it.
+        """Return where the time since the last step's record went; `total` is all of it.
 
-        A save and an evaluation come after the record of their step, so they are in the next.
+        A save and an evaluation follow the record of their step, so their time is in the next one.
         """
         now = time.monotonic()
         total, self._recorded_at = now - self._recorded_at, now
@@ -449,7 +451,7 @@ class Trainer:
         return {name: round(seconds, 6) for name, seconds in parts.items()}
 
     def _record_memory(self, *, at_end: bool) -> None:
-        """Peak memory of the fullest rank beside what was planned; on all ranks together."""
+        """Record the fullest rank's peak memory beside the planned one; on all ranks together."""
         session = self._session
         record = memory_record(session.plan, session.process, self._times.memory)
         self._record("memory", step=session.progress.step, at_end=at_end, **record)
