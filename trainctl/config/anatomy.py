@@ -144,8 +144,8 @@ class Anatomy:
     visible.
     """
     drawn_whole: str = ""
-    """First parameter whose initialization cannot be computed for one shard alone; empty if there is
-    none. With such a parameter a run cannot initialize its weights from the seed.
+    """First parameter whose initialization cannot be computed for one shard alone; empty if there
+    is none. With such a parameter a run cannot initialize its weights from the seed.
     """
     code: str = ""
     """Digest of the user's files that build the model (`model.factory`); empty for a model
@@ -166,8 +166,8 @@ class Anatomy:
     def active(self) -> int:
         """Number of active parameters per token (experts that are not routed to excluded).
 
-        The published numbers of Mixtral and Qwen3 count this way. gpt-oss also leaves out the embedding,
-        since a token reads one row of it: subtract `numel(Role.embedding)`.
+        The published numbers of Mixtral and Qwen3 count this way. gpt-oss also leaves out the
+        embedding, since a token reads one row of it: subtract `numel(Role.embedding)`.
         """
         return round(sum(p.numel * self.active_share(p) for p in self.parameters))
 

@@ -1,4 +1,4 @@
-"""Checks of keys, types and ranges: the same for a file's line and for an override."""
+"""Checks of keys, types and ranges, shared by lines of files and overrides."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ UNKNOWN_KEY, WRONG_VALUE, OUT_OF_RANGE, REFUSED = "TC101", "TC102", "TC103", "TC
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key that a file or an override sets."""
+    """A key and value set by a file or an override."""
 
     path: tuple[str, ...]
     """Components of the key."""
     value: Any
-    """Its value, as parsed."""
+    """Parsed value."""
     source: str
     """The override, or `file:line`."""
     text: str | None = None
-    """How a scalar was written; none for the rest."""
+    """Scalar as written; None for lists and mappings."""
 
     @property
     def key(self) -> str:
@@ -41,10 +41,10 @@ class Setting:
 
 
 def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
-    """What a setting sets, in its keys' types, or what is wrong with it.
+    """Convert a setting to its key's type; return the resulting settings, and what is wrong.
 
-    A mapping under a free-form key gives one setting for each of its leaves. A value that refers to
-    another key (`${...}`) is checked after it is resolved.
+    A mapping under a free-form key becomes one setting for each of its leaves. A value that
+    refers to another key (`${...}`) is returned unchecked: it is checked after it is resolved.
     """
     refused = list(_refused(setting))
     if refused:
@@ -75,7 +75,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
-    """Of a mapping of sections, or with references in it: one setting for each of its keys."""
+    """Check each key of a mapping as a setting of its own."""
     settings: list[Setting] = []
     findings: list[Finding] = []
     for name, item in setting.value.items():
@@ -87,7 +87,9 @@ def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def unknown_key(setting: Setting) -> Finding:
-    """Return the finding for a key that the schema lacks, with the keys that were perhaps meant."""
+    """Return the finding for a key that the schema lacks, with the keys that were probably
+    meant.
+    """
     key = setting.key
     if key in leaves():
         message, hint = (
@@ -124,12 +126,12 @@ def unknown_key(setting: Setting) -> Finding:
 
 
 def has_reference(value: Any) -> bool:
-    """Whether a value, or a part of it, refers to another key or to the environment."""
+    """Whether a value, or a part of it, contains a reference (`${...}`)."""
     return any("${" in text for text in _texts(value))
 
 
 def _refused(setting: Setting) -> Iterator[Finding]:
-    """Constructs that are Hydra's but not ours."""
+    """Find constructs that Hydra has and trainctl refuses."""
     names = (*setting.path, *_names(setting.value))
     if "_target_" in names:
         yield Finding(

@@ -71,7 +71,9 @@ class Composed:
         return _has_error(self.findings)
 
     def source_of(self, key: str) -> str:
-        """Return the place that set a key, or the last key inside it; empty for a schema default."""
+        """Return the place that set a key, or the last key inside it; empty for a schema
+        default.
+        """
         if key in self.layers:
             return self.layers[key][-1].source
         inside = [layers for name, layers in self.layers.items() if name.startswith(f"{key}.")]
@@ -95,10 +97,12 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
 
 
 def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
-    """Compose as `compose` does, but leave out wrong values, so that all problems are found at once.
+    """Compose as `compose` does, but leave out wrong values, so that all problems are found at
+    once.
 
     Raises:
-        TrainctlError: The recipe or a file in use cannot be read, so there is nothing left to check.
+        TrainctlError: The recipe or a file in use cannot be read, so there is nothing left to
+        check.
     """
     folders = search_folders(config_dir)
     asked = read_overrides(overrides, folders)
@@ -272,9 +276,10 @@ def _dropped(
 def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     """Fill shape and weights from `model.path`, and return the findings.
 
-    Values from `model.path` take the precedence of whichever source set `model.path`. A key that was
-    typed, or set in the same file, wins over the directory, with a warning. A key set in a file loses
-    to a directory named on the command line. A model that stays `hf` always follows its directory.
+    Values from `model.path` take the precedence of whichever source set `model.path`. A key that
+    was typed, or set in the same file, wins over the directory, with a warning. A key set in a
+    file loses to a directory named on the command line. A model that stays `hf` always follows
+    its directory.
 
     Args:
         typed: Keys that the command line sets.

@@ -47,7 +47,9 @@ class Leaf:
     metadata: Mapping[str, Any]
     """Doc, unit and range, from `schema.option`."""
     kinds: tuple[str, ...] = ()
-    """Options of the group that have this key, where the options are kinds; empty if all have it."""
+    """Options of the group that have this key, where the options are kinds; empty if all have
+    it.
+    """
 
     @property
     def is_mapping(self) -> bool:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
-"""Environment variable with a folder of `GROUP/NAME.py`; setting it makes trainctl run that code."""
+"""Environment variable with a folder of `GROUP/NAME.py`; setting it makes trainctl run that
+code.
+"""
 
 WITHOUT_A_SECTION = ("filter", "logger")
 """Groups whose options are not kinds of a section. A run may use several, given as a list of names;
@@ -43,7 +45,9 @@ class Spec:
     name: str
     """Kind: the value of the section's key that `chooser` returns."""
     keys: type
-    """Dataclass of the option's section: the keys that all kinds of the group share, and its own."""
+    """Dataclass of the option's section: the keys that all kinds of the group share, and its
+    own.
+    """
     build: str = ""
     """`module:function` that builds the option's object, imported when called; empty if there is
     none.
