@@ -172,9 +172,7 @@ def chosen_options(
 
 
 def split_hardware(written: str) -> tuple[int | None, int | None, str]:
-    """Split `4x8xh100-80g` into nodes, devices per node, and option; None for a count not
-    written.
-    """
+    """Split `4x8xh100-80g` into nodes, devices per node and option; a missing count is None."""
     match = COUNTED.fullmatch(written)
     if not match:
         return None, None, written
@@ -185,8 +183,7 @@ def split_hardware(written: str) -> tuple[int | None, int | None, str]:
 def unknown_option(
     folders: list[Folder], group: str, option: str, source: str, count: str = ""
 ) -> Finding:
-    """Return the finding for an option that its group lacks, with the nearest names and all of
-    them.
+    """Return the finding for an option that its group lacks, with the nearest names.
 
     `count` is what was typed before the option, such as `8x` in `hardware=8xh100`.
     """
@@ -308,9 +305,7 @@ def _hardware(name: str, folders: list[Folder]) -> str:
 
 
 def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int]:
-    """Return the nodes and devices per node that a recipe sets or inherits; 0 where none are
-    set.
-    """
+    """Return the nodes and devices per node that a recipe sets or inherits; 0 if not set."""
     found = find(folders, name)
     if found is None or name in seen or name == BASE:
         return 0, 0

@@ -87,9 +87,7 @@ def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def unknown_key(setting: Setting) -> Finding:
-    """Return the finding for a key that the schema lacks, with the keys that were probably
-    meant.
-    """
+    """Return the finding for a key that the schema lacks, with the keys probably meant."""
     key = setting.key
     if key in leaves():
         message, hint = (

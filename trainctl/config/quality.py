@@ -29,8 +29,8 @@ def asks(whole: DataConfig) -> bool:
 
 
 def threshold_of(whole: DataConfig) -> float | None:
-    """Return the similarity from which a document is dropped; None if the kind of copies has
-    none.
+    """Return the similarity from which a document is dropped; None if `data.dedup` has no
+    threshold.
     """
     if whole.dedup_threshold is not None and whole.dedup in DEDUP_THRESHOLDS:
         return whole.dedup_threshold
