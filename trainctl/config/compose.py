@@ -57,7 +57,7 @@ class Composed:
 
     config: RunConfig
     layers: Mapping[str, tuple[Layer, ...]]
-    """For each key, every place that set it, in the order of application: the last one won. Keys of
+    """Every place that set a key, by key, in the order of application: the last one won. Keys of
     free-form mappings have layers of their own.
     """
     findings: tuple[Finding, ...]

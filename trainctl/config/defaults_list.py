@@ -30,7 +30,7 @@ from trainctl.errors import Finding
 SCHEME = "trainctl"
 ROOT = "_trainctl_root"
 Answer = tuple[str | None, bool]
-"""For a config path: the file's text, or None, and whether there is a group of that name."""
+"""Text of the file at a config path, or None, and whether there is a group of that name."""
 HYDRAS_OWN = "hydra/config"
 """Config path of Hydra's own application settings: a dozen files that are not used here."""
 

@@ -60,8 +60,8 @@ transformers reads from the file.
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
 
 LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "PreTraining", "ConditionalGeneration")
-"""What follows `For` in the names of classes with a head over the vocabulary. Whether such a class
-predicts the next token is asked of transformers (`trainctl.train.models.anatomy`).
+"""Suffixes, after `For`, of the names of classes with a head over the vocabulary. Whether such a
+class predicts the next token is asked of transformers (`trainctl.train.models.anatomy`).
 """
 
 OTHER_INPUTS = {

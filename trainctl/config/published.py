@@ -73,8 +73,7 @@ def table() -> dict[str, Any]:
 
 
 def published_name(config: RunConfig, transformers: str) -> str | None:
-    """Return the name of the shipped model that the model's directory matches; None without a
-    match.
+    """Return the name of the shipped model that a directory matches; None without a match.
 
     Args:
         transformers: Installed version, which must equal the shipped file's; empty if not

@@ -91,7 +91,7 @@ DEEPSPEED_KEYS = (
 NOT_THERE = {
     "objective": ("grpo", "ppo", "rloo", "gspo", "dapo", "kto", "reward", "rm", "bco", "cpo")
 }
-"""By group, options of other trainers that trainctl lacks; no near match is suggested for them."""
+"""Options of other trainers that trainctl lacks, by group; no near match is suggested for them."""
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 LONGEST = 100

@@ -75,7 +75,7 @@ def head_of(file: File, size: int) -> bytes:
 
 
 def is_packed(file: File) -> bool:
-    """Whether a file is compressed, so that its size is not that of its text."""
+    """Whether a file is compressed, so that its size is not the size of its text."""
     with file.open("rb") as stream:
         return packing_of(stream.read(6)) is not None
 

@@ -68,7 +68,7 @@ class _Process:
 
 
 _idle: dict[int, _Process] = {}
-"""Idle child process by the pid of its parent: after a fork the child process must not share it."""
+"""Idle child process by the pid of its parent: a fork of the parent must not share it."""
 
 
 def read_in_process(
