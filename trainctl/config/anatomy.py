@@ -80,8 +80,8 @@ class Attention:
 
     heads: int
     key_width: int
-    """Width of a query and a key per head. With latent attention: the width that scores are
-    computed over.
+    """Width of a query and a key per head; with latent attention, the width of the score
+    products.
     """
     value_width: int
     """Width of a value per head."""
@@ -140,7 +140,7 @@ class Anatomy:
     transformers calls for experts joined into one parameter.
     """
     has_routers_apart: bool = False
-    """Whether some sparse layer has no router of a known form: its routing decisions are not
+    """Whether some sparse layer has no router of a known form, so that its routing is not
     visible.
     """
     drawn_whole: str = ""
@@ -148,9 +148,7 @@ class Anatomy:
     is none. With such a parameter a run cannot initialize its weights from the seed.
     """
     code: str = ""
-    """Digest of the user's files that build the model (`model.factory`); empty for a model
-    directory.
-    """
+    """Digest of the user's files that build the model (`model.factory`); empty for a directory."""
 
     @cached_property
     def total(self) -> int:

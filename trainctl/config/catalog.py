@@ -64,7 +64,7 @@ class RecipeInfo:
 
 
 def shipped_root() -> Path:
-    """Return the folder with the shipped `conf/` and `recipes/`: inside the package, else the
+    """Return the parent of the shipped `conf/` and `recipes/`: in the package, else the
     repository.
     """
     package = Path(__file__).resolve().parents[1]
@@ -129,9 +129,7 @@ def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
 
 
 def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
-    """Return the file of a config path such as `model/llama-7b`, from the first folder that has
-    it.
-    """
+    """Return the file of a config path such as `model/llama-7b`; the first folder wins."""
     for folder in folders:
         path = folder.path / f"{config_path}.yaml"
         if path.is_file():

@@ -24,8 +24,7 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
 
     Args:
         tokenizer: File of the tokenizers library; None for a tokenizer without a file.
-        named: A template's file, or its name among those of the tokenizer; None for the tokenizer's
-            default.
+        named: A template's file, or the name of one of the tokenizer's; None for the default.
 
     Raises:
         TrainctlError: There is none, or it cannot be read.
@@ -73,8 +72,7 @@ def _by_name(tokenizer: Path) -> dict[str, str]:
 
 
 def special_tokens_of(tokenizer: Path) -> dict[str, str]:
-    """Return the special tokens that templates receive, by name: `bos_token`, `eos_token` and so
-    on.
+    """Return the special tokens that templates receive, such as `bos_token`, by name.
 
     They are read from the files next to the tokenizer's file `tokenizer`.
 
@@ -92,7 +90,7 @@ def special_tokens_of(tokenizer: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    if file.exists() and not file.is_file():  # a pipe would be waited for
+    if file.exists() and not file.is_file():  # reading a pipe would block
         raise TrainctlError(f"the chat template {file} is no regular file")
     try:
         return file.read_text(encoding="utf-8")

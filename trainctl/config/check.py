@@ -62,7 +62,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     prefix = tuple(leaf.key.split("."))
     tree, text = setting.value, setting.text
     for name in reversed(setting.path[len(prefix) :]):
-        # As typed, so that 007 stays; what was quoted is a text already, without its quotes.
+        # The text as typed keeps 007; a quoted value is a str already, without its quotes.
         as_typed = leaf.is_text_mapping and text and not isinstance(tree, str)
         tree, text = {name: text if as_typed else tree}, None
     try:
@@ -153,7 +153,7 @@ def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
     """Return the finding for a value that its key does not accept."""
     is_variable = f"{key}.".startswith(f"{ENVIRONMENT}.")
     message, hint = problem.message, problem.hint
-    if is_variable:  # a value that was meant for a variable may be a secret
+    if is_variable:  # the value may be a secret: do not show it
         message = "this is no mapping of names to texts"
     if key in SECRET_LISTS:
         message, hint = "this is no list of texts", "write it as ['${oc.env:NAME}']"

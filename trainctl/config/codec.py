@@ -63,7 +63,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     has_parts = bool(getattr(cls, "parts", ""))
     cls = with_parts(cast(Any, cls)) if has_parts else cls
     hints = hints_of(cast(Any, cls))
-    if has_parts:  # those of a package that is not installed here are left out
+    if has_parts:  # drop sections of packages not installed here
         data = {k: v for k, v in data.items() if k in hints or not isinstance(v, dict)}
     known = {item.name for item in own_fields(cls)}
     unknown = [str(name) for name in data if name not in known]
@@ -73,9 +73,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
 
 
 def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the class for the section's kind, and the section's data without keys of other
-    kinds.
-    """
+    """Return the class for the section's kind, and the section's data without foreign keys."""
     key = chooser(group)
     kind = data.get(key, kind_of(cls))
     if not isinstance(kind, str):
@@ -96,9 +94,7 @@ def hints_of(cls: Any) -> dict[str, Any]:
 
 @cache
 def _own_hints(cls: Any) -> dict[str, Any]:
-    """Return the annotations of this class alone; cached, because kinds of a section share base
-    classes.
-    """
+    """Return the annotations of this class alone; cached, because kinds share base classes."""
     return get_annotations(cls, eval_str=True)
 
 
@@ -107,7 +103,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _read(hint: Any, value: Any, key: str) -> Any:
-    if hint is Any or type(value) is hint:  # most are strings, numbers and booleans
+    if hint is Any or type(value) is hint:  # most values: strings, numbers, booleans
         return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):

@@ -43,7 +43,7 @@ from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
 UNTYPED = ("name", "family", "path", "initial_weights")
-"""Fields of `model` that cannot conflict with the directory: it is read with their values, or
+"""Fields of `model` that cannot conflict with the directory: it is read with their values, or it
 keeps them.
 """
 
@@ -71,9 +71,7 @@ class Composed:
         return _has_error(self.findings)
 
     def source_of(self, key: str) -> str:
-        """Return the place that set a key, or the last key inside it; empty for a schema
-        default.
-        """
+        """Return the place that set a key, or the last key inside it; empty for a default."""
         if key in self.layers:
             return self.layers[key][-1].source
         inside = [layers for name, layers in self.layers.items() if name.startswith(f"{key}.")]
@@ -97,12 +95,10 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
 
 
 def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
-    """Compose as `compose` does, but leave out wrong values, so that all problems are found at
-    once.
+    """Compose as `compose` does, but leave out wrong values, to find all problems at once.
 
     Raises:
-        TrainctlError: The recipe or a file in use cannot be read, so there is nothing left to
-        check.
+        TrainctlError: The recipe or a file in use cannot be read, so nothing is left to check.
     """
     folders = search_folders(config_dir)
     asked = read_overrides(overrides, folders)
@@ -172,7 +168,7 @@ def _finish(
     findings += stack.apply_level(asked.settings)
     unresolved = stack.resolve()
     findings += unresolved
-    if unresolved:  # the values that such references stand for are not there to check
+    if unresolved:  # their values are not known, so nothing can be checked
         raise TrainctlError.from_findings(findings)
     typed = {setting.key for setting in asked.settings}
     findings += [*keep_own_keys(stack, typed, recipe), *complete_parts(stack)]

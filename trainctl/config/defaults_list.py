@@ -47,9 +47,7 @@ class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
         return SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the defaults list and the package of a file; empty for Hydra's own
-        configuration.
-        """
+        """Return the defaults list and the package of a file; empty for Hydra's own files."""
         self.asked.add(config_path)
         found = find(self.folders, config_path)
         written: list[Any] = []
@@ -90,7 +88,7 @@ def _answer(folders: list[Folder], config_path: str) -> Answer:
 def _still(folders: list[Folder], answers: dict[str, Answer]) -> bool:
     try:
         return all(_answer(folders, path) == answer for path, answer in answers.items())
-    except (OSError, ValueError):  # Hydra meets it again, and it is told
+    except (OSError, ValueError):  # Hydra reads it again and reports it
         return False
 
 
@@ -121,7 +119,7 @@ def files_in_order(
     node = {"defaults": [*defaults, "_self_"], "hydra": {"searchpath": [f"{SCHEME}://"]}}
     ConfigStore.instance().store(name=ROOT, node=node)
     try:
-        # The folder has no YAML; `initialize` would read the sources of the whole stack, for 50 ms.
+        # This folder has no YAML. `initialize` would read the source of all stack frames: 50 ms.
         with initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(ROOT, [], RunMode.RUN).defaults

@@ -71,9 +71,7 @@ class _Walk:
         return findings
 
     def users_option(self, group: str, option: str, chain: tuple[str, ...]) -> list[Finding]:
-        """Return the problems of a user's option, and of the options of its group that it
-        extends.
-        """
+        """Return the problems of a user's option, and of the options that it extends."""
         found = find(self.folders, f"{group}/{option}")
         if found is None or found[0].is_shipped:
             return []

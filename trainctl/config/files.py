@@ -29,7 +29,7 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
     """
     findings = [*check_user_code(config, folder), *_no_python(config)]
     if not config.trains_itself:
-        return findings  # the corpus and the tokenizer are for trainctl's trainer
+        return findings  # only trainctl's trainer needs corpus and tokenizer
     findings += [*check_text(config), *check_choice(config)]
     findings += [*_without_tokenizer(config), *_without_template(config)]
     findings += [
@@ -73,11 +73,11 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
     }
     for key, section in (sources or {"data": config.data}).items():
         source, named = load("data", section.kind), getattr(section, "chat_template", None)
-        # Pairs may be texts, which are written as they are.
+        # Pairs of plain texts need no template.
         asks = source.encoder and (named is not None or not source.has_pairs)
         if asks and config.data.factory is None and is_named:
             tokenizer = file(config.tokenizer) if file else None
-            if tokenizer is None or tokenizer.is_file():  # which another finding says
+            if tokenizer is None or tokenizer.is_file():  # another finding reports a missing file
                 try:
                     template_of(tokenizer, named)
                 except TrainctlError as error:

@@ -215,7 +215,7 @@ def _weights(model: ModelConfig, folder: Path) -> str | None:
         return model.initial_weights
     if model.weights is WeightsKind.random:
         return None
-    # Of a model of the hub's, those who start from here fetch them.
+    # A hub model's weights are fetched by the machines that start from it.
     return str(folder) if has_weights(folder) or is_hub_folder(str(folder)) else None
 
 
@@ -262,7 +262,7 @@ def _known(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) -> dic
         values = [raw[key] for key in theirs if raw.get(key) is not None]
         if values and not (name in EXPERTS and values[0] == 0):
             known[name] = values[0]
-    if not raw.get("sliding_window", True):  # some configurations write 0 for none
+    if not raw.get("sliding_window", True):  # some configurations write 0 for no window
         known["sliding_window"] = None
     return known
 

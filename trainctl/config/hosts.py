@@ -143,7 +143,7 @@ def _selection(key: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
     """
     names = {host.name: host for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
-    # A name may hold an @ and, as an IPv6 address, colons: match known names, the longest first.
+    # A name may contain @, and an IPv6 address colons: match known names, the longest first.
     known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     item = re.compile(rf"({known})(?::(\d+(?:,\d+)*))?(@|$)")
     position = 0

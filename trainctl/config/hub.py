@@ -75,7 +75,7 @@ def _download(name: str, commit: str | None, patterns: tuple[str, ...], key: str
         raise _not_here(name, "huggingface_hub is not installed", key) from None
     try:
         return str(snapshot_download(name, revision=commit, allow_patterns=list(patterns)))
-    except Exception as error:  # the library's, of its HTTP client, of the network
+    except Exception as error:  # from the library, its HTTP client or the network
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise _not_here(name, words[0][:160], key) from None
 

@@ -279,5 +279,5 @@ def _unescaped(raw: str) -> str:
         return ESCAPES.get(escape, escape)
 
     text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", replaced, raw)
-    # Characters beyond the first plane are written as two escapes.
+    # Characters beyond U+FFFF are written as two escapes (a surrogate pair).
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

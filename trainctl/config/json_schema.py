@@ -149,7 +149,7 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
             keys = {name: value_schema(leaf) for name, leaf in part_leaves(inner).items()}
             section = {"type": "object", "properties": keys, "additionalProperties": False}
             return [{"type": "object", "additionalProperties": section}]
-        # Any scalar is taken as the text of a variable.
+        # Any scalar is accepted as the text of a variable.
         values = {"type": ["string", "number", "boolean"]} if inner is str else {}
         return [{"type": "object", "additionalProperties": values}]
     if is_dataclass(hint):
@@ -159,7 +159,7 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
         }
         return [{"type": "object", "properties": properties, "additionalProperties": False}]
     if issubclass(hint, Enum):
-        # YAML reads an unquoted 1 or true as such, and so does trainctl as a member's name.
+        # YAML reads an unquoted 1 or true as a number or switch; trainctl accepts it as a name.
         return [{"enum": [member.value for member in hint]}]
     names = {int: "integer", float: "number", bool: "boolean", str: "string"}
     bounds = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}

@@ -1,6 +1,4 @@
-"""The table of all legal keys, with types and defaults, and the parser of the values that each
-accepts.
-"""
+"""Table of all legal keys, with types and defaults, and parsing of their values."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class Leaf:
     metadata: Mapping[str, Any]
     """Doc, unit and range, from `schema.option`."""
     kinds: tuple[str, ...] = ()
-    """Options of the group that have this key, where the options are kinds; empty if all have
-    it.
-    """
+    """Options of the group that have this key, if the options are kinds; empty if all have it."""
 
     @property
     def is_mapping(self) -> bool:
@@ -58,9 +54,7 @@ class Leaf:
 
     @property
     def part(self) -> type | None:
-        """Base class of the named sections under the key, as under `data.sources`; None for other
-        keys.
-        """
+        """Base class of the named sections under the key, as under `data.sources`; None without."""
         inner = get_args(self.hint)[1] if self.is_mapping else None
         return inner if getattr(inner, "is_part", False) else None
 
@@ -81,9 +75,7 @@ class Leaf:
 
 
 class ValueProblem(Exception):
-    """A value that its key does not accept. The hint names the nearest legal value, or all of
-    them.
-    """
+    """A value that its key does not accept; the hint names the nearest legal value, or all."""
 
     def __init__(self, message: str, hint: str = "", *, out_of_range: bool = False) -> None:
         super().__init__(message)
@@ -150,9 +142,7 @@ def leaf_of(path: tuple[str, ...]) -> Leaf | None:
 
 @cache
 def part_leaves(part: type) -> dict[str, Leaf]:
-    """Return the keys of a named section, such as `data.sources.NAME`, over all kinds, by key
-    name.
-    """
+    """Return the keys of a named section, such as `data.sources.NAME`, over all its kinds."""
     found: dict[str, Leaf] = {}
     for kind in names(part.units):  # type: ignore[attr-defined]
         for name, leaf in part_leaves_of(part, kind).items():
@@ -163,7 +153,7 @@ def part_leaves(part: type) -> dict[str, Leaf]:
 
 @cache
 def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
-    """Return the keys of a named section under one kind, by key name."""
+    """Return the keys of a named section under one kind."""
     cls = part_class(part, kind)
     hints, section = hints_of(cls), cls()
     return {

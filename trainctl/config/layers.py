@@ -99,13 +99,13 @@ class Stack:
         """Reset the keys that an alternative replaces to their defaults."""
         for key in keys:
             leaf, value = leaves()[key], self.layers[key][-1].value if self.is_set(key) else None
-            if value is None or leaf.default is not None:  # a share gives way to all others
+            if value is None or leaf.default is not None:  # fractions yield silently
                 continue
             source = self.layers[key][-1].source
             note = f"{TAKEN_BACK} (replaced by {instead.source})"
             self.apply([Setting(tuple(key.split(".")), None, note)])
             if key == "training.epochs" and self.is_set("training.epoch_tokens"):
-                self.apply([Setting(("training", "epoch_tokens"), None, note)])  # counted for it
+                self.apply([Setting(("training", "epoch_tokens"), None, note)])  # belongs to epochs
             yield Finding(
                 rule=ONE_LEVEL,
                 key=instead.key,
@@ -115,10 +115,10 @@ class Stack:
             )
 
     def reset(self, section: str, source: str) -> None:
-        """Reset every key of a section that was set to its default."""
+        """Reset the keys that were set in a section to their defaults."""
         for key in [key for key in self.layers if key.startswith(f"{section}.")]:
             leaf, mapping = leaves().get(key), leaf_of(tuple(key.split(".")))
-            # Of one of several sections.
+            # A key inside a named section or an option's own section.
             is_inside = mapping is not None and (mapping.kinds or mapping.metadata.get("each"))
             if leaf is None and is_inside:
                 del self.layers[key]
@@ -135,9 +135,7 @@ class Stack:
             self._remove(above)
 
     def resolve(self) -> list[Finding]:
-        """Replace references (`${training.steps}`, `${oc.env:NAME}`) by the values they refer
-        to.
-        """
+        """Replace references (`${training.steps}`, `${oc.env:NAME}`) by their values."""
         if not self.references:
             return []
         from omegaconf import OmegaConf
@@ -148,7 +146,7 @@ class Stack:
         for setting in self.references.values():
             try:
                 OmegaConf.create({VALUE: setting.value})
-            except OmegaConfBaseException as error:  # no reference at all, such as "${"
+            except OmegaConfBaseException as error:  # malformed, such as "${"
                 findings.append(_unresolved(setting, first_line(error)))
         if findings:
             return findings
@@ -163,7 +161,7 @@ class Stack:
                 findings.append(_unresolved(setting, first_line(error)))
                 continue
             text = value if isinstance(value, str) else None
-            value = value if text is None else read_scalar(text)  # the environment holds texts
+            value = value if text is None else read_scalar(text)  # environment variables are text
             checked, problems = check_setting(replace(setting, value=value, text=text))
             findings += problems
             for each in checked:
@@ -172,9 +170,7 @@ class Stack:
         return findings
 
     def _without_secrets(self) -> dict[str, Any]:
-        """Return the configuration without the variables and secrets that only a launch
-        resolves.
-        """
+        """Return the configuration without variables and secrets, which only a launch resolves."""
         plain = deepcopy(self.plain)
         variables = plain["launcher"]["environment"]
         plain["launcher"]["environment"] = {
@@ -196,7 +192,7 @@ class Stack:
             node = node[name]
         name = setting.path[-1]
         if setting.value == {} and isinstance(node.get(name), dict):
-            return  # an empty mapping adds nothing to one that is there
+            return  # an empty mapping changes no existing one
         node[name] = deepcopy(setting.value)
         is_variable = setting.key.startswith(f"{ENVIRONMENT}.") and is_kept(setting.value)
         is_variable |= setting.key in SECRET_LISTS and is_kept_list(setting.value)
@@ -239,7 +235,7 @@ def _set_at_one_level(here: Sequence[Setting]) -> Finding:
 
 
 def _unresolved(setting: Setting, why: str) -> Finding:
-    # What stands there may be a secret, as the default of a variable.
+    # The value may be a secret, such as the default of a variable.
     is_variable = setting.key.startswith((ENVIRONMENT, *SECRET_LISTS))
     shown = "the reference" if is_variable else repr(setting.value)
     return Finding(

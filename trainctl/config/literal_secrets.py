@@ -25,9 +25,7 @@ LITERAL = "TC167"
 
 
 def literal_secrets(config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding for each value that would be written and may be a secret; none shows the
-    value.
-    """
+    """Yield a finding for each literal value that may be a secret; none shows the value."""
     launcher = config.launcher
     for name, value in launcher.environment.items():
         if value and not is_kept(value) and not is_plain_variable(name, launcher.plain_environment):

@@ -50,7 +50,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
     for name in [name for name in section if name not in own]:
         value, inside = section.pop(name), f"{key}.{name}"
         if name in known and value == known[name].default:
-            continue  # that came with what had another kind before
+            continue  # a default left from another kind
         close = nearest(name, own)
         having = one_of(known[name].kinds) if name in known else ""
         yield Finding(
@@ -70,14 +70,12 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
 
 
 def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
-    """Return the kind that reads files with the first path's ending; the longest matching ending
-    wins.
-    """
+    """Return the kind that reads files with the first path's (longest matching) ending."""
     paths = [path for path in section.get("paths") or () if isinstance(path, str)]
     endings = {
         ending: spec.name
         for spec in specs(group)
-        if not getattr(spec, "encoder", "")  # a kind of conversations has to be named
+        if not getattr(spec, "encoder", "")  # kinds of conversations must be named
         for ending in getattr(spec, "endings", ())
     }
     matching = [ending for ending in endings if paths and paths[0].endswith(ending)]

@@ -44,7 +44,7 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
             if key not in own:
                 is_typed = not typed.isdisjoint((key, *inside))
                 if not is_typed and value == leaves()[key].default:
-                    continue  # a file's, which says nothing that could be missed
+                    continue  # a file sets the default: nothing is lost
                 is_left_over = not is_typed and (
                     recipe is None or f"{group}.{choice}" in typed or _is_of_before(source, recipe)
                 )

@@ -145,7 +145,7 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
     if group == "hardware" and option not in names:
         written = option
         nodes, devices, option = split_hardware(written)
-        nodes = 1 if nodes is None and devices is not None else nodes  # 8xh100-80g is one machine
+        nodes = 1 if nodes is None and devices is not None else nodes  # 8xh100-80g: one node
         count = written.removesuffix(option)
     if option not in names:
         result.findings.append(unknown_option(folders, group, option, text, count))
@@ -154,7 +154,7 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
     for key, number in (("nodes", nodes), ("devices_per_node", devices)):
         if number is not None:
             settings, findings = check_setting(Setting((group, key), number, text))
-            result.settings[:0] = settings  # an explicit hardware.nodes=2 wins, wherever it stands
+            result.settings[:0] = settings  # first, so that hardware.nodes=2 wins
             result.findings += findings
 
 

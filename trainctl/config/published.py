@@ -76,8 +76,7 @@ def published_name(config: RunConfig, transformers: str) -> str | None:
     """Return the name of the shipped model that a directory matches; None without a match.
 
     Args:
-        transformers: Installed version, which must equal the shipped file's; empty if not
-        installed.
+        transformers: Installed version, which must be the shipped file's; empty if none is.
     """
     model = config.model
     if not model.path or model.trust_remote_code or model.factory:
@@ -88,7 +87,7 @@ def published_name(config: RunConfig, transformers: str) -> str | None:
         raw = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
         shape = shape_of(raw)
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-        return None  # composing has said what is wrong with the file
+        return None  # composition has reported the file's problem
     return next((n for n, each in table()["models"].items() if shape in each["shapes"]), None)
 
 

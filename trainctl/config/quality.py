@@ -29,9 +29,7 @@ def asks(whole: DataConfig) -> bool:
 
 
 def threshold_of(whole: DataConfig) -> float | None:
-    """Return the similarity from which a document is dropped; None if `data.dedup` has no
-    threshold.
-    """
+    """Return the similarity from which a document is dropped; None if there is none."""
     if whole.dedup_threshold is not None and whole.dedup in DEDUP_THRESHOLDS:
         return whole.dedup_threshold
     return DEDUP_THRESHOLDS.get(whole.dedup)

@@ -24,7 +24,7 @@ def kind_of_special(path: Path) -> str:
     """
     try:
         status = path.stat()
-    except (OSError, ValueError):  # it is not there, or has a NUL in its name
+    except (OSError, ValueError):  # missing, or a NUL in the name
         return ""
     if stat.S_ISREG(status.st_mode):
         return "a file of the kernel" if status.st_dev in _kernel_devices() else ""
@@ -41,7 +41,7 @@ def kind_of_special(path: Path) -> str:
 def _kernel_devices() -> set[int]:
     """Return the device numbers of the kernel's virtual file systems."""
     folders = map(Path, ("/proc", "/sys", "/sys/kernel/debug", "/sys/kernel/tracing"))
-    # In a chroot such a folder may be an ordinary one.
+    # In a chroot such a path may be an ordinary folder.
     return {folder.stat().st_dev for folder in folders if folder.is_mount()}
 
 
@@ -51,7 +51,7 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         OSError: It cannot be read, or is a pipe, a device or a folder.
     """
-    # Without O_NONBLOCK, to open a pipe waits for somebody who writes.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
-"""Environment variable with a folder of `GROUP/NAME.py`; setting it makes trainctl run that
-code.
-"""
+"""Environment variable with a folder of `GROUP/NAME.py`; trainctl runs the code there."""
 
 WITHOUT_A_SECTION = ("filter", "logger")
 """Groups whose options are not kinds of a section. A run may use several, given as a list of names;
@@ -45,13 +43,9 @@ class Spec:
     name: str
     """Kind: the value of the section's key that `chooser` returns."""
     keys: type
-    """Dataclass of the option's section: the keys that all kinds of the group share, and its
-    own.
-    """
+    """Dataclass of the option's section: keys that all kinds of the group share, and its own."""
     build: str = ""
-    """`module:function` that builds the option's object, imported when called; empty if there is
-    none.
-    """
+    """`module:function` that builds the option's object, imported when called; may be empty."""
     extra: str = ""
     """Extra of trainctl's package that installs what `build` needs."""
 
@@ -121,7 +115,7 @@ def load(group: str, name: str) -> Any:
     Raises:
         TrainctlError: No option has that name, or its code cannot be loaded.
     """
-    if name in _shipped(group):  # nobody changes what a known name means
+    if name in _shipped(group):  # shipped options cannot be overridden
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
     source = own_file(group, name) or _entry_points(group).get(name)
     if source is None:
@@ -135,7 +129,7 @@ def load(group: str, name: str) -> Any:
     try:
         with _exit_raises():
             spec = _load_own(source) if isinstance(source, Path) else source.load()
-    except (Exception, SystemExit) as error:  # whatever the code does when it is imported
+    except (Exception, SystemExit) as error:  # import runs arbitrary code
         raise _unusable(source, describe_exception(error)) from error
     if not isinstance(spec, Spec) or spec.name != name:
         raise _unusable(source, f"it is no spec of the name {name}")
@@ -310,7 +304,7 @@ def packaged_folders() -> dict[str, Path]:
     """Return the folders of packages that register options, by name; each has `GROUP/NAME.yaml`."""
     found: dict[str, Path] = {}
     for each in _registered():
-        with suppress(ImportError):  # of a package that is broken: `load` says so
+        with suppress(ImportError):  # a broken package: `load` reports it
             module = importlib.util.find_spec(each.module)
             if module is not None and module.origin is not None:
                 folder = Path(module.origin).parents[1]

@@ -15,9 +15,7 @@ from trainctl.errors import ExitCode, TrainctlError
 
 REDACTED = "redacted"
 ENVIRONMENT = "launcher.environment"
-"""Mapping of environment variables for ranks; its values count as secrets unless the name is
-plain.
-"""
+"""Environment variables for ranks; their values are secrets unless the name is plain."""
 SECRET_LISTS = ("logging.alerts.urls",)
 """Lists of strings that are always secret."""
 

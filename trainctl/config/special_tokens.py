@@ -152,7 +152,7 @@ def beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # reading a pipe would block
         raise _malformed(path, "is no regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

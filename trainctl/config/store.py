@@ -1,6 +1,4 @@
-"""Storage of a composed configuration, as `config.yaml` of a run; needs neither Hydra nor
-OmegaConf.
-"""
+"""Storage of a configuration as `config.yaml` of a run; needs neither Hydra nor OmegaConf."""
 
 from __future__ import annotations
 
@@ -25,12 +23,11 @@ def dump_config(config: RunConfig) -> str:
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read a file that `dump_config` wrote; keys that an older version lacked keep their defaults.
+    """Read a file that `dump_config` wrote; missing keys of older versions keep their defaults.
 
     Raises:
         TrainctlError: The file is missing, unreadable or no configuration (run state), or it uses
-        an
-            option that is not installed here (environment).
+            an option that is not installed here (environment).
     """
     try:
         text = read_bytes(path).decode()

@@ -70,9 +70,7 @@ def _choices(text: str) -> tuple[list[str], bool]:
 
 
 def _parse(text: str) -> Any:
-    """Parse by Hydra's grammar; None for an override that composition will refuse with its
-    reason.
-    """
+    """Parse by Hydra's grammar; None for an override that composition will refuse."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

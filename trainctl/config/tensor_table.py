@@ -29,7 +29,7 @@ def to_table(entries: Iterable[Entry]) -> list[str]:
     """Return the table of pairs of a name and its description."""
     merged = list(entries)
     most = max((len(_NUMBER.findall(name)) for name, _ in merged), default=0)
-    # The rightmost number first: what is left of it then distinguishes entries like any text.
+    # The rightmost number first: numbers to its left still keep entries apart as text.
     for _ in range(most):
         merged = _merged(merged)
     return [f"{name} {said}" for name, said in merged]
@@ -63,8 +63,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
-    """Return the entries of a table: first those before the blocks, then block by block, then the
-    rest.
+    """Return the entries of a table: those before the blocks, then block by block, then others.
 
     Raises:
         TrainctlError: An entry is malformed, or there are more than `MOST_TENSORS`.

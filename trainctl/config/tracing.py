@@ -54,9 +54,7 @@ _known: dict[str, Any] = {}
 
 
 def needs_trace(config: RunConfig) -> bool:
-    """Whether a model has no closed form, so that its tensors do not follow from its
-    configuration.
-    """
+    """Whether a model has no closed form: its tensors do not follow from its shape."""
     model = config.model
     return not model.has_closed_form and bool(model.path or model.factory)
 
@@ -70,7 +68,7 @@ def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]
     Raises:
         TrainctlError: The model cannot be built; says why, and names the file.
     """
-    ask = _ask if config.model.factory is None else _ask_process  # it may read files of any name
+    ask = _ask if config.model.factory is None else _ask_process  # uncached: it may read any file
     found: list[str] = ask(Question.anatomy, config, folder or Path.cwd())
     return found
 
@@ -122,7 +120,7 @@ def _kept(key: str) -> Any:
             return None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             return None
-        if "found" not in content:  # whoever wrote it
+        if "found" not in content:  # written by another program
             return None
         _known[key] = content["found"]
     return _known[key]

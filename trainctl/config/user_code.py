@@ -206,7 +206,7 @@ def find_module(module: str, folder: Path) -> Path | str | None:
         name = ".".join(parts[:length])
         if length == 1 and name in sys.builtin_module_names:
             return None
-        # By the last part: for a dotted name the packages that it is in would have to be imported.
+        # The last part only: resolving a dotted name would import the parent packages.
         spec = PathFinder.find_spec(parts[length - 1], where)
         if spec is None:
             return name
@@ -253,9 +253,7 @@ def names_of(file: Path) -> set[str] | None:
 
 
 def not_applied(composed: Composed) -> list[Finding]:
-    """Return findings for typed settings of trainctl's trainer, if a script or function trains
-    instead.
-    """
+    """Return findings for settings of trainctl's trainer where a script or function trains."""
     config = composed.config
     if config.trains_itself:
         return []

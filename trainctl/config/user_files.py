@@ -27,7 +27,7 @@ def own_files(config: RunConfig, folder: Path) -> list[Path]:
         folder: Working directory of the ranks.
     """
     found: dict[Path, None] = {}
-    pending: list[tuple[Path, str, Path]] = []  # a file, its module, where it looks for others
+    pending: list[tuple[Path, str, Path]] = []  # file, module name, import root
     if config.script is not None:
         script = Path(config.script)
         pending.append((script, "", script.parent))

@@ -148,7 +148,7 @@ def compose_bounded(text: str) -> yaml.Node | None:
             expanded, or contains itself.
     """
     loader = _loader_class()
-    if len(text) > MOST_DEPTH:  # a level takes a character at least
+    if len(text) > MOST_DEPTH:  # each level takes at least one character
         depth = 0
         for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
@@ -161,7 +161,7 @@ def compose_bounded(text: str) -> yaml.Node | None:
     def size(inner: yaml.Node) -> int:
         known = sizes.get(id(inner))
         if known is None:
-            sizes[id(inner)] = MOST_NODES + 1  # for one that holds itself
+            sizes[id(inner)] = MOST_NODES + 1  # stays if it contains itself
             parts = inner.value if isinstance(inner, yaml.CollectionNode) else ()
             known = 1 + sum(
                 size(each) for part in parts for each in (part if type(part) is tuple else (part,))
@@ -297,7 +297,7 @@ def _loader_class() -> Any:
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     loader: Any = type("NumberLoader", (base,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789."))
-    # A date is text here: no key is one.
+    # Dates stay text: no key is a date.
     loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in loader.yaml_implicit_resolvers.items()

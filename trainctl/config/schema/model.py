@@ -34,7 +34,7 @@ class ModelConfig:
     """The decoder to train, described by its published shape, so that planning needs no torch."""
 
     units: ClassVar[str] = "model"
-    former: ClassVar[tuple[str, ...]] = ("tensors",)  # what runs of older versions have besides
+    former: ClassVar[tuple[str, ...]] = ("tensors",)  # removed keys in runs of older versions
 
     name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
     family: str = option("llama", "Architecture.", units="model")
@@ -128,9 +128,7 @@ class ModelConfig:
 
     @property
     def has_closed_form(self) -> bool:
-        """Whether its tensors follow from its shape: a family of trainctl's, built by
-        transformers.
-        """
+        """Whether its tensors follow from its shape: a family of trainctl's."""
         return not self.is_directory and self.factory is None
 
     @property

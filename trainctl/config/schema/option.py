@@ -10,9 +10,7 @@ from typing import Any
 from trainctl.config.registry import kind_of, new_section, with_parts
 
 LONGEST = {"seconds": 31_536_000, "minutes": 525_600}
-"""Maximum times, a year each: timers of the operating system overflow beyond a few hundred
-years.
-"""
+"""Maximum times, a year each: timers of the operating system overflow beyond a few centuries."""
 
 
 def option(
@@ -41,11 +39,9 @@ def option(
         above: Lower bound, exclusive (a learning rate is above 0).
         example: A value as typed, if its type alone does not show the syntax: a list of mappings.
         units: Group whose registered options are the legal values (`config.registry`).
-        each: Group whose options are the legal keys of this mapping, each with a section of its
-        own;
-            a null section removes the option.
-        needs: Condition under which the key has an effect, as a predicate over its section and as
-            text.
+        each: Group whose options are the legal keys of this mapping. Each key has a section as its
+            value; null removes the option.
+        needs: Condition under which the key has an effect: a predicate over its section, and text.
         whole: Whether the key applies to the whole run, so that a named section does not have it.
         local: Whether the value is a path in local file systems, so that a URL is refused.
     """

@@ -25,8 +25,7 @@ def pyarrow(module: str = "") -> Any:
 
 
 def require_texts(schema: Any, file: File, column: str) -> None:
-    """Refuse a file whose schema lacks the column, has it twice, or has another type in it than
-    text.
+    """Refuse a file whose schema lacks the column, or has it twice or without text.
 
     Raises:
         NoColumn: Names the columns that are there.
@@ -79,9 +78,7 @@ def text_cells(column: Any) -> Iterator[list[bytes | None]]:
 
 
 def _as_bytes(column: Any) -> Any:
-    """View texts as bytes: validating them as text would refuse invalid UTF-8, whatever the
-    policy.
-    """
+    """View texts as bytes: validating text would refuse invalid UTF-8, whatever the policy."""
     package = pyarrow()
     for is_text, kind in (
         (package.types.is_string, package.binary()),

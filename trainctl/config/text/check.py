@@ -88,7 +88,7 @@ def check_text(config: RunConfig) -> list[Finding]:
         for pattern in patterns:
             try:
                 found.append((pattern, find(pattern, spec.endings, spec.choose)))
-            except TrainctlError as error:  # nothing answers
+            except TrainctlError as error:  # no server answers
                 findings.append(_not_read(f"data.{key}", error))
         findings += _of_patterns(f"data.{key}", found, spec.endings)
         files = sorted({file for _, each in found for file in each.files}, key=order)
@@ -105,9 +105,7 @@ def check_text(config: RunConfig) -> list[Finding]:
 
 
 def _facts(config: RunConfig) -> TokenizerFacts | None:
-    """Return the facts of the tokenizer; None if its file is missing, which is reported
-    elsewhere.
-    """
+    """Return the facts of the tokenizer; None if its file is missing (another finding)."""
     try:
         facts: TokenizerFacts = load("tokenizer", config.tokenizer.kind).facts(config.tokenizer)
         return facts
@@ -226,7 +224,7 @@ def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
         return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
     except Damaged as error:
         return FileProblem(BINARY, error.hint, error.message, error.hint)
-    except TrainctlError as error:  # a package is missing, or a server silent
+    except TrainctlError as error:  # a missing package, or no answer
         return FileProblem(
             MISSING, error.hint, error.message, error.hint, exit_code=error.exit_code
         )
@@ -276,9 +274,7 @@ def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Itera
 
 
 def _most_tokens(files: list[File], data: DataConfig) -> int:
-    """Return an upper bound of tokens: bytes up to `data.max_bytes`, and one end for each
-    document.
-    """
+    """Return an upper bound of tokens: bytes up to `data.max_bytes`, and one for each file."""
     size = sum(file.stat().st_size for file in files)
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
 

@@ -82,7 +82,7 @@ def _of_code(key: str, section: Any, kinds: list[str]) -> Iterator[Finding]:
     try:
         files = split_files(section).train
     except TrainctlError:
-        return  # said where the files are looked at
+        return  # reported by the check of the files
     endings = Counter(PurePosixPath(unpacked_name(file)).suffix.lower() for file in files)
     code = {ending: count for ending, count in endings.items() if ending in CODE}
     if 2 * sum(code.values()) > len(files):

@@ -88,8 +88,7 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
 
 
 def as_text(conversation: Mapping[str, Any]) -> str:
-    """Return a conversation as the text of a document, identical for equal conversations of any
-    shape.
+    """Return a conversation as a document's text, identical for equal conversations.
 
     Values that JSON has no type for, such as a date in another column, are written as strings.
     """
@@ -146,7 +145,7 @@ def _of_sharegpt(record: Record) -> list[Any]:
     system = record.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     for each in _listed(record["conversations"], "conversations"):
-        if isinstance(each, Mapping) and "role" in each:  # the other names, under this key
+        if isinstance(each, Mapping) and "role" in each:  # keys of `messages`
             messages.append(dict(each))
             continue
         who = each.get("from") if isinstance(each, Mapping) else None
@@ -208,9 +207,9 @@ def _require_order(messages: list[Message]) -> None:
 
 
 def _listed(value: object, key: str) -> list[Any]:
-    if isinstance(value, str):  # a list that was written into a column of texts
+    if isinstance(value, str):  # a list stored as JSON in a text column
         value = _json(value)
-    if isinstance(value, Mapping):  # `datasets` keeps a list of objects as an object of lists
+    if isinstance(value, Mapping):  # `datasets` stores a list of objects as an object of lists
         columns = [each for each in value.values() if isinstance(each, list)]
         if not columns or len(columns) < len(value) or len({len(each) for each in columns}) > 1:
             raise BadConversation(f"`{key}` is an object, and not of lists of one length")

@@ -107,7 +107,7 @@ class Reader:
         """
         try:
             if not text.isascii():
-                text.encode()  # several times as fast as looking for them
+                text.encode()  # several times faster than a search
             return text
         except UnicodeEncodeError as error:
             problem = f"a lone surrogate, U+{ord(text[error.start]):04X}, is not text"

@@ -25,7 +25,7 @@ from trainctl.errors import TrainctlError
 HEAD_BYTES = 1 << 16
 """Bytes at the start of a file that are enough to detect its format."""
 
-# What a file begins with, what that is called, and how to get text out of it.
+# First bytes of a format, its name, and a hint for getting text out of it.
 _UNPACK = "unpack it first: {}"
 _KIND = "read it with data={}"
 _LEAVE_OUT = "leave it out of data.paths, or get its text out first"
@@ -53,9 +53,7 @@ class TextFiles:
     """Files to train on."""
     held_out: list[File]
     by_document: bool = False
-    """Whether single documents of the only file in `train` are held out, since there is no other
-    file.
-    """
+    """Whether documents of the only file in `train` are held out: there is no other file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +206,7 @@ def hint_for(found: FoundFiles) -> str:
 
 
 def endings_of(found: FoundFiles) -> str:
-    """Describe the files left out of a folder, such as ``12 .gz, 1 .json``; the most common
-    first.
-    """
+    """Describe the files left out of a folder: ``12 .gz, 1 .json``, most common first."""
     return ", ".join(f"{count:,} {ending}" for ending, count in found.left_out.most_common(5))
 
 

@@ -41,7 +41,7 @@ class NoTextKey(TrainctlError):
 
     def __init__(self, where: str, text_key: str, record: dict[str, object]) -> None:
         texts = {key: value for key, value in record.items() if isinstance(value, str)}
-        # A slip of the pen, or another name: the longest is likeliest to be what is meant.
+        # A typing error, or another name: the key with the longest text is the likeliest.
         keys = sorted(texts, key=lambda key: len(texts[key]), reverse=True)
         meant = nearest(text_key, keys, count=1) or keys[:1]
         has = f"it has texts under {_listed(keys)}"
@@ -79,9 +79,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 
 
 def places(file: File) -> list[int | None]:
-    """Return the line numbers of a JSONL file's documents; [None] for any other file, which is
-    one.
-    """
+    """Return the line numbers of a JSONL file's documents; [None] for any other file."""
     if not _has_lines(file):
         return [None]
     with opened(file) as lines:
@@ -207,7 +205,7 @@ def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | No
     """
     lines = head.removeprefix(_BOM).split(b"\n")
     if len(head) == HEAD_BYTES:
-        lines.pop()  # it goes on
+        lines.pop()  # incomplete
     may_skip = config.on_bad_text is OnBadText.skip
     reader = Reader(replace(config, on_bad_text=OnBadText.error) if may_skip else config)
     problems, good = [], 0
@@ -226,7 +224,7 @@ def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | Non
     if config.on_bad_text is not OnBadText.error:
         return None
     try:
-        # A character may go on after the head.
+        # The head may end within a character.
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
         try:

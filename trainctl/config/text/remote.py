@@ -83,8 +83,7 @@ class RemoteFile:
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.size, 0, 0, 0))
 
     def open(self, mode: str = "rb", tell: Tell = say) -> BinaryIO:
-        """Open the file for reading; broken reads are resumed, up to `ATTEMPTS` times, and
-        reported.
+        """Open the file; broken reads are resumed, up to `ATTEMPTS` times, and reported.
 
         Raises:
             TrainctlError: While reading: all attempts failed, or the file has changed.
@@ -121,8 +120,8 @@ def version_of(file: File) -> str:
 def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     """Return the files of a URL, of a folder or of a glob, and whether the URL is a folder.
 
-    For HTTP, `?` begins a query, only `*` makes a glob, and a page of links is a folder. A
-    `file://` URL is never a glob.
+    For HTTP, `?` begins a query, only `*` makes a glob, and a page of links is a folder. A `file://`
+    URL is never a glob.
 
     Raises:
         TrainctlError: The protocol is unknown or its package missing (exit code 4), or no server
@@ -139,7 +138,7 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
         try:
             entry = file_system.info(path)
         except FileNotFoundError as error:
-            if isinstance(error.__cause__, OSError):  # nobody answered
+            if isinstance(error.__cause__, OSError):  # no server answered
                 raise error.__cause__ from None
             return {}, False
         if entry.get("type") == "directory" or url.endswith("/"):
@@ -150,7 +149,7 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     files = []
     for name, entry in entries.items():
         if entry.get("type") == "file":
-            if entry.get("size") is None:  # a page of links does not say
+            if entry.get("size") is None:  # a page of links gives no sizes
                 entry = patiently(partial(file_system.info, name), url, tell=tell)
             files.append(_remote(protocol, name, entry))
     return sorted(files), is_folder
@@ -236,7 +235,7 @@ class _Patient(io.RawIOBase):
 
     def _let_go(self) -> None:
         if self._stream is not None:
-            with suppress(Exception):  # what is broken may not close
+            with suppress(Exception):  # closing a broken stream may fail
                 self._stream.close()
         self._stream = None
 
@@ -297,7 +296,7 @@ def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell:
 
 def _is_of_the_url(error: Exception) -> bool:
     """Whether an error means that the file system cannot handle the URL."""
-    of_archives = ("BadZipFile", "ReadError")  # of zipfile and tarfile
+    of_archives = ("BadZipFile", "ReadError")  # raised by zipfile and tarfile
     return type(error) in _OF_THE_URL or type(error).__name__ in of_archives
 
 
@@ -347,7 +346,7 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     if is_s3:
         limits = {"connect_timeout": SILENCE, "read_timeout": SILENCE}
         options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
-    # Ours would take the place of the user's, in which there may be a login.
+    # Merge with the user's options, which may hold a login: ours would replace them.
     for protocol in ("http", "https", "s3", "s3a"):
         own = fsspec.config.conf.get(protocol, {})
         options = {name: {**own.get(name, {}), **ours} for name, ours in options.items()}
@@ -355,12 +354,12 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     try:
         file_system, path = fsspec.core.url_to_fs(url, **options)
     except Exception as error:
-        # What was made by half goes with the traceback; that of ftp complains on stderr then.
+        # The traceback keeps a half-built file system alive; FTP's prints on stderr when freed.
         raise error.with_traceback(None) from None
     finally:
         sys.unraisablehook = hook
     if is_s3:
-        file_system.retries = 1  # ours are enough: of both, a silent one would take an hour
+        file_system.retries = 1  # ours suffice: with both, a silent server would take an hour
     return file_system, path
 
 

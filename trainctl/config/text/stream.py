@@ -1,8 +1,7 @@
 """Decompression of corpus files by their first bytes: gzip, bzip2, xz and zstd.
 
 A file may be several concatenated streams, as `cat` and parallel compressors produce. A file that
-ends within a stream is an error and not a shorter text; so is a file that expands beyond all
-bounds.
+ends within a stream is an error and not a shorter text; so is excessive expansion.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from trainctl.errors import TrainctlError
 
 PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 MOST_GROWTH = 250
-"""Maximum decompressed bytes per compressed byte: text has 3 to 30, a log that repeats one line
-100.
-"""
+"""Maximum expansion: text expands by 3 to 30, a log that repeats one line by 100."""
 ALWAYS_ALLOWED = 1 << 26
 """Decompressed bytes that any file may have."""
 _XZ_MEMORY = 1 << 30
@@ -81,16 +78,15 @@ def is_packed(file: File) -> bool:
 
 
 def unpacked_name(file: File) -> str:
-    """Return a file's name without the ending of its compression: ``a.jsonl`` for
-    ``a.jsonl.zst``.
-    """
+    """Return a file's name without a compression ending: ``a.jsonl`` for ``a.jsonl.zst``."""
     path = PurePosixPath(file.name)
     return path.stem if path.suffix in PACKED_ENDINGS else path.name
 
 
 def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
-    """Return the compression of a file with these first bytes, and its decompressor; None
-    without.
+    """Return the compression of a file with these first bytes, and a decompressor's factory.
+
+    None if it is not compressed.
     """
     if head.startswith(b"\x1f\x8b"):
         return "gzip", _Gzip
@@ -100,7 +96,7 @@ def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
         return "xz", lambda: _Buffered(
             lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
         )
-    # A frame, or one to be skipped, which may come first.
+    # A zstd frame, or a skippable frame, which may precede it.
     is_skipped = head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
     if head.startswith(b"\x28\xb5\x2f\xfd") or is_skipped:
         return "zstd", _Zstd
@@ -108,9 +104,7 @@ def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
 
 
 class _Unpack:
-    """Decompressor of consecutive streams: call `begin` for each, then `step` until it has
-    ended.
-    """
+    """Decompressor of consecutive streams: `begin` each, then `step` until it has ended."""
 
     padding = b""
     """Bytes that may fill a file after its last stream."""

@@ -56,7 +56,7 @@ class _Process:
 
     def end(self) -> int:
         """Kill the process and return its exit code, negative for a signal."""
-        self._process.kill()  # without effect on one that has ended
+        self._process.kill()  # no effect if it has ended
         code = self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -127,9 +127,9 @@ def _death(file: File, code: int) -> TrainctlError:
 
 def serve() -> None:
     """Answer requests on stdin until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is not an answer
+    os.dup2(2, 1)  # keep library output off the pipe
     requests = sys.stdin.buffer
     try:
         while True:
