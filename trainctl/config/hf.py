@@ -256,7 +256,9 @@ def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:
 
 
 def _known(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return our fields that the file gives; a null, and a count of 0 experts, count as missing."""
+    """Return our fields that the file gives. A null counts as missing, and so does a count of 0
+    experts.
+    """
     known = {}
     for name, theirs in called.items():
         values = [raw[key] for key in theirs if raw.get(key) is not None]

@@ -20,7 +20,9 @@ from trainctl.errors import TrainctlError
 
 PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 MOST_GROWTH = 250
-"""Maximum expansion: text expands by 3 to 30, a log that repeats one line by 100."""
+"""Maximum decompressed bytes per compressed byte; text has 3 to 30, a log of one repeated line
+100.
+"""
 ALWAYS_ALLOWED = 1 << 26
 """Decompressed bytes that any file may have."""
 _XZ_MEMORY = 1 << 30
