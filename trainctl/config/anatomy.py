@@ -1,8 +1,8 @@
-"""What a model is made of, without torch: tensors, blocks, experts, what attention multiplies.
+"""Anatomy of a model, without torch: tensors, blocks, experts, and the sizes of its attention.
 
-Made once from transformers' own class (`trainctl.train.models.anatomy`), in a process of its own
-(`trainctl.config.tracing`), and kept in the configuration as a short list of text
-(`model.anatomy`): every count of a model without a closed form follows from it.
+It is made once from transformers' own class (`trainctl.train.models.anatomy`), in a child process
+(`trainctl.config.tracing`). The configuration keeps it as a short list of strings
+(`model.anatomy`). All counts of a model without a closed form are computed from it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trainctl.errors import TrainctlError
 
 
 class Role(Enum):
-    """What a parameter is for.
+    """Function of a parameter in the model.
 
-    A tied output projection is the embedding; an expert's bias is the expert's.
+    A tied output projection has the role `embedding`, an expert's bias the role `expert`.
     """
 
     embedding = "embedding"
@@ -40,15 +40,15 @@ class Parameter:
     """A parameter tensor."""
 
     name: str
-    """Canonical name: transformers' own."""
+    """Canonical name, as in transformers' state dict."""
     shape: tuple[int, ...]
     role: Role
-    """What it is for."""
     block: int | None = None
-    """Number of its block; None is outside of them."""
+    """Index of its block; None outside all blocks."""
     shares: int = 0
-    """Equal parts that tensor ranks may divide among themselves: heads, or columns of a
-    feed-forward layer; 0 where each rank has all of it."""
+    """Number of equal parts that tensor-parallel ranks can divide: heads, or columns of a
+    feed-forward layer. 0 if every rank holds the whole parameter.
+    """
 
     @property
     def numel(self) -> int:
@@ -56,18 +56,19 @@ class Parameter:
 
     @property
     def is_bias(self) -> bool:
-        """Also of all experts in one tensor."""
+        """Whether it is a bias, including one tensor with the biases of all experts."""
         return self.name.endswith("bias")
 
 
 ROUTER_BIAS = "e_score_correction_bias"
-"""Name of what routers choose by besides their scores (DeepSeek-V3 and what follows it): updates
-move it, and no gradient does."""
+"""Name of the bias that routers add to their scores to choose experts (DeepSeek-V3 and later). It
+has no gradient: the balancing update moves it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBuffer:
-    """A tensor that is saved and has no gradient, such as the bias of a router."""
+    """A saved tensor without a gradient, such as the bias of a router."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,18 +76,20 @@ class SavedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What one attention multiplies, for each token."""
+    """Sizes of one attention layer, from which its multiplications per token follow."""
 
     heads: int
     key_width: int
-    """Width of a query and a key; with latent attention, of what scores are made of."""
+    """Width of a query and a key per head; with latent attention, the width of the score
+    products.
+    """
     value_width: int
-    """Width of a value."""
+    """Width of a value per head."""
     window: int | None = None
-    """Tokens that one attends to; None attends to everything."""
+    """Size of the sliding window, in tokens; None for full attention."""
 
     def products(self, sequence_length: int) -> int:
-        """Multiplications for one token: its scores, and the weighted sum of values."""
+        """Return the multiplications for one token: its scores, and the weighted sum of values."""
         keys = min(sequence_length, self.window or sequence_length)
         return self.heads * (self.key_width + self.value_width) * keys
 
@@ -96,77 +99,81 @@ class Block:
     """A decoder block."""
 
     name: str
-    """Name of the module."""
+    """Name of its module."""
     kind: int
-    """Blocks of one kind are made equal, and do the same."""
+    """Number shared by all blocks with the same structure and computation."""
     experts: int = 0
-    """Experts that a token chooses from; 0 in a dense block."""
+    """Routed experts; 0 in a dense block."""
     experts_per_token: int = 0
-    """Those that it goes to."""
+    """Routed experts that compute each token (top-k)."""
     attention: tuple[Attention, ...] = ()
-    """What its attention multiplies; more than one in unusual architectures."""
+    """Attention layers of the block; more than one in unusual architectures."""
 
     @property
     def active_share(self) -> float:
-        """The share of its experts' elements that one token meets."""
+        """Fraction of the experts' elements that one token activates."""
         return self.experts_per_token / self.experts if self.experts else 1.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Anatomy:
-    """A causal language model of transformers. One of two equal ones is not the other: they are
-    keys of caches.
+    """Structure of a causal language model of transformers.
+
+    Instances compare by identity, because they are keys of caches.
     """
 
     parameters: tuple[Parameter, ...]
-    """Tied ones once, in the model's order."""
+    """Parameters in the model's order; tied ones appear once."""
     blocks: tuple[Block, ...]
     """Decoder blocks, in order."""
     ties: tuple[tuple[str, str], ...] = ()
-    """Names that are another parameter, and which."""
+    """Pairs of an alias and the name of the parameter it is tied to."""
     buffers: tuple[SavedBuffer, ...] = ()
     attentions: tuple[str, ...] = field(default=("eager",))
-    """What `model.attention` may be, as transformers' class says."""
+    """Legal values of `model.attention`, as transformers' class declares them."""
     is_recurrent: bool = False
-    """Whether a state is carried from token to token, besides keys and values."""
+    """Whether the model carries a state from token to token, besides keys and values."""
     turns_by_length: bool = False
-    """Whether rotary embeddings depend on the largest position that there is."""
+    """Whether rotary embeddings depend on the largest position of the sequence."""
     has_experts_apart: bool = False
-    """Whether a layer's experts are multiplied by the model's own code, and not by the function
-    that transformers calls for experts joined to one parameter."""
+    """Whether the model's own code multiplies a layer's experts, and not the function that
+    transformers calls for experts joined into one parameter.
+    """
     has_routers_apart: bool = False
-    """Whether a layer's experts have no router beside them that is known by its form: what it
-    decides is not seen."""
+    """Whether some sparse layer has no router of a known form, so that its routing is not
+    visible.
+    """
     drawn_whole: str = ""
-    """The first parameter that starts by what cannot be done for a part of it, if any does: a run
-    cannot draw its first weights."""
+    """First parameter whose initialization cannot be computed for one shard alone; empty if there
+    is none. With such a parameter a run cannot initialize its weights from the seed.
+    """
     code: str = ""
-    """Digest of the user's files that made it (`model.factory`); empty of a directory's."""
+    """Digest of the user's files that build the model (`model.factory`); empty for a directory."""
 
     @cached_property
     def total(self) -> int:
-        """Parameters in all."""
+        """Number of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Those that only some tokens meet: experts with their biases, and no shared ones."""
+        """Number of parameters of routed experts, biases included. Shared experts do not count."""
         return self.numel(Role.expert)
 
     @cached_property
     def active(self) -> int:
-        """Parameters that one token meets: all but the experts that it does not go to.
+        """Number of active parameters per token (experts that are not routed to excluded).
 
-        So Mixtral and Qwen3 are published. gpt-oss leaves out the embedding, of which a token
-        reads one row; take `numel(Role.embedding)` off.
+        The published numbers of Mixtral and Qwen3 count this way. gpt-oss also leaves out the
+        embedding, since a token reads one row of it: subtract `numel(Role.embedding)`.
         """
         return round(sum(p.numel * self.active_share(p) for p in self.parameters))
 
     @cached_property
     def multiplied(self) -> int:
-        """Weights that one token is multiplied with: matrices, with the head also where it is tied.
+        """Number of weights that one token is multiplied with: active matrices, and a tied head.
 
-        Looking up an embedding multiplies nothing; norms and biases are left out.
+        Embedding lookups multiply nothing; norms and biases are left out.
         """
         inside = sum(
             parameter.numel * self.active_share(parameter)
@@ -197,24 +204,24 @@ class Anatomy:
 
     @property
     def has_biased_routers(self) -> bool:
-        """Whether every router has a bias that its choice follows."""
+        """Whether every router has a bias that takes part in its choice (`ROUTER_BIAS`)."""
         routers = {p.name.rpartition(".")[0] for p in self.parameters if p.role is Role.router}
         names = {p.name for p in self.parameters} | {b.name for b in self.buffers}
         biased = [router for router in routers if f"{router}.{ROUTER_BIAS}" in names]
         return len(biased) == sum(block.experts > 0 for block in self.blocks)
 
     def numel(self, role: Role) -> int:
-        """Return elements of the parameters of a role."""
+        """Return the number of elements of all parameters with a role."""
         return sum(parameter.numel for parameter in self.parameters if parameter.role is role)
 
     def active_share(self, parameter: Parameter) -> float:
-        """Return the share of a parameter's elements that one token meets."""
+        """Return the fraction of a parameter's elements that one token activates."""
         if parameter.role is not Role.expert or parameter.block is None:
             return 1.0
         return self.blocks[parameter.block].active_share
 
     def attention_products(self, sequence_length: int) -> int:
-        """Multiplications of attention for one token, in all blocks."""
+        """Return the multiplications of attention for one token, summed over all blocks."""
         return sum(
             attention.products(sequence_length)
             for block in self.blocks
@@ -222,7 +229,7 @@ class Anatomy:
         )
 
     def to_table(self) -> list[str]:
-        """As the configuration keeps it."""
+        """Serialize to the list of strings in `model.anatomy`."""
         return to_table(self._entries())
 
     def _entries(self) -> Iterator[tuple[str, str]]:
@@ -258,23 +265,24 @@ _TRAITS = {
     "experts-apart": "has_experts_apart",
     "routers-apart": "has_routers_apart",
 }
-"""What is said of the model as a whole: the word, and its field."""
+"""Words in the table that describe the whole model, each with the field of `Anatomy` it sets."""
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
 
 def anatomy_of(table: Sequence[str]) -> Anatomy:
-    """Return the anatomy that a configuration keeps.
+    """Parse the list of strings in `model.anatomy`.
 
     Raises:
-        TrainctlError: An entry is none.
+        TrainctlError: An entry is malformed.
     """
     return _read(tuple(table))
 
 
 def experts_in(table: Sequence[str]) -> dict[str, int | None]:
-    """Experts of a sparse block, and those that a token goes to, by the configuration's keys.
+    """Return the expert counts of the model's largest sparse block, by configuration key.
 
-    The code says so: a file may leave a default out, call them otherwise, or have them unused.
+    They come from the model's code: a config.json may omit a default, name a field differently, or
+    name experts that the code does not use.
     """
     blocks = anatomy_of(table).blocks
     most = max(blocks, key=lambda block: block.experts, default=None)
@@ -285,7 +293,7 @@ def experts_in(table: Sequence[str]) -> dict[str, int | None]:
 
 
 def shape_in(table: Sequence[str]) -> dict[str, Any]:
-    """Return the sizes of a model by the configuration's keys, as far as its tensors show them."""
+    """Return the model's sizes by configuration key, as far as its tensors determine them."""
     read = anatomy_of(table)
     matrices = {p.role: p.shape for p in reversed(read.parameters) if len(p.shape) == 2}
     rows, width = matrices.get(Role.head) or matrices[Role.embedding]
@@ -364,10 +372,10 @@ def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBu
 
 
 def block_of(name: str, blocks: dict[str, int]) -> int | None:
-    """Return number of the block that a name belongs to.
+    """Return the index of the block that contains a parameter.
 
     Args:
-        blocks: Number of each block, by the name of its module.
+        blocks: Index of each block, by the name of its module.
     """
     ends = (match.start() for match in re.finditer(r"\.", name))
     return next((blocks[name[:end]] for end in ends if name[:end] in blocks), None)

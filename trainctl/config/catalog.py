@@ -1,4 +1,4 @@
-"""What there is to choose from: the folders searched, their recipes and options."""
+"""Catalog of recipes and options in the folders that are searched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainctl.errors import Finding, Severity, TrainctlError
 
 BASE = "base"
 OPEN = "auto"
-"""The hardware of a recipe that leaves it open."""
+"""The hardware option of a recipe that does not fix its hardware."""
 SHADOWS, NOT_READ, UNKNOWN_OPTION, UNKNOWN_RECIPE = "TC106", "TC107", "TC108", "TC109"
 COUNTED = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x(.+)")
 
@@ -24,13 +24,13 @@ class Folder:
     """A folder that is searched for options (`GROUP/NAME.yaml`) and recipes (`NAME.yaml`)."""
 
     path: Path
-    """The folder, absolute."""
+    """Absolute path."""
     shown: str
-    """How it is named to the user."""
+    """Name of the folder in messages."""
     is_shipped: bool
     """Whether it came with trainctl."""
     has_recipes: bool
-    """Whether YAML files straight inside are recipes."""
+    """Whether YAML files directly inside are recipes."""
 
     def name_of(self, path: Path) -> str:
         return f"{self.shown}/{path.relative_to(self.path).as_posix()}"
@@ -38,15 +38,13 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """One option of a group."""
-
     group: str
     name: str
     summary: str
-    """First line of the file's comment."""
+    """First line of the file's leading comment."""
     path: Path
     is_users: bool
-    """Whether it lies in a folder of the user's."""
+    """Whether the file is in a folder of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +53,30 @@ class RecipeInfo:
 
     name: str
     summary: str
-    """First line of the file's comment: what it is."""
+    """First line of the file's leading comment."""
     description: str
     """The rest of that comment: hardware, and the source of the hyperparameters."""
     hardware: str
-    """As typed, such as `8x8xh100-80g`; empty if the recipe leaves it open."""
+    """Hardware as typed, such as `8x8xh100-80g`; empty if the recipe does not fix it."""
     path: Path
     is_users: bool
-    """Whether it lies in a folder of the user's."""
+    """Whether the file is in a folder of the user's."""
 
 
 def shipped_root() -> Path:
-    """Return the folder that holds the shipped `conf/` and `recipes/`: in the package, else the
-    repo."""
+    """Return the parent of the shipped `conf/` and `recipes/`: in the package, else the
+    repository.
+    """
     package = Path(__file__).resolve().parents[1]
     inside = package / "_shipped"
     return inside if inside.is_dir() else package.parent
 
 
 def search_folders(config_dir: Path | None = None) -> list[Folder]:
-    """Folders in search order: `config_dir`, the current folder's own, those of packages that bring
-    options, then the shipped ones.
+    """Return the folders in search order.
+
+    First `config_dir`, then the current directory's folders, then those of installed packages that
+    bring options, then the shipped ones.
 
     Raises:
         TrainctlError: `config_dir` is no folder, or holds neither options nor recipes.
@@ -99,8 +100,7 @@ def search_folders(config_dir: Path | None = None) -> list[Folder]:
 
 
 def recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
-    """Return every recipe, the user's first, then by name; of a shadowed one only what is in
-    force."""
+    """Return all recipes, the user's first, then by name; shadowed ones are left out."""
     folders = search_folders(config_dir)
     found: dict[str, RecipeInfo] = {}
     for folder in folders:
@@ -111,12 +111,12 @@ def recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
 
 
 def options(group: str, config_dir: Path | None = None) -> list[OptionInfo]:
-    """Return every option of a group, by name; of a shadowed one only what is in force."""
+    """Return all options of a group, by name; shadowed ones are left out."""
     return options_in(search_folders(config_dir), group)
 
 
 def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
-    """`options`, in folders already found."""
+    """Return all options of a group in these folders, as `options` does."""
     found: dict[str, OptionInfo] = {}
     for folder in folders:
         for path in (folder.path / group).glob("*.yaml"):
@@ -129,8 +129,7 @@ def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
 
 
 def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
-    """Return the file of a config path such as `model/llama-7b`: the first folder that has it
-    wins."""
+    """Return the file of a config path such as `model/llama-7b`; the first folder wins."""
     for folder in folders:
         path = folder.path / f"{config_path}.yaml"
         if path.is_file():
@@ -139,13 +138,13 @@ def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
 
 
 def option_names(folders: list[Folder], group: str) -> list[str]:
-    """Return names of a group's options, without reading the files."""
+    """Return the names of a group's options, without reading the files."""
     names = {path.stem for folder in folders for path in (folder.path / group).glob("*.yaml")}
     return sorted(names, key=_natural)
 
 
 def recipe_names(folders: list[Folder]) -> list[str]:
-    """Return names of the recipes, without reading the files."""
+    """Return the names of all recipes, without reading the files."""
     kept = [folder for folder in folders if folder.has_recipes]
     names = {path.stem for folder in kept for path in folder.path.glob("*.yaml")}
     return sorted(names - {BASE}, key=_natural)
@@ -154,7 +153,7 @@ def recipe_names(folders: list[Folder]) -> list[str]:
 def chosen_options(
     folders: list[Folder], recipe: str, seen: frozenset[str] = frozenset()
 ) -> dict[str, str | None]:
-    """Option of each group that a recipe chooses, itself or through what it extends."""
+    """Return the option that a recipe chooses for each group, itself or through what it extends."""
     found = find(folders, recipe)
     if found is None or recipe in seen:
         return {}
@@ -171,7 +170,7 @@ def chosen_options(
 
 
 def split_hardware(written: str) -> tuple[int | None, int | None, str]:
-    """`4x8xh100-80g` as (nodes, devices of each, option); none where no count is written."""
+    """Split `4x8xh100-80g` into nodes, devices per node and option; a missing count is None."""
     match = COUNTED.fullmatch(written)
     if not match:
         return None, None, written
@@ -182,9 +181,9 @@ def split_hardware(written: str) -> tuple[int | None, int | None, str]:
 def unknown_option(
     folders: list[Folder], group: str, option: str, source: str, count: str = ""
 ) -> Finding:
-    """Return the finding for an option that its group lacks: the nearest ones, and all of them.
+    """Return the finding for an option that its group lacks, with the nearest names.
 
-    `count` stands before the option as typed: `8x` of `hardware=8xh100`.
+    `count` is what was typed before the option, such as `8x` in `hardware=8xh100`.
     """
     names = option_names(folders, group)
     if option.lower() in NOT_THERE.get(group, ()):
@@ -202,7 +201,7 @@ def unknown_option(
 
 
 def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
-    """Return the finding for a recipe that does not exist: the nearest ones, and all of them."""
+    """Return the finding for an unknown recipe, with the nearest names and all of them."""
     names = recipe_names(folders)
     hint = did_you_mean([f"recipe={close}" for close in nearest(name, names)])
     return Finding(
@@ -215,7 +214,7 @@ def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
 
 
 def shadows(folders: list[Folder], config_path: str) -> Finding | None:
-    """Return a warning when the user's file of this name hides another of a different content."""
+    """Return a warning if a user's file hides one with the same name and different content."""
     holders = [
         (folder, path)
         for folder in folders
@@ -237,7 +236,7 @@ def shadows(folders: list[Folder], config_path: str) -> Finding | None:
 
 
 def not_read(folders: list[Folder]) -> list[Finding]:
-    """Return a warning for each of the user's files that is not read for its ending `.yml`."""
+    """Return a warning for each file of the user's that is ignored because it ends in `.yml`."""
     found = []
     for folder in folders:
         places = [] if folder.is_shipped else ["", *(f"{group}/" for group in GROUPS)]
@@ -304,7 +303,7 @@ def _hardware(name: str, folders: list[Folder]) -> str:
 
 
 def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int]:
-    """Nodes and devices of a node that a recipe sets, or the one it extends; 0 where none does."""
+    """Return the nodes and devices per node that a recipe sets or inherits; 0 if not set."""
     found = find(folders, name)
     if found is None or name in seen or name == BASE:
         return 0, 0
@@ -324,7 +323,7 @@ def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[i
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts 7b before 13b."""
+    """Return a sort key that puts 7b before 13b."""
     return [
         (int(part), "") if re.fullmatch("[0-9]+", part) else (-1, part)
         for part in re.split("([0-9]{1,9})", name)

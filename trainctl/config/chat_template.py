@@ -1,8 +1,9 @@
-"""The chat template of a tokenizer: where its files have it, and what it calls special tokens.
+"""Chat template and special tokens of a tokenizer, read from its files.
 
-The first of these that there is: `chat_template.jinja`, `chat_template` of `tokenizer_config.json`
-(of several the one that is called `default`), beside the tokenizer. Of several, another is named:
-of those, or of the files in `additional_chat_templates`, where transformers writes them today.
+Lookup order: `chat_template.jinja` next to the tokenizer, then `chat_template` in
+`tokenizer_config.json` (the one named `default` if there are several). A template can also be
+chosen by name, from that list or from the files in `additional_chat_templates`, where current
+transformers writes them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
     """Return a chat template, in Jinja.
 
     Args:
-        tokenizer: A file of the tokenizers library; None for a tokenizer that has none.
-        named: The file of another template, or the name of one of several that the tokenizer has;
-            None is the tokenizer's own.
+        tokenizer: File of the tokenizers library; None for a tokenizer without a file.
+        named: A template's file, or the name of one of the tokenizer's; None for the default.
 
     Raises:
         TrainctlError: There is none, or it cannot be read.
@@ -59,7 +59,7 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
 
 
 def _by_name(tokenizer: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer that has several."""
+    """Return the named templates of a tokenizer that has several."""
     said = beside(tokenizer, _CONFIG).get("chat_template")
     objects = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
     found = {
@@ -72,13 +72,12 @@ def _by_name(tokenizer: Path) -> dict[str, str]:
 
 
 def special_tokens_of(tokenizer: Path) -> dict[str, str]:
-    """What templates are given, by name: `bos_token`, `eos_token` and so on, as the files say.
+    """Return the special tokens that templates receive, such as `bos_token`, by name.
 
-    Args:
-        tokenizer: A file of the tokenizers library.
+    They are read from the files next to the tokenizer's file `tokenizer`.
 
     Raises:
-        TrainctlError: One of the files beside it cannot be read.
+        TrainctlError: One of these files cannot be read.
     """
     found = {}
     for said in (beside(tokenizer, _MAP), beside(tokenizer, _CONFIG)):
@@ -91,7 +90,7 @@ def special_tokens_of(tokenizer: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    if file.exists() and not file.is_file():  # a pipe would be waited for
+    if file.exists() and not file.is_file():  # reading a pipe would block
         raise TrainctlError(f"the chat template {file} is no regular file")
     try:
         return file.read_text(encoding="utf-8")

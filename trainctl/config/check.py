@@ -1,4 +1,4 @@
-"""Checks of keys, types and ranges: the same for a file's line and for an override."""
+"""Checks of keys, types and ranges, shared by lines of files and overrides."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ UNKNOWN_KEY, WRONG_VALUE, OUT_OF_RANGE, REFUSED = "TC101", "TC102", "TC103", "TC
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key that a file or an override sets."""
+    """A key and value set by a file or an override."""
 
     path: tuple[str, ...]
     """Components of the key."""
     value: Any
-    """Its value, as parsed."""
+    """Parsed value."""
     source: str
     """The override, or `file:line`."""
     text: str | None = None
-    """How a scalar was written; none for the rest."""
+    """Scalar as written; None for lists and mappings."""
 
     @property
     def key(self) -> str:
@@ -41,10 +41,10 @@ class Setting:
 
 
 def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
-    """What a setting sets, in its keys' types, or what is wrong with it.
+    """Convert a setting to its key's type; return the resulting settings, and what is wrong.
 
-    A mapping under a free-form key gives one setting for each of its leaves. A value that refers to
-    another key (`${...}`) is checked after it is resolved.
+    A mapping under a free-form key becomes one setting for each of its leaves. A value that
+    refers to another key (`${...}`) is returned unchecked: it is checked after it is resolved.
     """
     refused = list(_refused(setting))
     if refused:
@@ -62,7 +62,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     prefix = tuple(leaf.key.split("."))
     tree, text = setting.value, setting.text
     for name in reversed(setting.path[len(prefix) :]):
-        # As typed, so that 007 stays; what was quoted is a text already, without its quotes.
+        # The text as typed keeps 007; a quoted value is a str already, without its quotes.
         as_typed = leaf.is_text_mapping and text and not isinstance(tree, str)
         tree, text = {name: text if as_typed else tree}, None
     try:
@@ -75,7 +75,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
-    """Of a mapping of sections, or with references in it: one setting for each of its keys."""
+    """Check each key of a mapping as a setting of its own."""
     settings: list[Setting] = []
     findings: list[Finding] = []
     for name, item in setting.value.items():
@@ -87,7 +87,7 @@ def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def unknown_key(setting: Setting) -> Finding:
-    """Return the finding for a key that the schema lacks, with the keys that were perhaps meant."""
+    """Return the finding for a key that the schema lacks, with the keys probably meant."""
     key = setting.key
     if key in leaves():
         message, hint = (
@@ -124,12 +124,12 @@ def unknown_key(setting: Setting) -> Finding:
 
 
 def has_reference(value: Any) -> bool:
-    """Whether a value, or a part of it, refers to another key or to the environment."""
+    """Whether a value, or a part of it, contains a reference (`${...}`)."""
     return any("${" in text for text in _texts(value))
 
 
 def _refused(setting: Setting) -> Iterator[Finding]:
-    """Constructs that are Hydra's but not ours."""
+    """Find constructs that Hydra has and trainctl refuses."""
     names = (*setting.path, *_names(setting.value))
     if "_target_" in names:
         yield Finding(
@@ -153,7 +153,7 @@ def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
     """Return the finding for a value that its key does not accept."""
     is_variable = f"{key}.".startswith(f"{ENVIRONMENT}.")
     message, hint = problem.message, problem.hint
-    if is_variable:  # a value that was meant for a variable may be a secret
+    if is_variable:  # the value may be a secret: do not show it
         message = "this is no mapping of names to texts"
     if key in SECRET_LISTS:
         message, hint = "this is no list of texts", "write it as ['${oc.env:NAME}']"

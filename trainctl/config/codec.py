@@ -1,7 +1,7 @@
-"""Dataclasses to plain data (JSON, YAML) and back, by their type hints. Standard library only.
+"""Conversion of dataclasses to plain data (JSON, YAML) and back, by their type hints.
 
-The run directory's `config.yaml` and an attempt's `plan.json` are read by processes that must not
-import Hydra, so reading is done here.
+It needs the standard library only: the run directory's `config.yaml` and an attempt's `plan.json`
+are read by processes that must not import Hydra.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainctl.config.registry import (
 T = TypeVar("T")
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
-"""Types of most values; not those derived from them, as an `Enum` is."""
+"""Types returned unchanged. Subclasses, such as an `Enum`'s, are not included."""
 
 
 def to_plain(value: Any) -> Any:
-    """Nested dicts, lists, strings, numbers, booleans and None."""
+    """Convert to nested dicts, lists, strings, numbers, booleans and None."""
     if type(value) in _PLAIN:
         return value
     if is_dataclass(value) and not isinstance(value, type):
@@ -46,10 +46,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any, key: str = "") -> T:
-    """Return an instance of the dataclass `cls` from what `to_plain` gave.
+    """Return an instance of the dataclass `cls` from the output of `to_plain`.
 
-    Keys that `data` lacks keep their defaults (an older file), so that a newer version reads it. In
-    a section whose options are units, keys of other kinds are left out, as an older file has all.
+    Keys missing from `data` keep their defaults, so that a newer version reads an older file. In a
+    section with kinds, keys of other kinds are ignored, because older files have all of them.
 
     Raises:
         ValueError: An unknown key, or a value of the wrong type; names the key.
@@ -63,7 +63,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     has_parts = bool(getattr(cls, "parts", ""))
     cls = with_parts(cast(Any, cls)) if has_parts else cls
     hints = hints_of(cast(Any, cls))
-    if has_parts:  # those of a package that is not installed here are left out
+    if has_parts:  # drop sections of packages not installed here
         data = {k: v for k, v in data.items() if k in hints or not isinstance(v, dict)}
     known = {item.name for item in own_fields(cls)}
     unknown = [str(name) for name in data if name not in known]
@@ -73,8 +73,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
 
 
 def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the kind that the section has, and its data without the keys of other
-    kinds."""
+    """Return the class for the section's kind, and the section's data without foreign keys."""
     key = chooser(group)
     kind = data.get(key, kind_of(cls))
     if not isinstance(kind, str):
@@ -88,14 +87,14 @@ def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str,
 
 @cache
 def hints_of(cls: Any) -> dict[str, Any]:
-    """Types of a class's attributes, without `ClassVar`s."""
+    """Return the types of a class's attributes, without `ClassVar`s."""
     found = ChainMap(*map(_own_hints, cls.__mro__))
     return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
 
 
 @cache
 def _own_hints(cls: Any) -> dict[str, Any]:
-    """Those that the class itself has: what all kinds of a section share is read once."""
+    """Return the annotations of this class alone; cached, because kinds share base classes."""
     return get_annotations(cls, eval_str=True)
 
 
@@ -104,7 +103,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _read(hint: Any, value: Any, key: str) -> Any:
-    if hint is Any or type(value) is hint:  # most are strings, numbers and booleans
+    if hint is Any or type(value) is hint:  # most values: strings, numbers, booleans
         return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):

@@ -1,10 +1,10 @@
-"""From overrides to a checked `RunConfig`.
+"""Composition of a checked `RunConfig` from a recipe, options and overrides.
 
-Hydra decides which files are in play and in which order (`trainctl.config.defaults_list`); they are
-read with the line of each key, checked, and laid over each other here, so that what is shown as a
-value's origin is what set it. The values are those of Hydra's own composition, but for one rule of
-ours: an option chosen on the command line replaces its whole section, also what the recipe set
-there. `tests/config/test_hydra.py` holds both.
+Hydra decides which files take part and in which order (`trainctl.config.defaults_list`). This
+module reads them with the line of each key, checks them, and layers them, so that the origin shown
+for a value is the place that set it. The values equal Hydra's own composition with one exception:
+an option chosen on the command line replaces its whole section, including what the recipe set
+there. `tests/config/test_hydra.py` verifies both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
 UNTYPED = ("name", "family", "path", "initial_weights")
-"""Fields whose own value is what the directory was read with, or is kept by it."""
+"""Fields of `model` that cannot conflict with the directory: it is read with their values, or it
+keeps them.
+"""
 
 SAVED = "config.yaml of the run"
 NO_EFFECT, NOT_THE_DIRECTORYS, DROPPED = "TC112", "TC146", "TC420"
@@ -51,25 +53,25 @@ NO_EFFECT, NOT_THE_DIRECTORYS, DROPPED = "TC112", "TC146", "TC420"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A configuration and how it came about."""
+    """A configuration, with the origin of each value."""
 
     config: RunConfig
-    """The configuration, typed and in range."""
     layers: Mapping[str, tuple[Layer, ...]]
-    """Every place that set a key, by that key, in the order of application; the last one won. Keys
-    of free-form mappings have layers of their own."""
+    """Every place that set a key, by key, in the order of application: the last one won. Keys of
+    free-form mappings have layers of their own.
+    """
     findings: tuple[Finding, ...]
-    """Warnings; also errors, in what `examine` gives."""
+    """Warnings; results of `examine` also hold errors."""
     overrides: tuple[str, ...]
     """The overrides, as typed."""
 
     @property
     def has_error(self) -> bool:
-        """Whether a finding is an error: the config is then what is left without it."""
+        """Whether a finding is an error: `config` then lacks the values that are wrong."""
         return _has_error(self.findings)
 
     def source_of(self, key: str) -> str:
-        """What set a key, or the last of the keys inside it; empty for a schema default."""
+        """Return the place that set a key, or the last key inside it; empty for a default."""
         if key in self.layers:
             return self.layers[key][-1].source
         inside = [layers for name, layers in self.layers.items() if name.startswith(f"{key}.")]
@@ -84,7 +86,7 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
         config_dir: A folder of the user's with `conf/` and `recipes/`, searched first.
 
     Raises:
-        TrainctlError: With every problem found, in the overrides and in the files in play.
+        TrainctlError: With all problems found in the overrides and in the files in use.
     """
     composed = examine(overrides, config_dir=config_dir)
     if composed.has_error:
@@ -93,10 +95,10 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
 
 
 def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
-    """Compose as `compose` does, leaving out what is wrong: to go on and find what else is.
+    """Compose as `compose` does, but leave out wrong values, to find all problems at once.
 
     Raises:
-        TrainctlError: The recipe or the files in play cannot be read, so nothing is left to check.
+        TrainctlError: The recipe or a file in use cannot be read, so nothing is left to check.
     """
     folders = search_folders(config_dir)
     asked = read_overrides(overrides, folders)
@@ -127,14 +129,14 @@ def recompose(
 ) -> Composed:
     """Change a saved configuration by overrides, as a resume does.
 
-    An option chosen for a group replaces that section; a recipe cannot be chosen again.
+    An option chosen for a group replaces its section. The recipe cannot be chosen again.
 
     Args:
-        config_dir: The user's own folder.
-        source: Where it was saved, as it is shown.
+        config_dir: A folder of the user's with `conf/` and `recipes/`, searched first.
+        source: Name of the saved configuration in messages.
 
     Raises:
-        TrainctlError: With every problem found.
+        TrainctlError: With all problems found.
     """
     stack = Stack(to_plain(saved), source)
     folders = search_folders(config_dir) if overrides else []
@@ -166,7 +168,7 @@ def _finish(
     findings += stack.apply_level(asked.settings)
     unresolved = stack.resolve()
     findings += unresolved
-    if unresolved:  # the values that such references stand for are not there to check
+    if unresolved:  # their values are not known, so nothing can be checked
         raise TrainctlError.from_findings(findings)
     typed = {setting.key for setting in asked.settings}
     findings += [*keep_own_keys(stack, typed, recipe), *complete_parts(stack)]
@@ -196,10 +198,10 @@ def _options(asked: Overrides) -> dict[str, str]:
 def _lay_files(
     stack: Stack, folders: list[Folder], defaults: Sequence[Any], choices: Mapping[str, Choice]
 ) -> tuple[list[Finding], dict[str, Layer]]:
-    """Lay the files over the stack in Hydra's order, those of chosen options last.
+    """Apply the files to the stack in Hydra's order, chosen options last.
 
     Returns:
-        What is wrong, and by its key each value that a chosen option took back.
+        The findings, and by key each value that a chosen option replaced.
     """
     from trainctl.config.defaults_list import files_in_order
 
@@ -238,9 +240,9 @@ def _lay_files(
 def _dropped(
     config: RunConfig, replaced: Mapping[str, Layer], asked: Overrides
 ) -> Iterator[Finding]:
-    """One warning that lists the recipe's values that chosen options replaced.
+    """Yield at most one warning, which lists the recipe's values that chosen options replaced.
 
-    What was typed stands, and what the new option has no key for cannot be brought back.
+    A value typed on the command line is not listed, nor a key that the new option does not have.
     """
     plain, typed = to_plain(config), {setting.key for setting in asked.settings}
     dropped, back, groups = [], [], dict[str, None]()
@@ -268,14 +270,14 @@ def _dropped(
 
 
 def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
-    """Read shape and weights from `model.path`.
+    """Fill shape and weights from `model.path`, and return the findings.
 
-    The directory has the rank of what named it: a key that was typed, or that the same file set,
-    wins over it with a warning; what a file says gives way to a directory named by the command
-    line. A model that stays `hf` is what its directory says, whoever names it.
+    Values from `model.path` take the precedence of whichever source set `model.path`. A key that
+    was typed, or set in the same file, wins over the directory, with a warning. A key set in a
+    file loses to a directory named on the command line. A model that stays `hf` always follows
+    its directory.
 
     Args:
-        stack: What was set so far.
         typed: Keys that the command line sets.
     """
     model = from_plain(RunConfig, stack.plain).model
@@ -318,7 +320,7 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
 
 
 def _fill_anatomy(stack: Stack) -> list[Finding]:
-    """Read a model that has no closed form, so that everything later counts what it really is."""
+    """Trace a model without a closed form, so that later counts use its real tensors."""
     config = from_plain(RunConfig, stack.plain)
     table: list[str] = []
     if needs_trace(config):
@@ -343,7 +345,7 @@ def _fill_anatomy(stack: Stack) -> list[Finding]:
 
 
 def _last_source(stack: Stack, key: str) -> str:
-    """What set a key; of a key inside a mapping that was set as a whole, what set that."""
+    """Return the place that set a key, or that set the whole mapping the key is in."""
     while key and key not in stack.layers:
         key = key.rpartition(".")[0]
     return stack.layers[key][-1].source if key else ""

@@ -1,7 +1,7 @@
-"""Which files make a configuration, and in which order: Hydra's defaults list over our folders.
+"""The files of a configuration and their order, by Hydra's defaults list.
 
-Hydra is given the defaults lists alone, from documents that were read already: what the files set
-is laid over each other by `trainctl.config.compose`. Importing this module imports Hydra.
+Hydra receives only the defaults lists, from documents that were read before. The settings of the
+files are layered by `trainctl.config.compose`. Importing this module imports Hydra.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from trainctl.errors import Finding
 SCHEME = "trainctl"
 ROOT = "_trainctl_root"
 Answer = tuple[str | None, bool]
-"""Of a config path: the file's text, and whether there is a group of that name."""
+"""Text of the file at a config path, or None, and whether there is a group of that name."""
 HYDRAS_OWN = "hydra/config"
-"""What Hydra would set up for a program that it runs: a dozen files, and none of them for us."""
+"""Config path of Hydra's own application settings: a dozen files that are not used here."""
 
 
 class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
-    """Hydra's view of the folders that are searched: the same files, found in the same order."""
+    """Hydra's view of the searched folders: the same files, found in the same order."""
 
     folders: ClassVar[list[Folder]] = []
     asked: ClassVar[set[str]] = set()
-    """The config paths that Hydra asked for."""
+    """Config paths that Hydra requested."""
 
     @staticmethod
     def scheme() -> str:
         return SCHEME
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the defaults list and the package of a file; nothing for Hydra's own
-        configuration."""
+        """Return the defaults list and the package of a file; empty for Hydra's own files."""
         self.asked.add(config_path)
         found = find(self.folders, config_path)
         written: list[Any] = []
@@ -73,7 +72,7 @@ class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
         return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Options of a group, for Hydra's own messages."""
+        """Return the options of a group, for Hydra's own messages."""
         return option_names(self.folders, config_path)
 
 
@@ -89,23 +88,24 @@ def _answer(folders: list[Folder], config_path: str) -> Answer:
 def _still(folders: list[Folder], answers: dict[str, Answer]) -> bool:
     try:
         return all(_answer(folders, path) == answer for path, answer in answers.items())
-    except (OSError, ValueError):  # Hydra meets it again, and it is told
+    except (OSError, ValueError):  # Hydra reads it again and reports it
         return False
 
 
 _known: dict[str, tuple[dict[str, Answer], list[tuple[str, str]]]] = {}
-"""By the defaults: all that Hydra asked for and was told, and the order it found. Hydra takes 90 ms
-each time, and a sweep composes the same files again and again."""
+"""Cache by defaults list: the answers that Hydra received, and the order it computed. Hydra takes
+90 ms each time, and a sweep composes the same files again and again.
+"""
 
 
 def files_in_order(
     folders: list[Folder], defaults: Sequence[Any]
 ) -> list[tuple[str, str]] | Finding:
-    """Config path and package of each file, in the order of merging.
+    """Return the config path and package of each file, in the order of merging.
 
     Args:
-        folders: Where to look, the first one that has a file wins.
-        defaults: Of a configuration that stands above all files; it sets nothing itself.
+        folders: Searched folders; the first that has a file wins.
+        defaults: Defaults list of a root configuration above all files, which sets no keys itself.
 
     Returns:
         The files, or the finding that says why Hydra cannot order them.
@@ -119,7 +119,7 @@ def files_in_order(
     node = {"defaults": [*defaults, "_self_"], "hydra": {"searchpath": [f"{SCHEME}://"]}}
     ConfigStore.instance().store(name=ROOT, node=node)
     try:
-        # The folder has no YAML; `initialize` would read the sources of the whole stack, for 50 ms.
+        # This folder has no YAML. `initialize` would read the source of all stack frames: 50 ms.
         with initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(ROOT, [], RunMode.RUN).defaults

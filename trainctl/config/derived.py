@@ -1,4 +1,4 @@
-"""A value that nobody typed: what it is, why, and what it follows from."""
+"""Derived values, each with its reason and sources."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """A value that nobody typed, and why it is what it is."""
+    """A value that the user did not set, and its derivation."""
 
     key: str
     """Name that users ask for: a config key (`training.global_batch_size`), a key of DeepSpeed's
-    JSON (`train_batch_size`), or a quantity of the plan (`total_steps`)."""
+    JSON (`train_batch_size`), or a quantity of the plan (`total_steps`).
+    """
     value: Any
     reason: str
-    """The arithmetic or the rule, with the numbers."""
+    """The arithmetic or the rule, with its numbers."""
     sources: tuple[str, ...] = ()
-    """Config keys that it follows from, the foremost first; empty in the plans of versions that did
-    not record them."""
+    """Config keys that it follows from, the most important first; empty in plans of versions that
+    did not record them.
+    """

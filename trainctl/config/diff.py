@@ -1,4 +1,4 @@
-"""The keys in which two configurations differ."""
+"""Difference of two configurations, by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.config.schema import RunConfig, walk
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key with its two values."""
+    """A key with its values in both configurations."""
 
     key: str
     left: Any
@@ -18,8 +18,10 @@ class Change:
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[Change]:
-    """Return every key whose value differs, in the schema's order; what a kind does not have is
-    null."""
+    """Return every key whose value differs, in the schema's order.
+
+    A key that one configuration's kind does not have is None there.
+    """
     left, right = ({key: value for key, _, value in walk(each)} for each in (a, b))
     return [
         Change(key, left.get(key), right.get(key))

@@ -1,4 +1,7 @@
-"""Variables of the environment whose values no run writes: only a launch resolves them."""
+"""Environment variables that a configuration refers to.
+
+Their values are resolved by a launch only, and never written with a run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from trainctl.config.secrets import is_kept, names_in, secret_words
 
 
 def references(config: RunConfig) -> list[str]:
-    """Variables that a start needs the values of, as the configuration refers to them."""
+    """Return the names of all variables that a launch must resolve, sorted."""
     words = config.script_arguments
     texts = [word for word, used in zip(words, secret_words(words), strict=True) if used]
     texts += config.launcher.environment.values()

@@ -1,6 +1,6 @@
-"""The files that a configuration starts from: that all they name exists, and all they set is legal.
+"""Check of all files that a configuration extends: they exist, and set legal values only.
 
-This reads what Hydra will read, before Hydra does, because Hydra stops at the first problem.
+It reads them before Hydra does, because Hydra stops at the first problem.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from trainctl.errors import Finding
 
 
 def check_extends(folders: list[Folder], recipe: str, chosen: Mapping[str, str]) -> list[Finding]:
-    """Problems of a recipe, of the chosen options, and of all that they start from.
+    """Return the problems of a recipe, of the chosen options, and of all files that they extend.
 
     Args:
         recipe: The recipe, or `base`; empty checks no recipe.
-        chosen: Option chosen for a group on the command line; the recipe's is not read then.
+        chosen: Options chosen on the command line, by group; they replace the recipe's.
     """
     walk = _Walk(folders, chosen)
     findings = walk.recipe(recipe, ()) if recipe else []
@@ -46,7 +46,7 @@ def check_extends(folders: list[Folder], recipe: str, chosen: Mapping[str, str])
 
 
 class _Walk:
-    """One pass over the files that extend each other."""
+    """One traversal of the files that extend each other."""
 
     def __init__(self, folders: list[Folder], chosen: Mapping[str, str]) -> None:
         self.folders = folders
@@ -54,7 +54,7 @@ class _Walk:
         self.recipes = recipe_names(folders)
 
     def recipe(self, name: str, chain: tuple[str, ...]) -> list[Finding]:
-        """Problems of a recipe or of base; `chain` holds the recipes that extend it."""
+        """Return the problems of a recipe or of base; `chain` holds the recipes that extend it."""
         found = find(self.folders, name)
         if found is None:
             return [unknown_recipe(self.folders, name, "")]
@@ -71,7 +71,7 @@ class _Walk:
         return findings
 
     def users_option(self, group: str, option: str, chain: tuple[str, ...]) -> list[Finding]:
-        """Problems of an option in a user's folder, and of those of its group that it extends."""
+        """Return the problems of a user's option, and of the options that it extends."""
         found = find(self.folders, f"{group}/{option}")
         if found is None or found[0].is_shipped:
             return []

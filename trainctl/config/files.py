@@ -1,5 +1,7 @@
-"""Files and folders that a configuration names: whether they are there, and of text what is in
-them. For launches from here."""
+"""Checks of the files and folders that a configuration names, for launches from this machine.
+
+Paths must exist. Of a corpus the content is checked too.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,14 @@ NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
 
 
 def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
-    """Return a finding for each path without a file, missing code, and what is wrong with the
-    corpus.
+    """Return a finding for each missing path, for missing code, and for each problem of the corpus.
 
     Args:
-        folder: Where the user's code is looked for; None is the current folder.
+        folder: Where the user's code is looked up; None is the current directory.
     """
     findings = [*check_user_code(config, folder), *_no_python(config)]
     if not config.trains_itself:
-        return findings  # the corpus and the tokenizer are for trainctl's trainer
+        return findings  # only trainctl's trainer needs corpus and tokenizer
     findings += [*check_text(config), *check_choice(config)]
     findings += [*_without_tokenizer(config), *_without_template(config)]
     findings += [
@@ -40,7 +41,7 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
 
 
 def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
-    """Find a tokenizer that is read from a file, and no file is named."""
+    """Find a tokenizer kind that needs a file where none is named."""
     section = config.tokenizer
     if isinstance(section, TokenizerFromPath) and not section.path:
         yield Finding(
@@ -52,7 +53,7 @@ def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
 
 
 def _no_python(config: RunConfig) -> Iterator[Finding]:
-    """A Python for loggers that cannot be started, whether or not a logger of now needs it."""
+    """Find a `logging.python` that cannot be executed, whether or not a logger needs it now."""
     python = config.logging.python
     if python and shutil.which(Path(python).expanduser()) is None:
         yield Finding(
@@ -64,7 +65,7 @@ def _no_python(config: RunConfig) -> Iterator[Finding]:
 
 
 def _without_template(config: RunConfig) -> Iterator[Finding]:
-    """Sources of conversations for which there is no chat template."""
+    """Find sources of conversations without a chat template."""
     file = load("tokenizer", config.tokenizer.kind).file
     is_named = not isinstance(config.tokenizer, TokenizerFromPath) or config.tokenizer.path
     sources: dict[str, Any] = {
@@ -72,11 +73,11 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
     }
     for key, section in (sources or {"data": config.data}).items():
         source, named = load("data", section.kind), getattr(section, "chat_template", None)
-        # Pairs may be texts, which are written as they are.
+        # Pairs of plain texts need no template.
         asks = source.encoder and (named is not None or not source.has_pairs)
         if asks and config.data.factory is None and is_named:
             tokenizer = file(config.tokenizer) if file else None
-            if tokenizer is None or tokenizer.is_file():  # which another finding says
+            if tokenizer is None or tokenizer.is_file():  # another finding reports a missing file
                 try:
                     template_of(tokenizer, named)
                 except TrainctlError as error:

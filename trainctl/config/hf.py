@@ -1,4 +1,4 @@
-"""What a transformers directory says of a model: its shape, its weights; needs no transformers."""
+"""Shape and weights of a model, read from its transformers directory without transformers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k"),
 }
-"""Field of ours, and the keys that transformers' configurations call it."""
+"""Our fields, each with its names in the configurations of transformers."""
 
 EXPERTS = ("num_experts", "experts_per_token")
-"""0 in a model without any, of an architecture that may have some."""
+"""Fields that an architecture with optional experts may give as 0, for a dense model."""
 
 FILLED = (
     "name",
@@ -50,17 +50,19 @@ FILLED = (
     "router_aux_loss_coef",
     *NAMES,
 )
-"""Fields that `fill_from_directory` sets, besides a family's own."""
+"""Fields that `fill_from_directory` sets, besides the fields of a family."""
 
 APPLIED = ("name", "initializer_range")
-"""Of a model that stays `hf`, what has an effect when set beside the directory: the rest of its
-shape is what transformers reads from the file."""
+"""Keys that a model that stays `hf` may set beside the directory. The rest of its shape is what
+transformers reads from the file.
+"""
 
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
 
 LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "PreTraining", "ConditionalGeneration")
-"""What follows `For` in the name of a class with a head over the vocabulary. Whether it predicts
-the next token is asked of transformers' own class (`trainctl.train.models.anatomy`)."""
+"""Suffixes, after `For`, of the names of classes with a head over the vocabulary. Whether such a
+class predicts the next token is asked of transformers (`trainctl.train.models.anatomy`).
+"""
 
 OTHER_INPUTS = {
     "vision_config": "vision-language",
@@ -68,7 +70,7 @@ OTHER_INPUTS = {
     "audio_config": "audio-language",
     "speech_config": "audio-language",
 }
-"""Sections of config.json that describe an encoder of something else than text."""
+"""Sections of config.json that describe an encoder of another modality than text."""
 
 POSITIVE_ROPE_KEYS = (
     "rope_theta",
@@ -83,23 +85,22 @@ POSITIVE_ROPE_KEYS = (
     "short_factor",
     "long_factor",
 )
-"""Numbers, or lists of them, that transformers divides by or takes a power of."""
+"""Numbers, or lists of numbers, that transformers divides by or raises to a power."""
 
 
 def fill_from_directory(model: ModelConfig) -> ModelConfig:
-    """Return the model with the shape that `model.path`/config.json gives, and the weights beside
-    it.
+    """Return the model with the shape from `model.path`/config.json, and the weights next to it.
 
-    The family becomes that of the directory where it is exactly of one that is known (llama or
-    gpt2, say); the shape then says it all, and only an export reads the directory again (token ids,
-    settings of generation). It stays what it is otherwise (biases, scaled rotary embeddings,
-    experts, other architectures). Unless model.weights or model.initial_weights says otherwise,
-    training starts from the weights that the directory has. A name on the Hugging Face hub becomes
+    The family becomes the directory's if the directory matches a known family exactly (llama or
+    gpt2, say). The shape is then complete, and only an export reads the directory again (token ids,
+    generation settings). Otherwise the family stays as it is (biases, scaled rotary embeddings,
+    experts, other architectures). Training starts from the directory's weights unless
+    model.weights or model.initial_weights says otherwise. A name on the Hugging Face hub becomes
     the folder that it is downloaded to.
 
     Raises:
         TrainctlError: No such directory or file, no JSON, the shape is incomplete, or the weights
-            are in a form that is not read.
+            are in an unsupported format.
     """
     if model.path and is_hub_name(model.path):
         model = replace(
@@ -150,10 +151,9 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
 
 
 def other_task(path: Path, raw: Mapping[str, Any]) -> Finding | None:
-    """Return what a config.json is of, if that is no language model over text alone.
+    """Return the finding for a config.json of anything but a language model over text alone.
 
-    Args:
-        path: The file, as the message names it.
+    None for a language model.
     """
     listed = raw.get("architectures")
     classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
@@ -181,11 +181,11 @@ AS_LANGUAGE_MODEL = (
     "a directory of a ...ForCausalLM; to train this one's body as one, save it with transformers: "
     "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
 )
-"""What to do about a directory of another task."""
+"""Hint for a directory of another task."""
 
 
 def _unusable_rope(path: Path, value: Any, key: str = "") -> Iterator[Finding]:
-    """Find numbers of rotary embeddings that make positions infinite or NaN, at any depth."""
+    """Find rotary parameters, at any depth, that make positions infinite or NaN."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _unusable_rope(path, item, f"{key}.{name}".lstrip("."))
@@ -202,7 +202,7 @@ def _unusable_rope(path: Path, value: Any, key: str = "") -> Iterator[Finding]:
 
 
 def _asked_of_routers(raw: Mapping[str, Any]) -> float | None:
-    """Weight of the balancing loss, where transformers itself would add it."""
+    """Return the weight of the load-balancing loss, if transformers itself would add that loss."""
     weight = raw.get("router_aux_loss_coef")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
         return None
@@ -210,17 +210,17 @@ def _asked_of_routers(raw: Mapping[str, Any]) -> float | None:
 
 
 def _weights(model: ModelConfig, folder: Path) -> str | None:
-    """Where the weights of step 0 come from, if not from the seed."""
+    """Return where the weights of step 0 are read from; None if they are drawn from the seed."""
     if model.initial_weights is not None:
         return model.initial_weights
     if model.weights is WeightsKind.random:
         return None
-    # Of a model of the hub's, those who start from here fetch them.
+    # A hub model's weights are fetched by the machines that start from it.
     return str(folder) if has_weights(folder) or is_hub_folder(str(folder)) else None
 
 
 def _unreadable_weights(model: ModelConfig, folder: Path) -> list[Finding]:
-    """Weights that are meant, and not in safetensors."""
+    """Find weights that the configuration needs and that are not in safetensors."""
     if _weights(model, folder) is not None or model.weights is WeightsKind.random:
         return []
     if has_pickled_weights(folder):
@@ -256,13 +256,15 @@ def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:
 
 
 def _known(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Our fields that the file gives; nulls count as left out, and so do no experts at all."""
+    """Return our fields that the file gives. A null counts as missing, and so does a count of 0
+    experts.
+    """
     known = {}
     for name, theirs in called.items():
         values = [raw[key] for key in theirs if raw.get(key) is not None]
         if values and not (name in EXPERTS and values[0] == 0):
             known[name] = values[0]
-    if not raw.get("sliding_window", True):  # some configurations write 0 for none
+    if not raw.get("sliding_window", True):  # some configurations write 0 for no window
         known["sliding_window"] = None
     return known
 
@@ -276,14 +278,13 @@ def _incomplete(path: Path, shape: Mapping[str, Any]) -> list[Finding]:
 
 
 def _family(kind: str) -> Any:
-    """Return the spec of the family that an architecture is, by transformers' name; None of
-    others."""
+    """Return the spec of the family with this `model_type`; None if there is none."""
     spec = load("model", kind) if kind in names("model") else None
     return None if spec is None or spec.is_directory else spec
 
 
 def _is_whole(family: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether a family's keys say all that the file says."""
+    """Whether the keys of a family express everything in the file."""
     form, scaling = family.directory, _mapping(raw.get("rope_scaling"))
     rope = raw.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     is_plain = all(raw.get(key, value) == value for key, value in form.plain.items())

@@ -1,4 +1,4 @@
-"""The hosts of a launch over ssh: names, hostfiles, and which of them are used."""
+"""Hosts of a launch over ssh: names, hostfiles, and the choice of hosts to use."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _SLOTS = re.compile(r"slots=(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that is reached by ssh."""
+    """A machine reached by ssh."""
 
     name: str
-    """As ssh takes it: a name or address, with `user@` before it or not."""
+    """Name or address as ssh takes it, with or without `user@`."""
     slots: int | None = None
-    """Devices that it offers; None if it was not said."""
+    """Number of its devices; None if unknown."""
     devices: tuple[int, ...] | None = None
-    """Those of them to use, by number; None uses the first that are needed."""
+    """Indices of the devices to use; None uses the first ones, as many as needed."""
 
     @property
     def address(self) -> str:
-        """The name without the user."""
+        """Name without the user."""
         return self.name.rpartition("@")[2]
 
 
 class HostChoice(Protocol):
-    """The keys of a launcher that choose hosts."""
+    """Launcher keys that choose hosts."""
 
     hosts: list[str]
     hostfile: str | None
-    """A file of them instead."""
+    """File with the hosts, instead of `hosts`."""
     include: str | None
-    """Those to use, and devices of each; None is all."""
+    """Hosts to use, each optionally with its devices; None uses all."""
     exclude: str | None
-    """Those to leave out, or devices of them."""
+    """Hosts, or devices of hosts, to leave out."""
 
 
 def is_host_name(text: str) -> bool:
-    """Whether it can only be a host: ssh takes what begins with a dash for an option."""
+    """Whether a text can only be a host name. ssh would take a leading dash for an option."""
     return bool(_HOST.fullmatch(text) or _IPV6.fullmatch(text))
 
 
@@ -62,11 +62,8 @@ def is_interface_name(text: str) -> bool:
 def chosen_hosts(launcher: HostChoice, nodes: int, devices_per_node: int) -> tuple[Host, ...]:
     """Return the hosts that a plan's nodes run on, in order.
 
-    Args:
-        launcher: Has the hosts, or the name of their file, and what to include or exclude.
-
     Raises:
-        TrainctlError: The file is missing or wrong, or it has other than `nodes` hosts.
+        TrainctlError: The hostfile is missing or malformed, or the hosts left are not `nodes`.
     """
     if launcher.hostfile is not None:
         hosts = read_hostfile(Path(launcher.hostfile).expanduser())
@@ -86,10 +83,10 @@ def chosen_hosts(launcher: HostChoice, nodes: int, devices_per_node: int) -> tup
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Hosts of a file of `host slots=n` lines, as DeepSpeed has them; `#` begins a comment.
+    """Read a hostfile of `host slots=n` lines, as DeepSpeed's; `#` begins a comment.
 
     Raises:
-        TrainctlError: It cannot be read, a line is wrong, or a host comes twice.
+        TrainctlError: It cannot be read, a line is malformed, or a host appears twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -140,10 +137,13 @@ def _exclude(hosts: Sequence[Host], text: str, devices_per_node: int) -> list[Ho
 
 
 def _selection(key: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """Devices by host of `node1@node2:0,2`; none for a whole host. A user's `@` stays his."""
+    """Parse `node1@node2:0,2` into device indices by host; an empty tuple selects the whole host.
+
+    A user's `@` stays part of the host's name.
+    """
     names = {host.name: host for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
-    # A name may hold an @ and, as an IPv6 address, colons: match known names, the longest first.
+    # A name may contain @, and an IPv6 address colons: match known names, the longest first.
     known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     item = re.compile(rf"({known})(?::(\d+(?:,\d+)*))?(@|$)")
     position = 0

@@ -1,7 +1,8 @@
-"""Models by their names on the Hugging Face hub: brought here before anything is planned.
+"""Models by their names on the Hugging Face hub, downloaded before planning.
 
-A directory of the hub's cache says whose it is (`models--ORG--NAME/snapshots/COMMIT`), so that a
-plan needs its small files only, and whoever starts from here fetches the weights of that commit.
+A directory of the hub's cache identifies its model (`models--ORG--NAME/snapshots/COMMIT`). A plan
+therefore needs the small files only, and each machine that starts from the model fetches the
+weights of that commit itself.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from trainctl.config.safetensors_files import INDEX, has_weights, weight_map
 from trainctl.errors import ExitCode, TrainctlError
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
-"""Configuration, tokenizer, index of the weights, and code, which only model.trust_remote_code
-runs."""
+"""Configuration, tokenizer, weight index, and code (which runs only with
+model.trust_remote_code).
+"""
 WEIGHTS = ("*.safetensors",)
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -23,24 +25,24 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})$
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a path that is no directory here may be a name on the hub: `ORG/NAME`."""
+    """Whether a text can be a name on the hub, `ORG/NAME`, and is no existing path."""
     return _NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def local_folder(name: str, key: str = "model.path") -> str:
-    """Return the folder of a model's small files, downloaded where they are not in the hub's cache.
+    """Return the folder of a model's small files, downloaded if they are not in the hub's cache.
 
     Args:
-        key: The configuration's key that has it.
+        key: Configuration key that holds the name, for messages.
 
     Raises:
-        TrainctlError: They are not here and cannot be fetched.
+        TrainctlError: The files are not here and cannot be fetched.
     """
     return _download(name, None, SMALL, key)
 
 
 def fetch_weights(folder: str, key: str = "model.initial_weights") -> None:
-    """Download the weights of a folder of the hub's cache, if they are not there.
+    """Download the weights that a folder of the hub's cache lacks.
 
     Does nothing for any other folder.
 
@@ -56,7 +58,7 @@ def fetch_weights(folder: str, key: str = "model.initial_weights") -> None:
 
 
 def is_hub_folder(folder: str) -> bool:
-    """Whether a folder is one of the hub's cache."""
+    """Whether a folder is in the hub's cache."""
     return _SNAPSHOT.search(str(Path(folder).expanduser().absolute())) is not None
 
 
@@ -73,7 +75,7 @@ def _download(name: str, commit: str | None, patterns: tuple[str, ...], key: str
         raise _not_here(name, "huggingface_hub is not installed", key) from None
     try:
         return str(snapshot_download(name, revision=commit, allow_patterns=list(patterns)))
-    except Exception as error:  # the library's, of its HTTP client, of the network
+    except Exception as error:  # from the library, its HTTP client or the network
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise _not_here(name, words[0][:160], key) from None
 

@@ -1,7 +1,7 @@
-"""A JSON file read with the line of each key, and everything that is wrong with it in one go.
+"""Parser of JSON files that keeps the line of each key and reports all problems at once.
 
-DeepSpeed itself reads Hjson, which takes comments, a comma too many and names without quotes. What
-others read is JSON: comments and commas are read here and reported, the rest is refused.
+DeepSpeed reads Hjson, which allows comments, trailing commas and unquoted names. Other programs
+read JSON. This parser accepts and reports comments and trailing commas, and refuses the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_JSON, GIVEN_TWICE, ONLY_HJSON = "TC200", "TC201", "TC202"
 
 KeyPath = tuple[str, ...]
 DEEPEST = 64
-"""Levels of a document; no configuration has more."""
+"""Maximum nesting; no configuration is deeper."""
 
 SPACE = re.compile(r"[ \t\r\n]+")
 COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -28,7 +28,7 @@ WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 CONSTANTS = {"true": True, "false": False, "null": None}
 ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 LONGEST_NUMBER = 400
-"""Digits of a number: more is no number of a configuration."""
+"""Maximum characters of a number; no number of a configuration is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class JsonDocument:
     """A JSON object, as far as it could be read."""
 
     value: Mapping[str, Any] = field(default_factory=dict)
-    """The object; of a key that is given twice, the last."""
+    """The object; for a key given twice, the last value."""
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     """Line of each key, by its path."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong with the text itself; an error where no object could be read."""
+    """Problems of the text itself; they include an error if no object could be read."""
 
     @property
     def is_readable(self) -> bool:
         return not any(finding.rule == NO_JSON for finding in self.findings)
 
     def line_of(self, key: str) -> int | None:
-        """Return the line of a dotted key, or of the innermost section of it that the file has."""
+        """Return the line of a dotted key, or of its innermost section that the file has."""
         path = tuple(key.split("."))
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
@@ -76,7 +76,7 @@ def parse_json(text: str, *, shown: str) -> JsonDocument:
     """Parse a JSON object; problems become findings that name the line.
 
     Args:
-        shown: How it is named to the user.
+        shown: Name of the file in messages.
     """
     parser = _Parser(text, shown)
     try:
@@ -87,11 +87,11 @@ def parse_json(text: str, *, shown: str) -> JsonDocument:
 
 
 class _Unreadable(Exception):
-    """The text is no JSON from here on; the finding says why."""
+    """End of parsing: the rest of the text is not JSON. The last finding says why."""
 
 
 class _Parser:
-    """One pass over a text, from left to right."""
+    """Recursive-descent parser of one text."""
 
     def __init__(self, text: str, shown: str) -> None:
         self.text, self.shown = text, shown
@@ -157,7 +157,7 @@ class _Parser:
         return found
 
     def separator(self, closing: str) -> None:
-        """A comma, or the end of an object or list next."""
+        """Consume a comma, or require the closing bracket next."""
         self.skip()
         comma = self.at
         if self.takes(","):
@@ -202,7 +202,7 @@ class _Parser:
         return int(number) if number.is_integer() and abs(number) < 2**63 else number
 
     def skip(self) -> None:
-        """Past white space, and past comments, which are reported."""
+        """Skip white space, and comments, which are reported."""
         while True:
             space = SPACE.match(self.text, self.at)
             if space:
@@ -239,7 +239,7 @@ class _Parser:
         )
 
     def note(self, what: str, hint: str) -> None:
-        """Report what is Hjson, once of each kind."""
+        """Report an Hjson construct, once for each kind."""
         if any(
             found.rule == ONLY_HJSON and found.message.startswith(what) for found in self.findings
         ):
@@ -255,7 +255,7 @@ class _Parser:
         )
 
     def failed(self, message: str, hint: str = "") -> _Unreadable:
-        """Report what ends the reading."""
+        """Report the problem that ends parsing, and return the exception to raise."""
         start = self.text.rfind("\n", 0, self.at) + 1
         self.findings.append(
             Finding(
@@ -279,5 +279,5 @@ def _unescaped(raw: str) -> str:
         return ESCAPES.get(escape, escape)
 
     text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", replaced, raw)
-    # Characters beyond the first plane are written as two escapes.
+    # Characters beyond U+FFFF are written as two escapes (a surrogate pair).
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,7 @@
-"""JSON Schemas (draft 2020-12) of recipes and options, for editors: from the typed schema.
+"""JSON Schemas (draft 2020-12) of recipes and options, for editors.
 
-They are a help while typing and refuse nothing that `trainctl validate` takes: a reference such as
-``${training.steps}`` may stand for any value, and the options of a group are suggestions.
+They help while typing and accept everything that `trainctl validate` accepts: a reference such as
+``${training.steps}`` may replace any value, and the options of a group are suggestions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainctl.errors import TrainctlError
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE = {"type": "string", "pattern": r"\$\{"}
 SET_BY_LAUNCH = ("recipe",)
-"""Keys that a recipe does not set."""
+"""Keys that a recipe cannot set."""
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Of a recipe: what it starts from, the options it chooses, the keys it sets."""
+    """Return the schema of a recipe: what it extends, the options it chooses, the keys it sets."""
     hints = get_type_hints(RunConfig)
     properties: dict[str, Any] = {"defaults": _defaults()}
     for item in fields(RunConfig):
@@ -45,7 +45,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def option_schema(group: str) -> dict[str, Any]:
-    """Of an option of a group: the keys of its section.
+    """Return the schema of an option of a group: the keys of its section.
 
     Raises:
         TrainctlError: There is no such group.
@@ -58,7 +58,7 @@ def option_schema(group: str) -> dict[str, Any]:
 
 
 def value_schema(leaf: Leaf) -> dict[str, Any]:
-    """Of one key: type, range, default and documentation."""
+    """Return the schema of one key: type, range, default and documentation."""
     unit = f" Unit: {leaf.metadata['unit']}." if leaf.metadata.get("unit") else ""
     return {
         "description": f"{leaf.metadata['doc']}{unit}",
@@ -80,7 +80,7 @@ def _section(name: str) -> dict[str, Any]:
 
 
 def _properties(keys: list[Leaf], prefix: str) -> dict[str, Any]:
-    """Of keys that begin so: a key, or a section in the section."""
+    """Return the schemas of all keys under a prefix, nested sections included."""
     found: dict[str, Any] = {}
     for leaf in keys:
         name, dot, _ = leaf.key.removeprefix(prefix).partition(".")
@@ -97,7 +97,7 @@ def _properties(keys: list[Leaf], prefix: str) -> dict[str, Any]:
 
 
 def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
-    """For each kind that is named in the same file, that there is no key of the others."""
+    """Return conditions that forbid the keys of other kinds, if the file names its kind."""
     key = chooser(group)
     return [
         {
@@ -115,7 +115,7 @@ def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
 
 
 def types_of(leaf: Leaf) -> list[dict[str, Any]]:
-    """Return the JSON types of a key's values."""
+    """Return the JSON Schema types of a key's values."""
     if leaf.metadata.get("units"):
         choice = {"enum": list(leaf.choices)}
         is_list = get_origin(leaf.hint) is list
@@ -128,7 +128,7 @@ def types_of(leaf: Leaf) -> list[dict[str, Any]]:
 
 
 def _section_of(group: str, name: str) -> dict[str, Any]:
-    """Return the keys of an option's section; null takes it out."""
+    """Return the schema of an option's own section; null removes the section."""
     keys = {key: value_schema(leaf) for key, leaf in option_leaves(group, name).items()}
     return {"type": ["object", "null"], "properties": keys, "additionalProperties": False}
 
@@ -149,7 +149,7 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
             keys = {name: value_schema(leaf) for name, leaf in part_leaves(inner).items()}
             section = {"type": "object", "properties": keys, "additionalProperties": False}
             return [{"type": "object", "additionalProperties": section}]
-        # Any scalar is taken as the text of a variable.
+        # Any scalar is accepted as the text of a variable.
         values = {"type": ["string", "number", "boolean"]} if inner is str else {}
         return [{"type": "object", "additionalProperties": values}]
     if is_dataclass(hint):
@@ -159,7 +159,7 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
         }
         return [{"type": "object", "properties": properties, "additionalProperties": False}]
     if issubclass(hint, Enum):
-        # YAML reads an unquoted 1 or true as such, and so does trainctl as a member's name.
+        # YAML reads an unquoted 1 or true as a number or switch; trainctl accepts it as a name.
         return [{"enum": [member.value for member in hint]}]
     names = {int: "integer", float: "number", bool: "boolean", str: "string"}
     bounds = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
@@ -176,7 +176,10 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
 
 
 def _defaults() -> dict[str, Any]:
-    """A line is a recipe's name, `_self_`, or `override /GROUP: OPTION`."""
+    """Return the schema of a defaults list.
+
+    A line is a recipe's name, `_self_`, or `override /GROUP: OPTION`.
+    """
     choices: dict[str, Any] = {}
     for group in GROUPS:
         names = [info.name for info in options(group)]

@@ -1,4 +1,4 @@
-"""Every legal key with its type and default, as a table; and the values that each accepts."""
+"""Table of all legal keys, with types and defaults, and parsing of their values."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from trainctl.config.suggest import explain_address, nearest
 LARGEST_INTEGER = 2**63 - 1
 COUNT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKMBT])")
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""Of counts of tokens: powers of ten."""
+"""Powers of ten that a suffix of a token count stands for."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key of the schema."""
+    """One leaf key of the schema, such as `training.seed`."""
 
     key: str
     hint: Any
     default: Any
-    """Its default, as plain data."""
+    """Default, as plain data."""
     metadata: Mapping[str, Any]
     """Doc, unit and range, from `schema.option`."""
     kinds: tuple[str, ...] = ()
-    """Options of its group, where its options are units: those that have the key."""
+    """Options of the group that have this key, if the options are kinds; empty if all have it."""
 
     @property
     def is_mapping(self) -> bool:
@@ -54,18 +54,18 @@ class Leaf:
 
     @property
     def part(self) -> type | None:
-        """What the sections in it share, where it is a mapping of such: `data.sources`."""
+        """Base class of the named sections under the key, as under `data.sources`; None without."""
         inner = get_args(self.hint)[1] if self.is_mapping else None
         return inner if getattr(inner, "is_part", False) else None
 
     @property
     def is_text_mapping(self) -> bool:
-        """Whether it is a mapping of texts, such as `launcher.environment`."""
+        """Whether the key is a mapping of strings, such as `launcher.environment`."""
         return self.is_mapping and get_args(self.hint)[1] is str
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values, where it names one of a group's options or a member of an enumeration."""
+        """Legal values, if the key names an option of a group or a member of an enumeration."""
         if self.metadata.get("units"):
             return names(self.metadata["units"])
         kinds = [each for each in (self.hint, *get_args(self.hint)) if isinstance(each, type)]
@@ -75,13 +75,7 @@ class Leaf:
 
 
 class ValueProblem(Exception):
-    """A value that its key does not accept.
-
-    Attributes:
-        message: What is wrong with the value.
-        hint: The nearest legal value, or the legal ones.
-        out_of_range: Whether only the range is wrong, not the type.
-    """
+    """A value that its key does not accept; the hint names the nearest legal value, or all."""
 
     def __init__(self, message: str, hint: str = "", *, out_of_range: bool = False) -> None:
         super().__init__(message)
@@ -92,10 +86,10 @@ class ValueProblem(Exception):
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Return every key of the schema, by its dotted name, in the schema's order.
+    """Return every key of the schema by its dotted name, in the schema's order.
 
-    Of a group whose options are units: the keys of all kinds. A key that several have is described
-    as the default kind has it, or else the first.
+    Where a section has several kinds, the table has the keys of all of them. A key that several
+    kinds share is described by the default kind, or else by the first kind that has it.
     """
     table: dict[str, Leaf] = {}
     _collect(RunConfig(), "", table)
@@ -103,7 +97,7 @@ def leaves() -> dict[str, Leaf]:
 
 
 def keys_of(group: str, kind: str) -> dict[str, Leaf]:
-    """Return the keys of a section under one kind, as that has them."""
+    """Return the keys of a group's section under one kind, by dotted name."""
     section = new_section(group, kind)
     hints = hints_of(section.__class__)
     leaves = (
@@ -119,8 +113,7 @@ def keys_of(group: str, kind: str) -> dict[str, Leaf]:
 
 
 def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the keys of a configuration, given as plain data, under the kinds that its sections
-    have."""
+    """Return the keys of a configuration, given as plain data, under the kinds that it chooses."""
     table = {key: leaf for key, leaf in leaves().items() if not leaf.kinds}
     for group in unit_groups():
         table |= keys_of(group, plain[group][chooser(group)])
@@ -129,12 +122,15 @@ def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
 
 @cache
 def sections() -> frozenset[str]:
-    """Return names of the sections: the groups, and `training`."""
+    """Return the names of all sections: the groups, and `training`."""
     return frozenset(key.partition(".")[0] for key in leaves() if "." in key)
 
 
 def leaf_of(path: tuple[str, ...]) -> Leaf | None:
-    """Return the key that a path is, or the free-form mapping that it lies in; none if unknown."""
+    """Return the key at a path, or the free-form mapping that the path leads into.
+
+    None if the path is unknown.
+    """
     for length in range(len(path), 0, -1):
         leaf = leaves().get(".".join(path[:length]))
         if leaf is not None and leaf.key.count(".") == length - 1:
@@ -146,7 +142,7 @@ def leaf_of(path: tuple[str, ...]) -> Leaf | None:
 
 @cache
 def part_leaves(part: type) -> dict[str, Leaf]:
-    """Return the keys of a section that is one of several, by their names: those of all kinds."""
+    """Return the keys of a named section, such as `data.sources.NAME`, over all its kinds."""
     found: dict[str, Leaf] = {}
     for kind in names(part.units):  # type: ignore[attr-defined]
         for name, leaf in part_leaves_of(part, kind).items():
@@ -157,7 +153,7 @@ def part_leaves(part: type) -> dict[str, Leaf]:
 
 @cache
 def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
-    """Return the keys of such a section under one kind, by their names."""
+    """Return the keys of a named section under one kind."""
     cls = part_class(part, kind)
     hints, section = hints_of(cls), cls()
     return {
@@ -173,7 +169,7 @@ def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
 
 @cache
 def option_leaves(group: str, name: str) -> dict[str, Leaf]:
-    """Return the keys of the section that an option has by its name, such as `data.filters.c4`."""
+    """Return the keys of an option's own section, such as `data.filters.c4`, by key name."""
     cls = section_class(group, name)
     hints, section = hints_of(cls), cls()
     return {
@@ -185,8 +181,10 @@ def option_leaves(group: str, name: str) -> dict[str, Leaf]:
 
 
 def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None:
-    """Return the key that a path is, of which the first `length` names are one in such a
-    section."""
+    """Return the key of a named section, whose dotted name is the first `length` names of `path`.
+
+    None if the section has no such key.
+    """
     leaf = part_leaves(part).get(path[length - 1])
     if leaf is None or (len(path) > length and not leaf.is_mapping):
         return None
@@ -194,14 +192,14 @@ def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None
 
 
 def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
-    """Return the value as its key's type, as plain data.
+    """Convert a value to its key's type, as plain data.
 
     Args:
-        value: As the YAML or override parser read it.
-        text: How it was written: a string key keeps `007` as it is.
+        value: The value as the YAML or override parser read it.
+        text: The value as written: a string key keeps `007` unchanged.
 
     Raises:
-        ValueProblem: The value is of another type, or out of range.
+        ValueProblem: The value has another type, or is out of range.
     """
     if leaf.metadata.get("units"):
         return _accept_names(leaf, value, text)
@@ -228,7 +226,7 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
 
 
 def as_written(value: Any) -> str:
-    """Return a value as YAML and overrides have it."""
+    """Format a value the way YAML files and overrides spell it."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, bool):
@@ -242,7 +240,7 @@ def as_written(value: Any) -> str:
 
 
 def as_override(value: Any) -> str:
-    """Return a value in the grammar of overrides."""
+    """Format a value in the grammar of Hydra overrides."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}: {as_override(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -253,8 +251,10 @@ def as_override(value: Any) -> str:
 
 
 def _as_typed(leaf: Leaf, value: Any) -> str:
-    """Return how a value of a key is written: what was perhaps meant, else an example or its
-    kind."""
+    """Return the hint for a value of the wrong type.
+
+    It gives the value that was probably meant, else the key's example, else the expected type.
+    """
     example, unit = leaf.metadata.get("example"), leaf.metadata.get("unit") or ""
     if example:
         return f"as in '{leaf.key}={example}'"
@@ -272,7 +272,7 @@ def _as_typed(leaf: Leaf, value: Any) -> str:
 
 
 def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | None:
-    """What is wrong with a number's size, naming the nearest legal value."""
+    """Check a number against the range of its key; the problem names the nearest legal value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     unit = f" {metadata['unit']}" if metadata.get("unit") else ""
@@ -287,7 +287,7 @@ def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | Non
 
 
 def _with_suffix(text: str) -> Any:
-    """Return a count of tokens written as 4M or 1.5B; anything else as it is."""
+    """Parse a token count such as 4M or 1.5B; return any other text unchanged."""
     number = COUNT.fullmatch(text.strip())
     return float(number[1]) * SUFFIXES[number[2].upper()] if number else text
 
@@ -315,7 +315,7 @@ def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
 
 
 def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
-    """The keys of all kinds of a group: first, and as it has them, those of the default one."""
+    """Add the keys of all kinds of a group, the default kind's first and with its description."""
     found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *names(group)])}
     having: dict[str, list[str]] = {}
     for kind, keys in found.items():
@@ -352,7 +352,7 @@ def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
 
 
 def _accept_any(value: Any) -> Any:
-    """Return a value of DeepSpeed's JSON."""
+    """Check a value of free-form JSON, such as DeepSpeed's configuration."""
     if isinstance(value, dict):
         return {str(name): _accept_any(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -373,7 +373,7 @@ def _accept_list(hint: Any, value: Any) -> list[Any]:
 
 
 def _in_a_list(inner: Any, value: Any) -> str:
-    """Return the hint for a value that stands where a list of such does."""
+    """Return the hint for a single value where a list of such values is expected."""
     if value == "":
         return "write [] for none"
     try:
@@ -391,7 +391,7 @@ def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
 
 
 def _accept_part(part: Any, value: Any) -> dict[str, Any]:
-    """What is set in one of several sections; each key of it can be set alone, too."""
+    """Check the keys that are set in a named section. Each of them can also be set alone."""
     legal = part_leaves(part)
     if not isinstance(value, dict):
         shown = as_written(value) or "nothing"
@@ -404,8 +404,7 @@ def _accept_part(part: Any, value: Any) -> dict[str, Any]:
 
 
 def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
-    """Return an entry of a list, which has keys of its own; those that it lacks keep their
-    defaults."""
+    """Check an entry of a list of mappings, and fill keys that are not set with their defaults."""
     hints = hints_of(hint)
     if not isinstance(value, dict):
         raise ValueProblem(f"expected a mapping, got {value!r}", f"its keys: {', '.join(hints)}")
@@ -441,7 +440,7 @@ def _accept_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
 
 
 def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
-    """Return the name of a unit, or a list of some."""
+    """Check the name of one option of a group, or a list of distinct names."""
     if get_origin(leaf.hint) is not list:
         return _accept_name(leaf.choices, value, text)
     written = _accept(leaf.hint, value, text, leaf.default)
@@ -454,7 +453,7 @@ def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
 
 
 def _accept_each(leaf: Leaf, value: Any) -> dict[str, Any]:
-    """Sections of a group's options, by their names."""
+    """Check a mapping of options' own sections, keyed by option name."""
     if not isinstance(value, dict):
         shown = as_written(value) or "nothing"
         raise ValueProblem(f"expected a mapping, got {shown}", _as_typed(leaf, value))
@@ -463,7 +462,7 @@ def _accept_each(leaf: Leaf, value: Any) -> dict[str, Any]:
 
 
 def _accept_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
-    """What is set in the section of one option; None takes the section out."""
+    """Check the keys that are set in one option's section; None removes the section."""
     if name not in names(group):
         close, legal = nearest(name, names(group)), f"there are {', '.join(names(group))}"
         hint = f"did you mean {close[0]}? {legal.capitalize()}" if close else legal

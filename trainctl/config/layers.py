@@ -1,4 +1,4 @@
-"""Settings laid over each other, remembering where each value came from."""
+"""Layered settings, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ALTERNATIVES = (
     ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_fraction"),
     ("schedule.decay_steps", "schedule.decay_tokens", "schedule.decay_fraction"),
 )
-"""Keys that say the same thing in other units: of each row one value holds."""
+"""Keys that express the same quantity in different units: at most one of each row may be set."""
 TAKEN_BACK = "default"
-"""Source of a value that a choice of the group put back; it is followed by what chose."""
+"""Start of the source of a value that was reset to its default; the cause follows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One place that set a key, and the value that it gave."""
+    """A value that was set for a key, and the place that set it."""
 
     source: str
     value: Any
@@ -46,8 +46,8 @@ class Stack:
     """A configuration as plain data, and the layers of each key that was set.
 
     Args:
-        plain: Where to start from: the whole configuration as plain data.
-        source: What to call it; empty for the schema's defaults, which are no layer.
+        plain: Whole configuration to start from, as plain data.
+        source: Name of that configuration; empty for the schema's defaults, which are no layer.
     """
 
     def __init__(self, plain: dict[str, Any], source: str = "") -> None:
@@ -66,11 +66,11 @@ class Stack:
         return node
 
     def is_set(self, key: str) -> bool:
-        """Whether something gave a key a value; a choice of the group only took one back."""
+        """Whether a key has a value that was set, and not reset to its default since."""
         return key in self.layers and not self.layers[key][-1].source.startswith(TAKEN_BACK)
 
     def apply(self, settings: Iterable[Setting], note: str = "") -> None:
-        """Set keys, the last one wins; `note` is added to the sources."""
+        """Set keys in order, so that the last one wins; `note` is appended to the sources."""
         for setting in settings:
             source = f"{setting.source} {note}".rstrip()
             self._place(setting)
@@ -79,11 +79,10 @@ class Stack:
     def apply_level(self, settings: Sequence[Setting], note: str = "") -> list[Finding]:
         """Set the keys of one file or of the command line.
 
-        Of keys that are alternatives (`ALTERNATIVES`), one set here takes back what an earlier
-        level set of the others.
+        If a key has alternatives (`ALTERNATIVES`) that an earlier level set, they are reset.
 
         Returns:
-            A warning for each value that is taken back; an error where two are set here.
+            A warning for each value that is reset; an error where two alternatives are set here.
         """
         self.apply(settings, note)
         last = {setting.key: setting for setting in settings}
@@ -97,16 +96,16 @@ class Stack:
         return findings
 
     def _take_back(self, keys: Sequence[str], instead: Setting) -> Iterator[Finding]:
-        """Give keys their default again that an alternative replaces."""
+        """Reset the keys that an alternative replaces to their defaults."""
         for key in keys:
             leaf, value = leaves()[key], self.layers[key][-1].value if self.is_set(key) else None
-            if value is None or leaf.default is not None:  # a share gives way to all others
+            if value is None or leaf.default is not None:  # fractions yield silently
                 continue
             source = self.layers[key][-1].source
             note = f"{TAKEN_BACK} (replaced by {instead.source})"
             self.apply([Setting(tuple(key.split(".")), None, note)])
             if key == "training.epochs" and self.is_set("training.epoch_tokens"):
-                self.apply([Setting(("training", "epoch_tokens"), None, note)])  # counted for it
+                self.apply([Setting(("training", "epoch_tokens"), None, note)])  # belongs to epochs
             yield Finding(
                 rule=ONE_LEVEL,
                 key=instead.key,
@@ -116,10 +115,10 @@ class Stack:
             )
 
     def reset(self, section: str, source: str) -> None:
-        """Give every key of a section that was set its default again."""
+        """Reset the keys that were set in a section to their defaults."""
         for key in [key for key in self.layers if key.startswith(f"{section}.")]:
             leaf, mapping = leaves().get(key), leaf_of(tuple(key.split(".")))
-            # Of one of several sections.
+            # A key inside a named section or an option's own section.
             is_inside = mapping is not None and (mapping.kinds or mapping.metadata.get("each"))
             if leaf is None and is_inside:
                 del self.layers[key]
@@ -128,7 +127,7 @@ class Stack:
                 self.apply([Setting(tuple(key.split(".")), deepcopy(leaf.default), source)])
 
     def _remove(self, key: str) -> None:
-        """Take a key out of the mapping that it is in, and what is then empty out of its own."""
+        """Remove a key from its mapping, and mappings that become empty from theirs."""
         above, _, name = key.rpartition(".")
         node = self.value_of(above)
         node.pop(name, None)
@@ -136,7 +135,7 @@ class Stack:
             self._remove(above)
 
     def resolve(self) -> list[Finding]:
-        """Replace references (`${training.steps}`, `${oc.env:NAME}`) by what they refer to."""
+        """Replace references (`${training.steps}`, `${oc.env:NAME}`) by their values."""
         if not self.references:
             return []
         from omegaconf import OmegaConf
@@ -147,7 +146,7 @@ class Stack:
         for setting in self.references.values():
             try:
                 OmegaConf.create({VALUE: setting.value})
-            except OmegaConfBaseException as error:  # no reference at all, such as "${"
+            except OmegaConfBaseException as error:  # malformed, such as "${"
                 findings.append(_unresolved(setting, first_line(error)))
         if findings:
             return findings
@@ -162,7 +161,7 @@ class Stack:
                 findings.append(_unresolved(setting, first_line(error)))
                 continue
             text = value if isinstance(value, str) else None
-            value = value if text is None else read_scalar(text)  # the environment holds texts
+            value = value if text is None else read_scalar(text)  # environment variables are text
             checked, problems = check_setting(replace(setting, value=value, text=text))
             findings += problems
             for each in checked:
@@ -171,7 +170,7 @@ class Stack:
         return findings
 
     def _without_secrets(self) -> dict[str, Any]:
-        """Return the configuration without the variables that only a launch resolves."""
+        """Return the configuration without variables and secrets, which only a launch resolves."""
         plain = deepcopy(self.plain)
         variables = plain["launcher"]["environment"]
         plain["launcher"]["environment"] = {
@@ -193,7 +192,7 @@ class Stack:
             node = node[name]
         name = setting.path[-1]
         if setting.value == {} and isinstance(node.get(name), dict):
-            return  # an empty mapping adds nothing to one that is there
+            return  # an empty mapping changes no existing one
         node[name] = deepcopy(setting.value)
         is_variable = setting.key.startswith(f"{ENVIRONMENT}.") and is_kept(setting.value)
         is_variable |= setting.key in SECRET_LISTS and is_kept_list(setting.value)
@@ -205,7 +204,10 @@ class Stack:
 
 @cache
 def _keep_secrets() -> None:
-    """Have `${oc.env:NAME}` refuse what looks like a secret: elsewhere its value is written."""
+    """Make `${oc.env:NAME}` refuse names of secrets outside the keys that a launch resolves.
+
+    Other keys are written to the run directory with their resolved values.
+    """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -233,7 +235,7 @@ def _set_at_one_level(here: Sequence[Setting]) -> Finding:
 
 
 def _unresolved(setting: Setting, why: str) -> Finding:
-    # What stands there may be a secret, as the default of a variable.
+    # The value may be a secret, such as the default of a variable.
     is_variable = setting.key.startswith((ENVIRONMENT, *SECRET_LISTS))
     shown = "the reference" if is_variable else repr(setting.value)
     return Finding(

@@ -1,4 +1,7 @@
-"""Secrets that a configuration holds as they are: refused, because what a run writes is read."""
+"""Check for secrets written literally in a configuration.
+
+They are refused, because the files of a run are read by others.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ LITERAL = "TC167"
 
 
 def literal_secrets(config: RunConfig) -> Iterator[Finding]:
-    """A finding for each value that would be written and may be a secret; none shows the value."""
+    """Yield a finding for each literal value that may be a secret; none shows the value."""
     launcher = config.launcher
     for name, value in launcher.environment.items():
         if value and not is_kept(value) and not is_plain_variable(name, launcher.plain_environment):
@@ -117,7 +120,7 @@ def _variable(name: str) -> Finding:
 
 
 def _secret_keys(tree: Any, key: str) -> Iterator[str]:
-    """Dotted names of what a JSON holds under secret names."""
+    """Yield the dotted keys of non-empty values under secret names in a JSON tree."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for name, value in items:
         inner = f"{key}.{name}"

@@ -1,7 +1,7 @@
-"""Sections of which there are several, by names that the user gives, such as `data.sources`.
+"""Sections under names that the user gives, such as `data.sources.NAME`.
 
-Each is of a kind of its group and has that kind's keys. What files and overrides set in them are
-keys of their own (`data.sources.code.weight`); here each section is looked at as a whole.
+Each is of a kind of its group and has the keys of that kind. Files and overrides set their keys one
+by one (`data.sources.code.weight`); this module checks each section as a whole.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
 def complete_parts(stack: Stack) -> Iterator[Finding]:
-    """Give each such section its kind, and leave it with the keys of that kind.
+    """Set the kind of each named section, and remove the keys that its kind does not have.
 
-    Args:
-        stack: What was set, references resolved.
+    Yields a finding for each wrong name and unknown key. References must be resolved before.
     """
     for leaf in [leaf for leaf in leaves().values() if leaf.part is not None]:
         group, _, mapping = leaf.key.partition(".")
@@ -51,7 +50,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
     for name in [name for name in section if name not in own]:
         value, inside = section.pop(name), f"{key}.{name}"
         if name in known and value == known[name].default:
-            continue  # that came with what had another kind before
+            continue  # a default left from another kind
         close = nearest(name, own)
         having = one_of(known[name].kinds) if name in known else ""
         yield Finding(
@@ -71,13 +70,12 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
 
 
 def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
-    """Return the kind that reads files of the first path's ending, the longest such ending
-    first."""
+    """Return the kind that reads files with the first path's (longest matching) ending."""
     paths = [path for path in section.get("paths") or () if isinstance(path, str)]
     endings = {
         ending: spec.name
         for spec in specs(group)
-        if not getattr(spec, "encoder", "")  # a kind of conversations has to be named
+        if not getattr(spec, "encoder", "")  # kinds of conversations must be named
         for ending in getattr(spec, "endings", ())
     }
     matching = [ending for ending in endings if paths and paths[0].endswith(ending)]
@@ -85,7 +83,7 @@ def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
 
 
 def _source(stack: Stack, key: str) -> str:
-    """What set a key, or the section that it is in."""
+    """Return the place that set a key, or the section that contains it."""
     while key and key not in stack.layers:
         inside = [name for name in stack.layers if name.startswith(f"{key}.")]
         key = inside[0] if inside else key.rpartition(".")[0]

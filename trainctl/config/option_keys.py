@@ -1,4 +1,4 @@
-"""Sections whose options are units: each kind has keys of its own, and no others."""
+"""Check that each section has the keys of its kind only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NO_EFFECT = "TC112"
 
 
 def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator[Finding]:
-    """Leave each section with the keys of its kind; those that nothing set have its defaults.
+    """Reduce each section to the keys of its kind; keys that nothing set get the kind's defaults.
 
-    A key of another kind is an unknown one, unless it came with what is now replaced: from a recipe
-    that this one extends, from the run that is resumed, or from a file whose kind the command line
+    A key of another kind is an unknown key. It is only a warning if it is a leftover: from a recipe
+    that the chosen one extends, from the resumed run, or from a file whose kind the command line
     replaces.
 
     Args:
-        stack: What was set, references resolved.
+        stack: Settings with references resolved.
         typed: Keys that the command line sets.
         recipe: The chosen recipe; None where a saved configuration is changed.
     """
@@ -44,7 +44,7 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
             if key not in own:
                 is_typed = not typed.isdisjoint((key, *inside))
                 if not is_typed and value == leaves()[key].default:
-                    continue  # a file's, which says nothing that could be missed
+                    continue  # a file sets the default: nothing is lost
                 is_left_over = not is_typed and (
                     recipe is None or f"{group}.{choice}" in typed or _is_of_before(source, recipe)
                 )
@@ -56,14 +56,14 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
 
 
 def _entries(stack: Stack, key: str) -> list[str]:
-    """Keys in a mapping, which are set one by one."""
+    """Return the keys inside a mapping, which are set one by one."""
     if not leaves()[key].is_mapping:
         return []
     return [each for each in stack.layers if each.startswith(f"{key}.")]
 
 
 def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> Iterator[Finding]:
-    """Set a key that not all kinds have; each may have a range of its own."""
+    """Set a key that not all kinds have, checked against the range that this kind gives it."""
     try:
         section[leaf.key.rpartition(".")[2]] = accept(leaf, value)
     except ValueProblem as problem:
@@ -71,7 +71,7 @@ def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> I
 
 
 def _is_of_before(source: str, recipe: str | None) -> bool:
-    """Whether a file set it that another one stands on: a recipe, but not the chosen one."""
+    """Whether the source is a recipe that the chosen recipe extends."""
     file = PurePath(source.rpartition(":")[0])
     return file.stem != recipe and file.parent.name not in GROUPS
 

@@ -1,4 +1,4 @@
-"""Packages that only some configurations need: imported where used, named where missing."""
+"""Import of optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainctl.errors import ExitCode, TrainctlError
 
 
 def optional(module: str, what: str, extra: str = "data") -> Any:
-    """Return a module of a package that trainctl's own installation need not have.
+    """Import a module of a package that trainctl's base installation does not include.
 
     Args:
-        what: That needs it, as an error begins: ``reading Parquet``.
-        extra: Part of trainctl's package that brings it.
+        what: Subject of the error message, such as ``reading Parquet``.
+        extra: Extra of trainctl that installs the package.
 
     Raises:
         TrainctlError: It is not installed (exit code 4).

@@ -1,7 +1,8 @@
-"""Overrides as typed: the recipe, the chosen options, and the keys that are set.
+"""Parser of overrides: the recipe, the chosen options, and the keys that are set.
 
-Each is checked here, before anything is composed, so that all problems of a command line are told
-at once (Hydra stops at the first). `zero_stage=3` and `hardware=4x8xh100-80g` are read here too.
+Every override is checked before anything is composed, so that all problems of a command line are
+reported at once (Hydra stops at the first). `zero_stage=3` and `hardware=4x8xh100-80g` are parsed
+here too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainctl.errors import Finding, Severity
 ALIAS, SYNTAX, GIVEN_TWICE = "TC100", "TC110", "TC111"
 
 ALIASES = {"data.sequence_length": "training.sequence_length"}
-"""Names that an override may use for a key, and the key's own."""
+"""Other names that overrides may use for a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +41,20 @@ class Choice:
 
 @dataclass(slots=True)
 class Overrides:
-    """What a command line asks for."""
+    """Parsed overrides of a command line."""
 
     recipe: Choice | None = None
-    """Name of the recipe and its override; none without one."""
+    """Chosen recipe; None if no override names one."""
     choices: dict[str, Choice] = field(default_factory=dict)
     """Option chosen for each group."""
     settings: list[Setting] = field(default_factory=list)
-    """Keys set, in order, as their keys' types."""
+    """Keys set, in order, converted to their types."""
     findings: list[Finding] = field(default_factory=list)
-    """Everything that is wrong; what is wrong is left out of the rest."""
+    """All problems; wrong overrides are left out of the other fields."""
 
 
 def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
-    """Parse by Hydra's grammar and check each override."""
+    """Parse each override by Hydra's grammar and check it."""
     result = Overrides()
     if not texts:
         return result
@@ -76,10 +77,10 @@ def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
 
 
 def _parse(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
-    """Hydra's parsed override, or the finding that says why it is refused.
+    """Return Hydra's parsed override, or the finding that says why it is refused.
 
     Args:
-        text: The same as it may be shown.
+        text: The override with secrets redacted, for messages.
     """
     from hydra.errors import HydraException
 
@@ -144,7 +145,7 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
     if group == "hardware" and option not in names:
         written = option
         nodes, devices, option = split_hardware(written)
-        nodes = 1 if nodes is None and devices is not None else nodes  # 8xh100-80g is one machine
+        nodes = 1 if nodes is None and devices is not None else nodes  # 8xh100-80g: one node
         count = written.removesuffix(option)
     if option not in names:
         result.findings.append(unknown_option(folders, group, option, text, count))
@@ -153,7 +154,7 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
     for key, number in (("nodes", nodes), ("devices_per_node", devices)):
         if number is not None:
             settings, findings = check_setting(Setting((group, key), number, text))
-            result.settings[:0] = settings  # an explicit hardware.nodes=2 wins, wherever it stands
+            result.settings[:0] = settings  # first, so that hardware.nodes=2 wins
             result.findings += findings
 
 

@@ -1,8 +1,8 @@
 """Published models whose anatomy and trace are shipped, so that planning them starts no process.
 
 `published_models.json` is written by `scripts/published_models.py` from transformers' own classes.
-A directory is one of these models if its `config.json` says the same of everything that its tensors
-depend on; a fine-tune of Qwen2.5 7B is a Qwen2.5 7B here.
+A directory matches a shipped model if its `config.json` agrees in everything that the tensors
+depend on: a fine-tune of Qwen2.5 7B matches Qwen2.5 7B.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainctl.config.schema import AttentionKind, RunConfig
 FILE = Path(__file__).with_name("published_models.json")
 
 PRECISION = "bf16"
-"""Format of the traces that are shipped, without autocast: what most are planned in."""
+"""Format of the shipped traces, without autocast: the most common one in plans."""
 
 IGNORED = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
@@ -28,7 +28,7 @@ IGNORED = {
     *("aux_loss_alpha", "router_aux_loss_coef", "seq_aux", "routed_scaling_factor"),
     *("initial_context_length", "ep_size", "num_nextn_predict_layers", "pretraining_tp"),
 }
-"""Keys of config.json that change neither a tensor nor what autograd keeps."""
+"""Keys of config.json that affect neither tensors nor what autograd saves."""
 
 DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
@@ -40,13 +40,13 @@ DEFAULTS: Mapping[str, Any] = {
     "resid_pdrop": 0.0,
     "router_jitter_noise": 0.0,
 }
-"""Values that files write or leave out, meaning the same."""
+"""Values that config.json may write or omit with the same meaning."""
 
 _ROPES_BY_LENGTH = ("dynamic", "longrope", "su")
 
 
 def shape_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a `config.json` says of the model's tensors, in a form to compare."""
+    """Return the part of a `config.json` that tensors depend on, normalized for comparison."""
     shape = {
         key: value
         for key, value in raw.items()
@@ -73,11 +73,10 @@ def table() -> dict[str, Any]:
 
 
 def published_name(config: RunConfig, transformers: str) -> str | None:
-    """Return the name of the shipped model that a directory is; None of any other.
+    """Return the name of the shipped model that a directory matches; None without a match.
 
     Args:
-        config: Its directory is read.
-        transformers: The installed version, which must be the shipped file's; empty without one.
+        transformers: Installed version, which must be the shipped file's; empty if none is.
     """
     model = config.model
     if not model.path or model.trust_remote_code or model.factory:
@@ -88,7 +87,7 @@ def published_name(config: RunConfig, transformers: str) -> str | None:
         raw = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
         shape = shape_of(raw)
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-        return None  # composing has said what is wrong with the file
+        return None  # composition has reported the file's problem
     return next((n for n, each in table()["models"].items() if shape in each["shapes"]), None)
 
 
@@ -101,8 +100,8 @@ def published_anatomy(name: str) -> list[str]:
 def published_trace(name: str, config: RunConfig) -> dict[str, Any] | None:
     """Return the shipped trace of a model, as `trace_in_child` does; None for other formats.
 
-    Bytes per token of a block are a constant and a share of the sequence's length, which eager
-    attention and heads of unequal widths keep.
+    Bytes per token of a block have a constant part and a part proportional to the sequence length,
+    which eager attention and heads of unequal widths save.
     """
     entry, precision = table()["models"][name], config.precision
     is_attention = (

@@ -1,6 +1,6 @@
-"""What a configuration asks of the documents that are trained on: filters, copies, held-out texts.
+"""Data-quality settings of a configuration: filters, deduplication, decontamination.
 
-All of it is derived from the sections of `data`; nothing is measured here.
+All are derived from the sections of `data`; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from trainctl.config.user_code import find_module
 from trainctl.errors import TrainctlError
 
 HELD_OUT = "held_out"
-"""In `data.decontaminate`: what the run itself holds out."""
+"""Entry of `data.decontaminate` for the run's own held-out documents."""
 
 
 def asks(whole: DataConfig) -> bool:
-    """Whether anything is asked of the documents of a run."""
+    """Whether a run filters, deduplicates or decontaminates its documents."""
     sections: list[Any] = [whole, *whole.sources.values()]
     is_filtered = any(keys is not None for each in sections for keys in each.filters.values())
     return is_filtered or whole.dedup is not Dedup.none or bool(whole.decontaminate)
 
 
 def threshold_of(whole: DataConfig) -> float | None:
-    """From which likeness a document goes; None where the kind of copies has none."""
+    """Return the similarity from which a document is dropped; None if there is none."""
     if whole.dedup_threshold is not None and whole.dedup in DEDUP_THRESHOLDS:
         return whole.dedup_threshold
     return DEDUP_THRESHOLDS.get(whole.dedup)
 
 
 def precedence_of(whole: DataConfig) -> list[str]:
-    """Return all sources by name, those first whose documents stay."""
+    """Return all sources by name; of copies, the document in the earlier source is kept."""
     return list(dict.fromkeys([*whole.dedup_precedence, *whole.sources]))
 
 
 def filters_of(section: DataConfig) -> dict[str, Any]:
-    """Return the filters of a source with their keys: `{name: FilterConfig}`."""
+    """Return the filters of a source with their typed sections: `{name: FilterConfig}`."""
     filters: Mapping[str, Any] = section.filters
     return {
         name: from_plain(load("filter", name).keys, keys, f"filters.{name}")
@@ -51,9 +51,9 @@ def filters_of(section: DataConfig) -> dict[str, Any]:
 
 
 def lists_of(section: DataConfig) -> list[str]:
-    """Return a digest of each list and function of a source's filters, in the order of their names.
+    """Return a digest of each list and function of a source's filters, by filter name.
 
-    Of a function it is its module's file: what that imports is not looked at.
+    For a function it is the digest of its module's file; modules that it imports are not included.
 
     Raises:
         TrainctlError: A list cannot be read.
@@ -72,8 +72,10 @@ def lists_of(section: DataConfig) -> list[str]:
 
 
 def held_out_sections(whole: DataConfig) -> Iterator[DataConfig]:
-    """For each path of `data.decontaminate` the section that reads it: of the kind that reads files
-    of such an ending, with the text under the key that the run has."""
+    """Yield, for each path of `data.decontaminate`, a section that reads it.
+
+    The section's kind is chosen by the file's ending; its text key is the run's.
+    """
     for path in whole.decontaminate:
         if path != HELD_OUT:
             kind = kind_of_paths("data", {"paths": [path]}) or "files"

@@ -1,4 +1,4 @@
-"""Numbers that were written with a unit, such as 4h or 80GB, as the number that their key takes."""
+"""Quantities with units, such as 4h or 80GB: parsing to a key's unit, and formatting of bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _COUNTS |= {"b": 10**9, "g": 10**9, "bn": 10**9, "billion": 10**9, "t": 10**12, 
 
 
 def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
-    """Return the number in a key's unit that a text of number and unit says; none if it says
-    nothing.
+    """Convert a number with a unit to a key's unit; None if the text is no such number.
 
     Args:
         text: As written: 4h, 1.5 GiB, 10k, or a number in quotes.
-        unit: Of the key: seconds, minutes and bytes are converted.
-        is_count: Whether the key takes whole numbers, so that k is a thousand of them. To a factor
-            or a rate m would be a thousandth, and G is part of GB/s.
+        unit: Unit of the key: seconds, minutes and bytes are converted.
+        is_count: Whether the key takes whole numbers, so that k means a thousand. For a factor or a
+            rate, m could mean a thousandth, and G is part of GB/s.
     """
     written = _WRITTEN.fullmatch(text.strip())
     if written is None:
@@ -44,7 +43,7 @@ def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
 
 
 def memory_text(size: float) -> str:
-    """Return bytes of memory with one decimal, in a unit in which they do not vanish.
+    """Format bytes of memory with one decimal, in the largest unit that shows at least 0.1.
 
     >>> memory_text(17 << 30), memory_text(300 << 10), memory_text(0)
     ('17.0 GiB', '0.3 MiB', '0 B')
@@ -53,7 +52,7 @@ def memory_text(size: float) -> str:
 
 
 def disk_text(size: float) -> str:
-    """Return bytes on a disk, likewise, in units of a thousand.
+    """Format bytes on a disk with one decimal, in decimal units (kB, MB, GB).
 
     >>> disk_text(2e9), disk_text(1e7), disk_text(12)
     ('2.0 GB', '10.0 MB', '12 B')

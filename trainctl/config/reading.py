@@ -1,6 +1,6 @@
-"""Reading what lies in files, whatever lies there: no pipe that blocks, nothing without bounds.
+"""Bounded reads of files with unknown content: nothing blocks on a pipe or exhausts memory.
 
-One damaged or hostile file must not hold up a command, or keep the others of a folder from view.
+One damaged or hostile file must not stop a command, or hide the other files of a folder.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 << 20
-"""Of a file that this house has written: a plan for ten thousand nodes takes a few MiB."""
+"""Maximum size of a file written by trainctl: a plan for ten thousand nodes takes a few MiB."""
 
 
 def kind_of_special(path: Path) -> str:
-    """Return what a path is that is neither a folder nor a file of a disk; empty for these.
+    """Return what a path is, if it is neither a folder nor a file on a disk; else empty.
 
-    Files of the kernel look like files: to read `/proc/kmsg` waits for its next message.
+    Kernel files look like files, but reading `/proc/kmsg` waits for its next message.
     """
     try:
         status = path.stat()
-    except (OSError, ValueError):  # it is not there, or has a NUL in its name
+    except (OSError, ValueError):  # missing, or a NUL in the name
         return ""
     if stat.S_ISREG(status.st_mode):
         return "a file of the kernel" if status.st_dev in _kernel_devices() else ""
@@ -39,19 +39,19 @@ def kind_of_special(path: Path) -> str:
 
 @cache
 def _kernel_devices() -> set[int]:
-    """Return the device numbers of the file systems that the kernel makes up."""
+    """Return the device numbers of the kernel's virtual file systems."""
     folders = map(Path, ("/proc", "/sys", "/sys/kernel/debug", "/sys/kernel/tracing"))
-    # In a chroot such a folder may be an ordinary one.
+    # In a chroot such a path may be an ordinary folder.
     return {folder.stat().st_dev for folder in folders if folder.is_mount()}
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Return an ordinary file, to be read from its beginning.
+    """Open an ordinary file for reading.
 
     Raises:
         OSError: It cannot be read, or is a pipe, a device or a folder.
     """
-    # Without O_NONBLOCK, to open a pipe waits for somebody who writes.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -102,4 +102,4 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-"""One for all: a long run has millions of records, and `json.loads` would make one for each."""
+"""Shared decoder: a long run has millions of records, and `json.loads` would make one for each."""

@@ -1,11 +1,10 @@
-"""Options that are units: one Python file each, found by group and name, loaded when asked for.
+"""Registry of options that are Python files, found by group and name, and loaded on first use.
 
-A shipped one is `trainctl/options/GROUP/NAME.py`, beside its `conf/GROUP/NAME.yaml`. An installed
-package registers others by entry points of the group `trainctl.options`, named `GROUP.NAME`, and
-has the YAML beside the Python file: `GROUP/NAME.py` and `GROUP/NAME.yaml`. A folder of the user's
-has `options/GROUP/NAME.py`, if he trusts it. In each case the Python file has a `SPEC`: what the
-option says of itself, without torch. The configuration comes before all options and knows none by
-name.
+A shipped option is `trainctl/options/GROUP/NAME.py`, next to its `conf/GROUP/NAME.yaml`. An
+installed package registers options by entry points of the group `trainctl.options`, named
+`GROUP.NAME`, and ships `GROUP/NAME.yaml` next to `GROUP/NAME.py`. A user's folder has
+`options/GROUP/NAME.py`, if the user trusts it. Each Python file defines `SPEC`, which needs no
+torch. The configuration code comes before all options and refers to none by name.
 """
 
 from __future__ import annotations
@@ -29,46 +28,46 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
-"""Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
+"""Environment variable with a folder of `GROUP/NAME.py`; trainctl runs the code there."""
 
 WITHOUT_A_SECTION = ("filter", "logger")
-"""Groups of which no option is the kind of a section: a run may have several, by a list of names;
-those that have keys have them in a section each."""
+"""Groups whose options are not kinds of a section. A run may use several, given as a list of names;
+an option with keys has its own section.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What an option of any group says of itself."""
+    """Declaration that each option makes of itself."""
 
     name: str
-    """The kind: the value of the section's key that `chooser` gives."""
+    """Kind: the value of the section's key that `chooser` returns."""
     keys: type
-    """The dataclass of its section: what all kinds of the group share, and its own keys."""
+    """Dataclass of the option's section: keys that all kinds of the group share, and its own."""
     build: str = ""
-    """`module:function` that makes it, loaded when it is called; empty where there is nothing to
-    build."""
+    """`module:function` that builds the option's object, imported when called; may be empty."""
     extra: str = ""
-    """Part of trainctl's package: what has the packages that `build` needs."""
+    """Extra of trainctl's package that installs what `build` needs."""
 
 
 @cache
 def unit_groups() -> tuple[str, ...]:
-    """Return the groups whose options are units, and the kinds of a section."""
+    """Return the groups whose options are the kinds of a section."""
     return tuple(group for group in _groups() if group not in WITHOUT_A_SECTION)
 
 
 @cache
 def names(group: str) -> tuple[str, ...]:
-    """Kinds of a group, shipped and others', by name."""
+    """Return the kinds of a group, by name: shipped, the user's, and other packages'."""
     folder = trusted_folder()
     own = (path.stem for path in code_in(folder) if path.parent.name == group) if folder else ()
     return tuple(sorted({*_shipped(group), *own, *_entry_points(group)}))
 
 
 def trust(folder: Path) -> None:
-    """Take options from a folder too, in this process and in those that it starts.
+    """Take options from a folder too, in this process and its child processes.
 
-    To be called before anything asks what there is.
+    Call this before anything asks for options: their names are cached.
 
     Raises:
         TrainctlError: A file there has the name of a shipped option.
@@ -83,24 +82,27 @@ def trust(folder: Path) -> None:
 
 
 def trusted_folder() -> Path | None:
-    """Return the folder of the user's that options are taken from, if there is one."""
+    """Return the user's folder that options are taken from, if there is one."""
     named = os.environ.get(FOLDER_VARIABLE)
     return Path(named).expanduser().absolute() if named else None
 
 
 def trusted_options() -> dict[str, str]:
-    """Return the variable that tells another process of that folder, which has to be there too."""
+    """Return the environment variable that names the trusted folder to another process.
+
+    The folder must exist there too.
+    """
     folder = trusted_folder()
     return {FOLDER_VARIABLE: str(folder)} if folder else {}
 
 
 def code_in(folder: Path) -> list[Path]:
-    """Return the Python files of a folder that would be options."""
+    """Return the Python files of a folder that define options."""
     return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
 
 
 def own_file(group: str, name: str) -> Path | None:
-    """Return the file of an option that came from the user's folder."""
+    """Return the file of an option from the user's folder; None for any other option."""
     folder = trusted_folder()
     path = folder / group / f"{name}.py" if folder and name not in _shipped(group) else None
     return path if path is not None and path.is_file() else None
@@ -111,9 +113,9 @@ def load(group: str, name: str) -> Any:
     """Return the spec of an option.
 
     Raises:
-        TrainctlError: There is none of that name, or what registered it cannot be loaded.
+        TrainctlError: No option has that name, or its code cannot be loaded.
     """
-    if name in _shipped(group):  # nobody changes what a known name means
+    if name in _shipped(group):  # shipped options cannot be overridden
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
     source = own_file(group, name) or _entry_points(group).get(name)
     if source is None:
@@ -127,7 +129,7 @@ def load(group: str, name: str) -> Any:
     try:
         with _exit_raises():
             spec = _load_own(source) if isinstance(source, Path) else source.load()
-    except (Exception, SystemExit) as error:  # whatever the code does when it is imported
+    except (Exception, SystemExit) as error:  # import runs arbitrary code
         raise _unusable(source, describe_exception(error)) from error
     if not isinstance(spec, Spec) or spec.name != name:
         raise _unusable(source, f"it is no spec of the name {name}")
@@ -139,7 +141,7 @@ def load(group: str, name: str) -> Any:
 
 @contextmanager
 def _exit_raises() -> Iterator[None]:
-    """Let `os._exit` raise while code of the user is imported: it would end the command."""
+    """Make `os._exit` raise while the user's code is imported: it would end the command."""
 
     def refuse(status: int) -> NoReturn:
         raise SystemExit(f"os._exit({status})")
@@ -152,7 +154,10 @@ def _exit_raises() -> Iterator[None]:
 
 
 def _why_not_built(build: str) -> str:
-    """Say what is wrong with a `module:function`, as far as it shows without importing it."""
+    """Return what is wrong with a `module:function`, as far as can be told without importing it.
+
+    Empty if nothing is.
+    """
     from trainctl.config.user_code import names_of
 
     module, _, name = build.partition(":")
@@ -175,8 +180,7 @@ def _why_not_built(build: str) -> str:
 
 
 def _load_own(path: Path) -> Any:
-    """Return the spec in a file of the user's: a module called as if it lay beside the shipped
-    ones."""
+    """Return the spec in a user's file, imported as a module of the shipped options' package."""
     package = f"trainctl.options.{path.parent.name}"
     importlib.import_module(package).__path__.append(str(path.parent))
     return importlib.import_module(f"{package}.{path.stem}").SPEC
@@ -205,8 +209,10 @@ def section_class(group: str, kind: str) -> type:
 
 @cache
 def with_parts(cls: type) -> type:
-    """Return a section's dataclass with a section in it for each option that has keys, of the group
-    that its `parts` names: `logging.NAME.KEY`."""
+    """Return a section's dataclass with one more section for each option that has keys.
+
+    The options are of the group that the class names in `parts`: `logging.NAME.KEY`.
+    """
     own = [
         (spec.name, spec.keys, field(default_factory=spec.keys, metadata={"section": spec.keys}))
         for spec in specs(cls.parts)  # type: ignore[attr-defined]
@@ -217,29 +223,32 @@ def with_parts(cls: type) -> type:
 
 @cache
 def part_class(part: Any, kind: str) -> type:
-    """Return the dataclass of one of several sections of a group, such as `data.sources.NAME`.
+    """Return the dataclass of a named section, such as `data.sources.NAME`, under one kind.
+
+    It has the keys of that kind, without keys that apply to the whole run.
 
     Args:
-        part: What all such sections share: a class with a group of `units`.
-        kind: Of the section: it has the keys of that kind, without those of the whole run.
+        part: Base class of all such sections; its `units` names the group.
     """
     return make_dataclass(part.__name__, [], bases=(part, section_class(part.units, kind)))
 
 
 def own_fields(cls: Any) -> tuple[Field[Any], ...]:
-    """Return the fields of a section's class, or of a section, that are keys of it."""
+    """Return the fields of a section, or of its class, that are its keys."""
     is_part = getattr(cls, "is_part", False)
     return tuple(item for item in fields(cls) if not (is_part and item.metadata.get("whole")))
 
 
 def new_section(group: str, kind: str, **values: Any) -> Any:
-    """Return a section of that kind, with its defaults where nothing else is given."""
+    """Return a section of a kind, with defaults for the values not given."""
     return section_class(group, kind)(**{chooser(group): kind}, **values)
 
 
 def changed_section(section: Any, **values: Any) -> Any:
-    """Return a section with other values; where they choose another kind, what that has of the
-    rest."""
+    """Return a section with some values changed.
+
+    If they choose another kind, only the fields that kind also has are kept.
+    """
     group = getattr(section, "units", "")
     kind = values.get(chooser(group)) if group else None
     if kind is None or kind == kind_of(section):
@@ -251,28 +260,28 @@ def changed_section(section: Any, **values: Any) -> Any:
 
 @cache
 def chooser(group: str) -> str:
-    """Return the key of a group's section that names the kind: `kind` in most."""
+    """Return the key of a group's section that names the kind: `kind` in most groups."""
     shared = fields(section_class(group, _shipped(group)[0]))
     return next(item.name for item in shared if item.metadata.get("units") == group)
 
 
 def kind_of(section: Any) -> str:
-    """Return the kind that a section of units has."""
+    """Return the kind of a section."""
     kind: str = getattr(section, chooser(section.units))
     return kind
 
 
 @cache
 def own_keys(group: str) -> frozenset[str]:
-    """Return names of the keys that some kind of the group has, those that all share among them."""
+    """Return the names of all keys that some kind of the group has, shared ones included."""
     return frozenset(item.name for spec in specs(group) for item in fields(spec.keys))
 
 
 def function_of(group: str, kind: str, entry: str = "build") -> Any:
-    """What one of a kind's entries names, imported.
+    """Import and return the function that an entry of an option's spec names.
 
     Args:
-        entry: The attribute of its spec, a `module:function`.
+        entry: Attribute of the spec, a `module:function`.
 
     Raises:
         TrainctlError: A package that it needs is missing (exit code 4).
@@ -292,10 +301,10 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
 
 
 def packaged_folders() -> dict[str, Path]:
-    """Folders of the packages that register options, by name: each has `GROUP/NAME.yaml`."""
+    """Return the folders of packages that register options, by name; each has `GROUP/NAME.yaml`."""
     found: dict[str, Path] = {}
     for each in _registered():
-        with suppress(ImportError):  # of a package that is broken: `load` says so
+        with suppress(ImportError):  # a broken package: `load` reports it
             module = importlib.util.find_spec(each.module)
             if module is not None and module.origin is not None:
                 folder = Path(module.origin).parents[1]

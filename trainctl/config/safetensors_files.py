@@ -1,7 +1,7 @@
-"""What safetensors files hold, by their headers alone: names, types and shapes, no values.
+"""Names, types and shapes of the tensors in safetensors files, read from the headers alone.
 
-The form: eight bytes give the length of a JSON header, little-endian; the header gives each tensor
-its type, shape and range of bytes in the rest of the file (huggingface.co/docs/safetensors).
+Format: eight bytes give the length of a JSON header, little-endian. The header gives each tensor's
+type, shape and byte range in the rest of the file (huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from trainctl.errors import TrainctlError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Pickles: reading one may run code, so none is read."""
+"""Pickled weights, which are not read: unpickling may run code."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""The library's own limit."""
+"""Limit of the safetensors library."""
 
 WIDTHS = {
     "F64": 8, "I64": 8, "U64": 8,
@@ -27,10 +27,10 @@ WIDTHS = {
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element; types that are not here have none of their own."""
+"""Bytes per element. Other types have no whole number of bytes per element."""
 
 READABLE = ("F64", "F32", "F16", "BF16")
-"""Types whose elements are the weights themselves; others need scales that stand elsewhere."""
+"""Types whose elements are the weights themselves; others need scales stored elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class StoredTensor:
     """A tensor in a file."""
 
     file: str
-    """Name of the file, in its directory."""
+    """Name of the file within its directory."""
     dtype: str
-    """As the format names it: `BF16`."""
+    """Type by its safetensors name, such as `BF16`."""
     shape: tuple[int, ...]
 
     @property
@@ -49,11 +49,11 @@ class StoredTensor:
 
 
 SHOWN = 3
-"""Tensors that a message names."""
+"""Maximum tensors that a message names."""
 
 
 def some(items: list[str]) -> str:
-    """Return the first of them, and how many others there are."""
+    """Join the first items, and the number of remaining ones."""
     shown = "; ".join(items[:SHOWN])
     return shown if len(items) <= SHOWN else f"{shown}; and {len(items) - SHOWN:,} more"
 
@@ -64,16 +64,16 @@ def has_weights(folder: Path) -> bool:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """Whether it has weights in a form that is not read."""
+    """Whether a directory has pickled weights, which are not read."""
     return any((folder / name).is_file() for name in OTHER_FORMS)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a directory's safetensors, one file or sharded, by its name there.
+    """Return every tensor in a directory's safetensors, single or sharded, by its stored name.
 
     Raises:
-        TrainctlError: There are none, or one of the files is missing, cut short or no safetensors;
-            names the file.
+        TrainctlError: There are none, or one of the files is missing, truncated or malformed; names
+            the file.
     """
     if (folder / INDEX).is_file():
         files = weight_map(folder)
@@ -89,7 +89,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, of a sharded directory.
+    """Return the file of each tensor in a sharded directory.
 
     Raises:
         TrainctlError: The index is unreadable, or names a file outside the directory.
@@ -144,7 +144,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
-    """Return a tensor, and where its bytes begin and end."""
+    """Return a tensor, with the start and end of its bytes."""
     try:
         tensor = StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         start, end = map(int, entry["data_offsets"])

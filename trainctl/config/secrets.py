@@ -1,8 +1,8 @@
-"""Names that stand for secrets, and values that stay references until a launch resolves them.
+"""Detection of secrets by their names, redaction, and references that only a launch resolves.
 
 What a run writes (`config.yaml`, `plan.json`, `run.json`, `command.json`) is read by colleagues and
-by whoever gets a copy. So a variable's value is written only where its name says that it is plain;
-any other is given as `${oc.env:NAME}`, and that text is what is written.
+by whoever gets a copy. The value of a variable is therefore written only if its name is known to be
+plain. Any other variable is given as `${oc.env:NAME}`, and only that text is written.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from trainctl.errors import ExitCode, TrainctlError
 
 REDACTED = "redacted"
 ENVIRONMENT = "launcher.environment"
-"""The mapping of variables for ranks, whose values are secrets unless their names are plain."""
+"""Environment variables for ranks; their values are secrets unless the name is plain."""
 SECRET_LISTS = ("logging.alerts.urls",)
-"""Lists of texts that are secrets as they are, whatever their names."""
+"""Lists of strings that are always secret."""
 
 PLAIN_VARIABLES = (
     "ACCELERATE_*",
@@ -66,8 +66,9 @@ PLAIN_VARIABLES = (
     "UCX_*",
     "XDG_*",
 )
-"""Variables of libraries and systems (globs) whose values are no secrets, unless a name has a word
-that says otherwise; `launcher.plain_environment` adds to them."""
+"""Variables of libraries and systems (globs) whose values are not secret, unless a word in the
+name says otherwise. `launcher.plain_environment` adds to them.
+"""
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ALWAYS = re.compile(
@@ -75,7 +76,7 @@ _ALWAYS = re.compile(
     r"JWTS?|CREDENTIALS?|CREDS?|(API|ACCESS|PRIVATE|SECRET|SSH|SIGNING)(KEY|TOKEN)S?|"
     r"\w+(TOKEN|SECRET|PASSWORD)"
 )
-"""Words of a name that stand for nothing but a secret."""
+"""Words in a name that always mean a secret."""
 
 _NO_KEY_BEFORE = re.compile(
     r"CACHE|CHAT|COLUMN|CONTENT|DATA|DATASET|EXPERIMENT|FIELD|FOREIGN|GROUP|HOT|ID|"
@@ -92,16 +93,16 @@ _NO_TOKEN_AFTER = re.compile(
     r"SIZE|TYPE"
 )
 URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-"""A user with a password, as a URL may have them."""
+"""User and password in a URL."""
 _PAIR = re.compile(r"([A-Za-z_][\w.-]*)=([^\s,&;#'\"()\[\]{}<>]*)")
-"""A name with its value, in a query of a URL, in an option or in a list of variables."""
+"""A name with its value, in the query of a URL, an option or a list of variables."""
 _SIGNATURES = re.compile(r"(^|[_-])(SIG|SIGNATURE|KEY)$", re.IGNORECASE)
-"""Further names of secrets in the query of a URL: `sig` (Azure), `X-Amz-Signature`, `key`."""
+"""More names of secrets in URL queries: `sig` (Azure), `X-Amz-Signature`, `key`."""
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what has this name is a secret, by the words in it.
+    """Whether the words in a name say that its value is a secret.
 
     >>> [is_secret_name(name) for name in ("HF_TOKEN", "apiKey", "SLURM_JWT", "--db-password")]
     [True, True, True, True]
@@ -126,7 +127,8 @@ def is_plain_variable(name: str, plain: Iterable[str] = ()) -> bool:
     """Whether the value of a variable may be written.
 
     Args:
-        plain: Globs of the user's; the whole name in it makes a name plain that looks secret.
+        plain: Globs of the user's. A full name among them makes a variable plain even if its name
+            looks secret.
     """
     own = tuple(plain)
     if name in own:
@@ -136,17 +138,17 @@ def is_plain_variable(name: str, plain: Iterable[str] = ()) -> bool:
 
 
 def names_in(text: str) -> list[str]:
-    """Variables that a text refers to, by `${oc.env:NAME}`."""
+    """Return the names of variables that a text refers to by `${oc.env:NAME}`."""
     return _REFERENCE.findall(text)
 
 
 def is_kept(text: object) -> bool:
-    """Whether a text refers to variables and to nothing else, so that a launch can resolve it."""
+    """Whether a text refers to environment variables only, so that a launch can resolve it."""
     return isinstance(text, str) and "${" in text and "${" not in _REFERENCE.sub("", text)
 
 
 def is_kept_list(value: object) -> bool:
-    """Whether a list, or one as it is typed, has references to variables and nothing else."""
+    """Whether a list, or a list as typed, consists of references to variables only."""
     if isinstance(value, str):
         return is_kept(value) and not re.search(r"\w", _REFERENCE.sub("", value))
     return isinstance(value, list) and all(
@@ -155,7 +157,7 @@ def is_kept_list(value: object) -> bool:
 
 
 def resolve_text(text: str, environment: Mapping[str, str]) -> str:
-    """Return the text with the values of the variables that it refers to.
+    """Replace the references to variables in a text by their values.
 
     Raises:
         TrainctlError: A variable is not set (exit code 4).
@@ -175,7 +177,7 @@ def resolve_text(text: str, environment: Mapping[str, str]) -> str:
 def resolve_variables(
     variables: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables of `launcher.environment` with what they refer to.
+    """Return the variables of `launcher.environment` with references resolved.
 
     Raises:
         TrainctlError: A variable is not set (exit code 4).
@@ -184,7 +186,7 @@ def resolve_variables(
 
 
 def redact_text(text: str) -> str:
-    """Take passwords and signatures out of the URLs of a text, and values out of its assignments.
+    """Redact passwords and signatures in URLs, and values assigned to secret names.
 
     >>> redact_text("cannot read https://me:pw@host/a.txt?part=1&sig=ab%2F")
     'cannot read https://redacted@host/a.txt?part=1&sig=redacted'
@@ -204,7 +206,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_setting(text: str) -> str:
-    """Return an override, or a word of a command line, as it may be shown.
+    """Redact an override, or a word of a command line.
 
     >>> redact_setting("launcher.environment.HF_TOKEN=abc")
     'launcher.environment.HF_TOKEN=redacted'
@@ -227,7 +229,7 @@ def redact_setting(text: str) -> str:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """Return a command line as it may be shown: `--name value` of secret names too."""
+    """Redact a command line, including the value in `--name value` for secret names."""
     return [
         REDACTED if follows and not is_kept(word) else redact_setting(word)
         for word, follows in _with_options(words)
@@ -235,10 +237,9 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def resolve_words(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return a program's arguments, with what those refer to that are secrets by their option's
-    name.
+    """Resolve references in those arguments of a program whose option has a secret name.
 
-    Others are the program's own, also where they look like references.
+    All other arguments belong to the program, even if they look like references.
 
     Raises:
         TrainctlError: A variable is not set (exit code 4).
@@ -250,7 +251,7 @@ def resolve_words(words: Sequence[str], environment: Mapping[str, str]) -> list[
 
 
 def secret_words(words: Sequence[str]) -> list[bool]:
-    """Of each word of a command line, whether it has the value of a secret option."""
+    """Return, for each word of a command line, whether it contains the value of a secret option."""
     return [
         follows or ("=" in word and is_secret_name(word.partition("=")[0]))
         for word, follows in _with_options(words)
@@ -258,8 +259,7 @@ def secret_words(words: Sequence[str]) -> list[bool]:
 
 
 def _with_options(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each word, and whether it is the value of an option before it that has a secret
-    name."""
+    """Yield each word, and whether it is the value of a preceding option with a secret name."""
     is_value = False
     for word in words:
         yield word, is_value and not word.startswith("-")
@@ -267,7 +267,7 @@ def _with_options(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """At the first `=`, or at the `:` that was perhaps meant for it."""
+    """Split at the first `=`, or at a `:` probably typed instead of it."""
     name, mark, value = text.partition("=")
     if not mark and re.match(r"[\w.]+:(?!//)", text):
         name, mark, value = text.partition(":")
@@ -275,7 +275,7 @@ def _split(text: str) -> tuple[str, str, str]:
 
 
 def _may_be_secret_list(key: str) -> bool:
-    """Such a list, or a section that it is in."""
+    """Whether a key is one of `SECRET_LISTS`, or a section that contains one."""
     return any(name == key or name.startswith(f"{key}.") for name in SECRET_LISTS)
 
 
@@ -284,6 +284,6 @@ def _is_of_variables(key: str) -> bool:
 
 
 def _has_secret_name(value: str) -> bool:
-    """Whether a mapping, as it is typed, has a secret name in it."""
+    """Whether a mapping, as typed, has a secret name in it."""
     names = re.findall(r"([\w.\-]+)['\"]?\s*:(?!//)", value) if "{" in value else ()
     return any(map(is_secret_name, names))

@@ -1,9 +1,9 @@
-"""What a tokenizer's files say: its ids, and the token that ends a document. JSON alone.
+"""Vocabulary size and end-of-document token of a tokenizer, read from its JSON files.
 
-The end of a document is the first of these that there is:
+The end-of-document token is the first of these that exists:
 
-1. `eos_token` of `tokenizer_config.json`, then of `special_tokens_map.json`, beside the tokenizer;
-2. `eos_token_id` of `generation_config.json`, then of `config.json`, beside it (the first of
+1. `eos_token` of `tokenizer_config.json`, then of `special_tokens_map.json`, next to the tokenizer;
+2. `eos_token_id` of `generation_config.json`, then of `config.json`, next to it (the first of
    several);
 3. a token of the vocabulary with one of the names in `END_NAMES`.
 """
@@ -31,24 +31,25 @@ END_NAMES = (
 
 
 LARGEST_GAP = 1_000_000
-"""Ids that no token has, at most: tables have a row for each id, and published files leave a few
-thousand."""
+"""Maximum number of unused ids: tables have a row for each id, and published files leave a few
+thousand unused.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What is known of a tokenizer without its library."""
+    """Facts about a tokenizer, known without its library."""
 
     vocab_size: int
-    """All ids are below it; ids may leave gaps."""
+    """Largest id + 1; there may be unused ids below."""
     end_of_document: int | None = None
-    """Id put after each document; None if there is none."""
+    """Id appended to each document; None if there is none."""
     end_token: str = ""
     found_in: str = ""
-    """What says so; empty if nothing does."""
+    """Origin of the end-of-document token; empty without one."""
 
     def in_words(self, rows: int) -> str:
-        """Describe its ids, of a model with so many rows in its embedding, and its document end."""
+        """Describe the ids and the document end, for a model whose embedding has `rows` rows."""
         ids = f"{self.vocab_size:,} of {rows:,} ids"
         if self.end_of_document is None:
             return f"{ids}, nothing ends a document"
@@ -59,10 +60,10 @@ class TokenizerFacts:
 
 
 def read_facts(path: Path) -> TokenizerFacts:
-    """What a `tokenizers` file and those beside it say.
+    """Read the facts from a `tokenizers` file and the files next to it.
 
     Raises:
-        TrainctlError: It is missing or malformed, or one beside it is; names the file.
+        TrainctlError: One of the files is missing or malformed; names the file.
     """
     vocabulary = _vocabulary(path)
     size = max(vocabulary.values(), default=-1) + 1
@@ -79,7 +80,7 @@ def read_facts(path: Path) -> TokenizerFacts:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Ids by token; tokens that were added win."""
+    """Return ids by token; added tokens take precedence."""
     content = _read(path)
     model = content.get("model")
     listed = model.get("vocab") if isinstance(model, dict) else None
@@ -105,7 +106,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
-    """Token, id and origin of what ends a document, the most binding first."""
+    """Yield token, id and origin of each candidate for the document end, in order of precedence."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = beside(path, name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -127,7 +128,7 @@ def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int,
 
 
 def end_ids(path: Path) -> list[int]:
-    """Return all ids that `generation_config.json` beside a tokenizer says an answer ends with.
+    """Return all ids that end generation, by `generation_config.json` next to a tokenizer.
 
     Raises:
         TrainctlError: It cannot be read.
@@ -141,7 +142,7 @@ def _end_ids(path: Path, name: str) -> list[int]:
 
 
 def beside(path: Path, name: str) -> dict[str, Any]:
-    """Return the object in a file beside the tokenizer's; empty if there is none.
+    """Return the JSON object in a file next to the tokenizer's; empty if there is no such file.
 
     Raises:
         TrainctlError: It cannot be read.
@@ -151,7 +152,7 @@ def beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # reading a pipe would block
         raise _malformed(path, "is no regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A composed configuration as a file: `config.yaml` of a run. Needs neither Hydra nor OmegaConf."""
+"""Storage of a configuration as `config.yaml` of a run; needs neither Hydra nor OmegaConf."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainctl.errors import ExitCode, TrainctlError
 def dump_config(config: RunConfig) -> str:
     """Return the whole configuration as YAML, every key in the schema's order.
 
-    What is not ASCII is escaped: YAML reads some characters (U+0085) as line breaks otherwise.
+    Characters beyond ASCII are escaped, because YAML reads some of them (U+0085) as line breaks.
     """
     return yaml.safe_dump(to_plain(config), sort_keys=False, width=100)
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read what `dump_config` wrote; keys that an older version lacked keep their defaults.
+    """Read a file that `dump_config` wrote; missing keys of older versions keep their defaults.
 
     Raises:
-        TrainctlError: The file is missing, unreadable, or no configuration (run state), or has an
-            option that is not here (environment).
+        TrainctlError: The file is missing, unreadable or no configuration (run state), or it uses
+            an option that is not installed here (environment).
     """
     try:
         text = read_bytes(path).decode()

@@ -1,4 +1,4 @@
-"""Words for messages: the nearest keys, options and recipes to what was typed."""
+"""Suggestions in messages: the keys, options and recipes nearest to what was typed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ OTHER_NAMES = {
     "wandb": "logging.to",
     "warmup_ratio": "schedule.warmup_fraction",
 }
-"""Names of DeepSpeed, transformers and other trainers, and the key of ours that is the same."""
+"""Names that DeepSpeed, transformers and other trainers use, with trainctl's key for each."""
 
 DEEPSPEED_KEYS = (
     "aio",
@@ -86,20 +86,20 @@ DEEPSPEED_KEYS = (
     "wall_clock_breakdown",
     "zero_optimization",
 )
-"""Keys of DeepSpeed's own JSON that users may type as they know them."""
+"""Keys of DeepSpeed's JSON that users may type without the `deepspeed.` prefix."""
 
 NOT_THERE = {
     "objective": ("grpo", "ppo", "rloo", "gspo", "dapo", "kto", "reward", "rm", "bco", "cpo")
 }
-"""What other trainers have beside a group's options and trainctl has not: near to none of them."""
+"""Options of other trainers that trainctl lacks, by group; no near match is suggested for them."""
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 LONGEST = 100
-"""Characters of a typed name that are compared: no name of ours is longer."""
+"""Characters of a typed name that are compared; no legal name is longer."""
 
 
 def nearest(typed: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """At most `count` of the names, the most similar first; case is ignored."""
+    """Return at most `count` of the names, the most similar first, ignoring case."""
     by_fold = {name.lower(): name for name in names}
     fold = typed.lower()[:LONGEST]
     close = get_close_matches(fold, by_fold, n=count, cutoff=0.6)
@@ -108,11 +108,12 @@ def nearest(typed: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 
 def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list[str]:
-    """Return the keys or groups that were perhaps meant, the likeliest first; at most three.
+    """Return up to three keys or groups that were probably meant, the likeliest first.
 
-    Looked up in turn: other trainers' names for the same thing, the last component anywhere in the
-    schema (`lr` is `optimizer.lr`), then spelling, of the whole key and of its last component. A
-    key of the typed section that is spelled nearly so comes before the same name elsewhere.
+    The lookup tries, in turn: names that other trainers use for the same setting, the last
+    component anywhere in the schema (`lr` is `optimizer.lr`), then spelling, of the whole key and
+    of its last component. A similarly spelled key of the typed section comes before the same name
+    elsewhere.
     """
     keys, groups = list(keys), list(groups)
     section, _, last = typed.rpartition(".")
@@ -134,8 +135,10 @@ def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list
 
 
 def explain_address(place: str) -> tuple[str, str] | None:
-    """Message and hint for a place of this machine that is written as a URL, or as what `Path`
-    makes of one; None for any other."""
+    """Return message and hint if a local path is a URL, or a URL that `Path` has shortened.
+
+    None for any other path.
+    """
     found = ADDRESS.match(place)
     if found is None:
         return None
@@ -149,16 +152,16 @@ def explain_address(place: str) -> tuple[str, str] | None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says first: the rest is for its own developers."""
+    """Return the first line of a library's error; the other lines are for its developers."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(names: list[str]) -> str:
-    """Return the names as a question; empty without names."""
+    """Format names as a question; empty without names."""
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Return names as alternatives: ``a, b or c``."""
+    """Format names as alternatives: ``a, b or c``."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""Sweeps: from overrides with several values to the overrides of each run."""
+"""Expansion of overrides with several values into the overrides of each run of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainctl.config.overrides import SYNTAX
 from trainctl.errors import Finding, TrainctlError
 
 MOST_RUNS = 1000
-"""More are almost surely a slip of the keyboard."""
+"""Maximum runs of a sweep; more are almost certainly a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +20,20 @@ class SweepPoint:
     """One run of a sweep."""
 
     overrides: tuple[str, ...]
-    """Those of its configuration, each with one value."""
+    """Overrides of the run's configuration, each with one value."""
     values: dict[str, str]
-    """What distinguishes it: the swept keys and groups, and its value of each, as text."""
+    """Value of each swept key and group in this run, as text."""
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
-    """Return every combination of the values; what is named first varies slowest.
+    """Return every combination of the values; the first override varies slowest.
 
     Args:
         overrides: In Hydra's grammar: `key=1,2`, `key=choice(a,b)`, `key=range(1,4)` have several
             values, all others one.
 
     Returns:
-        The points; a single one, with no values, where nothing is swept.
+        The points. Without a swept override there is a single point, with empty `values`.
 
     Raises:
         TrainctlError: A value that is no list of values, such as an interval, or too many runs.
@@ -56,7 +56,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
 
 
 def _choices(text: str) -> tuple[list[str], bool]:
-    """Return the override with each of its values; whether it has several."""
+    """Return the override with each of its values, and whether it has several."""
     parsed = _parse(text)
     if parsed is None or not parsed.is_sweep_override():
         return [text], False
@@ -70,7 +70,7 @@ def _choices(text: str) -> tuple[list[str], bool]:
 
 
 def _parse(text: str) -> Any:
-    """Hydra's override; None for what composition will refuse, with its reason."""
+    """Parse by Hydra's grammar; None for an override that composition will refuse."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

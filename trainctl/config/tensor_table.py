@@ -1,8 +1,8 @@
-"""What is said of the parts of a model, part by part, as a short list of text.
+"""Compact table of a model's tensors and modules, as a short list of strings.
 
-An entry is a name and what is said of it, `model.layers.{0-47}.mlp.gate.weight 128x2048 router`; a
-range stands for each of these numbers, so that a model of a thousand tensors is a dozen lines. It
-lies in the configuration, and with it in every run (`trainctl.config.anatomy`).
+An entry is a name and a description, `model.layers.{0-47}.mlp.gate.weight 128x2048 router`. A range
+stands for each of its numbers, so that a model of a thousand tensors takes a dozen lines. The table
+is part of the configuration, and so of every run (`trainctl.config.anatomy`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _ENTRY = re.compile(r"(\S+) (\S.*)")
 _BLOCK = re.compile(r"\.(\d+)(?:\.|$)")
 
 MOST_TENSORS = 1_000_000
-"""Far beyond every model, and near enough that a table is read at once."""
+"""Bound far above every model, and low enough that a table is read quickly."""
 
 Entry = tuple[str, str]
 
 
 def to_table(entries: Iterable[Entry]) -> list[str]:
-    """Return the table of names and what is said of each."""
+    """Return the table of pairs of a name and its description."""
     merged = list(entries)
     most = max((len(_NUMBER.findall(name)) for name, _ in merged), default=0)
-    # The rightmost number first: what is left of it then distinguishes entries like any text.
+    # The rightmost number first: numbers to its left still keep entries apart as text.
     for _ in range(most):
         merged = _merged(merged)
     return [f"{name} {said}" for name, said in merged]
 
 
 def _merged(entries: list[Entry]) -> list[Entry]:
-    """Entries that differ in their last plain number alone, as one for all of these."""
+    """Merge entries that differ only in the last plain number of their names."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, said in entries:
         found = list(_NUMBER.finditer(name))
@@ -63,10 +63,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
-    """Return the entries of a table: what stands before the blocks, block by block, the rest.
+    """Return the entries of a table: those before the blocks, then block by block, then others.
 
     Raises:
-        TrainctlError: An entry is none.
+        TrainctlError: An entry is malformed, or there are more than `MOST_TENSORS`.
     """
     before: list[Entry] = []
     blocks: dict[int, list[Entry]] = {}
@@ -87,7 +87,7 @@ def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
 
 
 def _expanded(entry: str) -> Iterator[Entry]:
-    """What one entry stands for."""
+    """Yield the entries that one line of the table stands for."""
     found = _ENTRY.fullmatch(entry)
     if found is None:
         raise TrainctlError(f"model.anatomy: {entry!r} is no name and what is said of it")
@@ -104,6 +104,6 @@ def _expanded(entry: str) -> Iterator[Entry]:
 
 
 def _numbers(ranges: str) -> list[range]:
-    """Numbers of `0-3,5`."""
+    """Parse the numbers of `0-3,5`."""
     ends = [tuple(map(int, each.split("-"))) for each in ranges.split(",")]
     return [range(each[0], each[-1] + 1) for each in ends]

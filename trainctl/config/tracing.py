@@ -1,13 +1,13 @@
-"""A model looked at in a process of its own, so that a command that plans imports no torch.
+"""Inspection of a model in a child process, so that commands that plan import no torch.
 
-Published models that many plan with need no process: `trainctl.config.published` has the answers.
+Many published models need no process: `trainctl.config.published` has their results.
 
-Two questions are asked of its own code: what it is made of
-(`trainctl.train.models.anatomy`), and what autograd keeps of its blocks
-(`trainctl.train.models.trace`). The answers are kept in the user's cache
-folder under a digest of all that they depend on: the anatomy of the directory's `config.json` and
-code and of transformers' version; the trace also of the length of the sequences, the number formats
-and the other packages' versions.
+The child answers two questions by the model's own code: its anatomy
+(`trainctl.train.models.anatomy`), and what autograd saves in its blocks
+(`trainctl.train.models.trace`). Results are cached in the user's cache folder under a digest of
+everything they depend on. The anatomy depends on the directory's `config.json` and code and on the
+version of transformers; the trace also on the sequence length, the number formats and the versions
+of the other packages.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 SECONDS = 600
-"""Far more than the trace of any model takes; code of a directory's own may do anything."""
+"""Timeout of the child, far above the time of any trace: a directory's own code may do anything."""
 
 PROGRESS_SECONDS = 5
-"""Between two lines that say how long the process has been at it."""
+"""Interval between progress lines."""
 
 NOT_TRACED = "TC147"
 
 FORMAT = 5
-"""Of what is kept; another one is not read."""
+"""Version of the cache's file format; other versions are ignored."""
 
 PACKAGES = ("torch", "transformers", "trainctl")
 
 
 class Question(Enum):
-    """What is asked of a model's own code."""
+    """A question that the child answers by the model's own code."""
 
     anatomy = "anatomy"
     trace = "trace"
@@ -54,40 +54,40 @@ _known: dict[str, Any] = {}
 
 
 def needs_trace(config: RunConfig) -> bool:
-    """Whether a model has no closed form: what its directory says is not all that it is."""
+    """Whether a model has no closed form: its tensors do not follow from its shape."""
     model = config.model
     return not model.has_closed_form and bool(model.path or model.factory)
 
 
 def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]:
-    """What a model is made of that its own code makes, as `model.anatomy` keeps it.
+    """Return the anatomy of a model that its own code builds, in the form of `model.anatomy`.
 
     Args:
-        folder: Where the user's own code is looked for; None is the current folder.
+        folder: Where the user's own code is looked up; None is the current directory.
 
     Raises:
-        TrainctlError: The model cannot be built: says why, and which file it is.
+        TrainctlError: The model cannot be built; says why, and names the file.
     """
-    ask = _ask if config.model.factory is None else _ask_process  # it may read files of any name
+    ask = _ask if config.model.factory is None else _ask_process  # uncached: it may read any file
     found: list[str] = ask(Question.anatomy, config, folder or Path.cwd())
     return found
 
 
 def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
-    """What a trace of the model finds, as JSON (`trainctl.memory.traced.TracedModel`).
+    """Return the trace of a model, as JSON (`trainctl.memory.traced.TracedModel`).
 
     Args:
-        folder: Where the user's own code is looked for; None is the current folder.
+        folder: Where the user's own code is looked up; None is the current directory.
 
     Raises:
-        TrainctlError: The model cannot be built or traced: says why, and which file it is.
+        TrainctlError: The model cannot be built or traced; says why, and names the file.
     """
     found: dict[str, Any] = _ask(Question.trace, config, folder or Path.cwd())
     return found
 
 
 def known_trace(config: RunConfig) -> dict[str, Any] | None:
-    """What an earlier trace found, of this process or an earlier one; starts none."""
+    """Return a cached or shipped trace; None if there is none. Never starts a process."""
     found: dict[str, Any] | None = _known_answer(Question.trace, config)[1]
     return found
 
@@ -102,7 +102,7 @@ def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
 
 
 def _known_answer(question: Question, config: RunConfig) -> tuple[str, Any]:
-    """Return the digest of a question, and the answer that was kept or is shipped; None without."""
+    """Return the digest of a question, and its cached or shipped answer; None without one."""
     key = _key(question, config)
     found = _kept(key)
     if found is None and (name := published_name(config, _version("transformers"))):
@@ -112,7 +112,7 @@ def _known_answer(question: Question, config: RunConfig) -> tuple[str, Any]:
 
 
 def _kept(key: str) -> Any:
-    """What was answered before, by this process or an earlier one; None if nothing was."""
+    """Return the answer cached in memory or on disk; None if there is none."""
     if key not in _known:
         try:
             content = json.loads(_file(key).read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def _kept(key: str) -> Any:
             return None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             return None
-        if "found" not in content:  # whoever wrote it
+        if "found" not in content:  # written by another program
             return None
         _known[key] = content["found"]
     return _known[key]
@@ -166,7 +166,7 @@ def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
 
 
 def _say(line: str) -> None:
-    """Print a line of progress on stderr, where somebody reads it."""
+    """Print a line of progress on stderr, ignoring a closed stderr."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -183,8 +183,10 @@ def _finding(told: dict[str, Any]) -> Finding:
 
 
 def _key(question: Question, config: RunConfig) -> str:
-    """Return a digest of all that an answer depends on; the anatomy names the code of a
-    function."""
+    """Return a digest of everything that an answer depends on.
+
+    The anatomy is part of the trace's digest, and identifies the code of `model.factory`.
+    """
     files, model = _files(config.model), config.model
     parts: list[Any]
     if question is Question.anatomy:
@@ -206,7 +208,7 @@ def _key(question: Question, config: RunConfig) -> str:
 
 
 def _files(model: ModelConfig) -> list[str]:
-    """Digests of the files of a directory that say what the model is."""
+    """Return digests of the files of a directory that define the model."""
     found = []
     if model.path and model.is_directory:
         found.append(Path(model.path) / "config.json")
@@ -227,7 +229,7 @@ def _file(key: str) -> Path:
 
 
 def _keep(key: str, found: Any) -> None:
-    """Write it for later commands; what cannot be written is asked again."""
+    """Cache an answer on disk for later commands; a failed write is ignored."""
     path = _file(key)
     part = path.with_suffix(f".{os.getpid()}.tmp")
     try:

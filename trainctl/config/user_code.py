@@ -1,7 +1,7 @@
-"""The openings for code of the user's own: `script`, and three keys that name a function.
+"""Keys for the user's own code: `script`, and keys that name a function.
 
-Here it is only looked at, never imported: that happens on the ranks. What a file certainly lacks is
-found all the same, before anything starts.
+The code is only inspected here; the ranks import it. What a file certainly lacks is reported before
+anything starts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TRAINERS_OWN = (
     "training.stop_patience",
     "training.time_limit_minutes",
 )
-"""Keys and sections that only trainctl's own trainer acts on."""
+"""Keys and sections that only trainctl's own trainer uses."""
 
 
 def with_words(composed: Composed, words: list[str] | None) -> Composed:
@@ -71,10 +71,10 @@ def with_words(composed: Composed, words: list[str] | None) -> Composed:
     A resume from another folder then starts the same file.
 
     Args:
-        words: What followed `--` on the command line; None where there was no `--`.
+        words: What followed `--` on the command line; None if there was no `--`.
 
     Raises:
-        TrainctlError: There is a secret among them as it is (exit code 2).
+        TrainctlError: An argument is a literal secret (exit code 2).
     """
     config, layers = composed.config, dict(composed.layers)
     if words is not None:
@@ -98,7 +98,7 @@ def has_own_config(config: RunConfig) -> bool:
 
 
 def functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and value of each key that names a function of the user's and is set."""
+    """Yield key and value of each key that names a function of the user's."""
     named = {
         "trainer": config.trainer,
         "model.factory": config.model.factory,
@@ -115,10 +115,10 @@ def functions(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_user_code(config: RunConfig, folder: Path | None = None) -> list[Finding]:
-    """What is wrong with the script and the functions, as far as files tell.
+    """Return problems of the script and the functions, as far as their files show them.
 
     Args:
-        folder: Where the ranks will run; None is the current folder.
+        folder: Working directory of the ranks; None is the current directory.
     """
     folder = folder or Path.cwd()
     findings = [*_check_script(config), *_check_together(config)]
@@ -194,12 +194,11 @@ def _check_function(key: str, reference: str, folder: Path) -> Iterator[Finding]
 
 
 def find_module(module: str, folder: Path) -> Path | str | None:
-    """Return the file of a module, looked up as `python -m` run in a folder would, importing
-    nothing.
+    """Find the file of a module as `python -m` run in `folder` would, importing nothing.
 
     Returns:
-        The source file; None for a module without one (a namespace, an extension); or, as text,
-        the first part of the name that is not there.
+        The source file; None for a module without one (a namespace, an extension); or, as text, the
+        first part of the name that is not found.
     """
     parts = module.split(".")
     where: list[str] | None = [str(folder), *sys.path]
@@ -207,7 +206,7 @@ def find_module(module: str, folder: Path) -> Path | str | None:
         name = ".".join(parts[:length])
         if length == 1 and name in sys.builtin_module_names:
             return None
-        # By the last part: for a dotted name the packages that it is in would have to be imported.
+        # The last part only: resolving a dotted name would import the parent packages.
         spec = PathFinder.find_spec(parts[length - 1], where)
         if spec is None:
             return name
@@ -217,10 +216,9 @@ def find_module(module: str, folder: Path) -> Path | str | None:
 
 
 def parse(file: Path) -> ast.Module | None:
-    """Return the syntax tree of a Python file; None if it cannot be read or parsed, as the ranks
-    will say.
+    """Return the syntax tree of a Python file; None if it cannot be read or parsed.
 
-    They say Python's warnings too, such as one of a wrong escape sequence, with the file's name.
+    Errors, and Python's warnings such as one of a wrong escape sequence, are left to the ranks.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -231,8 +229,7 @@ def parse(file: Path) -> ast.Module | None:
 
 
 def names_of(file: Path) -> set[str] | None:
-    """Return names that a module's file binds at its top level; None where only running it would
-    tell."""
+    """Return the names that a module binds at its top level; None if only running it would tell."""
     tree = parse(file)
     if tree is None:
         return None
@@ -256,7 +253,7 @@ def names_of(file: Path) -> set[str] | None:
 
 
 def not_applied(composed: Composed) -> list[Finding]:
-    """What was typed for trainctl's trainer, where a script or function trains in its place."""
+    """Return findings for settings of trainctl's trainer where a script or function trains."""
     config = composed.config
     if config.trains_itself:
         return []

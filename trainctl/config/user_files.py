@@ -1,4 +1,4 @@
-"""Files of the user's code that the ranks will run, found without running any of it."""
+"""Files of the user's code that the ranks will run, found without running them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _TRAINCTL = Path(__file__).parents[1]
 
 
 def own_files(config: RunConfig, folder: Path) -> list[Path]:
-    """Return the script, the modules of functions, options of the user's folder, and the modules
-    that these import, sorted.
+    """Return the files of the user's code that the ranks run, sorted.
 
-    What is installed is left out, and trainctl itself; so is what only running the code would tell:
-    modules that are imported by computed names, files that are read.
+    They are the script, the modules of functions, options of the user's folder, and the modules
+    that these import. Installed packages and trainctl are left out. What only running the code
+    would tell is not found: modules imported by computed names, and files that the code reads.
 
     Args:
-        config: With an absolute `script`.
-        folder: Where the ranks run.
+        config: Configuration with an absolute `script`.
+        folder: Working directory of the ranks.
     """
     found: dict[Path, None] = {}
-    pending: list[tuple[Path, str, Path]] = []  # a file, its module, where it looks for others
+    pending: list[tuple[Path, str, Path]] = []  # file, module name, import root
     if config.script is not None:
         script = Path(config.script)
         pending.append((script, "", script.parent))
@@ -48,8 +48,7 @@ def own_files(config: RunConfig, folder: Path) -> list[Path]:
 
 
 def _modules(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
-    """Yield the file of a module, and those of the packages that it is in; none that is not
-    there."""
+    """Yield the files of a module and of the packages that contain it, as far as they exist."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         module = ".".join(parts[:length])
@@ -63,7 +62,7 @@ def _modules(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
 
 
 def _imported(file: Path, module: str) -> Iterator[str]:
-    """Yield names of modules, and perhaps of what is in them, that a file imports anywhere."""
+    """Yield the names of modules that a file imports anywhere, and possibly of objects in them."""
     tree = parse(file)
     if tree is None:
         return

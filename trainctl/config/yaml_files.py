@@ -1,4 +1,4 @@
-"""YAML files of options and recipes, read with the line of each key."""
+"""Reader of options' and recipes' YAML files that keeps the line of each key."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trainctl.errors import Finding
 UNREADABLE = "TC105"
 MOST_BYTES = 4 << 20
 MOST_NODES = 20_000
-"""Of an option or a recipe; the largest that is shipped has some hundreds of values."""
+"""Maximum nodes of an option or a recipe; the largest shipped file has some hundreds."""
 MOST_SETTINGS = 1000
-"""Keys that a file sets; there are some hundreds."""
+"""Maximum keys that a file sets; the schema has some hundreds."""
 MOST_DEPTH = 500
 _SCALAR_LENGTH = 64
-"""Of a number or switch, at most; what is longer is a text."""
+"""Maximum characters of a number or switch; longer scalars are text."""
 EXPONENT = re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.[\d_]+)[eE][-+]?\d+$")
 
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """One line of a defaults list: a file to start from (no group), or an option of a group."""
+    """A line of a defaults list: a file to extend, or an option of a group."""
 
     group: str
-    """The group, as written; empty for a file to start from."""
+    """Group as written; empty for a file to extend."""
     option: Any
-    """The option, or the file's name."""
+    """Name of the option, or of the file."""
     source: str
     written: Any
     """The whole line, with Hydra's keywords."""
@@ -42,7 +42,7 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A YAML file: what it sets, what it starts from, and what is wrong with it."""
+    """A YAML file: its settings, its defaults list, and its problems."""
 
     settings: tuple[Setting, ...] = ()
     defaults: tuple[Default, ...] = ()
@@ -50,8 +50,7 @@ class YamlDocument:
 
 
 def leading_comment(path: Path) -> list[str]:
-    """Return lines of the comment that a file starts with; empty when it has none or cannot be
-    read."""
+    """Return the lines of a file's leading comment; empty if it has none or cannot be read."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError):
@@ -65,7 +64,7 @@ def leading_comment(path: Path) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of an option or a recipe, read once as long as the file stays what it is.
+    """Return the text of an option or a recipe; cached until the file changes.
 
     Raises:
         OSError: It cannot be read.
@@ -84,7 +83,7 @@ def read_document(path: Path, shown: str) -> YamlDocument:
     """Read an option or a recipe; problems become findings that name the line.
 
     Args:
-        shown: How the file is named to the user.
+        shown: Name of the file in messages.
     """
     try:
         return _document(read_text(path), shown)
@@ -117,7 +116,7 @@ def _document(text: str, shown: str) -> YamlDocument:
 
 
 def _yaml_hint(problem: str, written: str) -> str:
-    """What is mostly behind a problem of the parser's, by the line where it gave up."""
+    """Return the usual cause of a parser's problem, judged by the line where it gave up."""
     if "\t" in written[: len(written) - len(written.lstrip())]:
         return "indent with spaces: YAML takes no tabs"
     if "mapping values are not allowed" in problem:
@@ -138,18 +137,18 @@ def _yaml_hint(problem: str, written: str) -> str:
 
 
 def compose_bounded(text: str) -> yaml.Node | None:
-    """Return the tree of a YAML text, unless it is out of all bounds.
+    """Return the node tree of a YAML text, within bounds.
 
-    A few lines of aliases (`*name`) unfold to billions of values, and a value that is nested ten
-    thousand times ends the process where libyaml's binding descends into it.
+    A few lines of aliases (`*name`) can expand to billions of values, and a value nested ten
+    thousand levels deep crashes libyaml's binding.
 
     Raises:
         yaml.YAMLError: It is no YAML.
-        ValueError: It is nested too deeply, with every alias written out there are more than
-            `MOST_NODES` values, or one holds itself.
+        ValueError: It is nested too deeply, has more than `MOST_NODES` values with all aliases
+            expanded, or contains itself.
     """
     loader = _loader_class()
-    if len(text) > MOST_DEPTH:  # a level takes a character at least
+    if len(text) > MOST_DEPTH:  # each level takes at least one character
         depth = 0
         for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
@@ -162,7 +161,7 @@ def compose_bounded(text: str) -> yaml.Node | None:
     def size(inner: yaml.Node) -> int:
         known = sizes.get(id(inner))
         if known is None:
-            sizes[id(inner)] = MOST_NODES + 1  # for one that holds itself
+            sizes[id(inner)] = MOST_NODES + 1  # stays if it contains itself
             parts = inner.value if isinstance(inner, yaml.CollectionNode) else ()
             known = 1 + sum(
                 size(each) for part in parts for each in (part if type(part) is tuple else (part,))
@@ -176,7 +175,7 @@ def compose_bounded(text: str) -> yaml.Node | None:
 
 
 def read_scalar(text: str) -> Any:
-    """Return the number or switch that a text stands for in YAML; the text itself otherwise."""
+    """Return the number or switch that a text stands for in YAML, else the text itself."""
     if len(text) > _SCALAR_LENGTH:
         return text
     try:
@@ -219,7 +218,7 @@ def _read_settings(
     settings: list[Setting],
     findings: list[Finding],
 ) -> None:
-    """Descend into mappings; anything else is one setting, named by its key's line."""
+    """Append a setting for each leaf below a mapping, named by its key's line."""
     if len(prefix) > 20:
         raise ValueError("it is nested too deeply")
     path = (*prefix, str(name.value))
@@ -294,11 +293,11 @@ def _line(node: yaml.Node) -> int:
 
 @cache
 def _loader_class() -> Any:
-    """PyYAML's safe loader, in C where built, that reads `1e-4` as a number like Hydra does."""
+    """Return PyYAML's safe loader, in C if built, that reads `1e-4` as a number like Hydra does."""
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     loader: Any = type("NumberLoader", (base,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789."))
-    # A date is text here: no key is one.
+    # Dates stay text: no key is a date.
     loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in loader.yaml_implicit_resolvers.items()

@@ -1,10 +1,10 @@
-"""Every configuration key: its type, default, meaning, unit and range. Standard library only.
+"""Schema of all configuration keys: type, default, meaning, unit and range. Standard library only.
 
-Each class of this package is one config group (`conf/<group>/`) or section. Where a group's options
-are units (`config.registry`), it is what they share, and each adds the keys of its own. `option`
-attaches to a field what the reference documentation, the range check and the error messages need. A
-value of ``None`` means "derived": `trainctl.plan` computes it and records the reason. Enum members
-are named as users write them in YAML, with the value equal to the name.
+Each class of this package is one config group (`conf/<group>/`) or section. If the options of a
+group are kinds (`config.registry`), the class has the keys that all kinds share, and each kind adds
+its own. `option` attaches to a field what the reference documentation, the range check and the
+error messages need. A value of ``None`` means "derived": `trainctl.plan` computes it and records
+the reason. Enum members are named as users write them in YAML, and their values equal their names.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ __all__ = [
 
 @dataclass
 class RunConfig:
-    """One run, whole: every group and section."""
+    """Complete configuration of one run: all groups and sections."""
 
     model: ModelConfig = section(ModelConfig)
     adapter: AdapterConfig = section(AdapterConfig)
@@ -170,7 +170,7 @@ class RunConfig:
 
     @property
     def trains_itself(self) -> bool:
-        """Whether trainctl's own trainer trains, and not a script or function of the user's."""
+        """Whether trainctl's own trainer runs, and not a script or function of the user's."""
         return self.script is None and self.trainer is None
 
 
@@ -179,11 +179,11 @@ GROUPS = tuple(
     for item in fields(RunConfig)
     if "section" in item.metadata and item.name != "training"
 )
-"""The config groups: sections with a folder of options under `conf/`."""
+"""Config groups: sections with a folder of options under `conf/`."""
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yield every leaf of a config: its dotted key, its field and its value."""
+    """Yield the dotted key, the field and the value of every leaf of a config."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Who is told what happens to a run."""
+"""Alerts about the events of a run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from trainctl.config.schema.option import option
 
 
 class AlertKind(Enum):
-    """What may be told while a run goes on."""
+    """Event that can raise an alert."""
 
     failure = "failure"
     """An attempt failed."""
     restart = "restart"
-    """A failed attempt is replaced."""
+    """A new attempt replaces a failed one."""
     spike = "spike"
-    """The trainer intervened, as a loss or a gradient norm is not finite or jumped; or the loss
-    diverges, of which it only warns."""
+    """The trainer intervened because a loss or gradient norm is not finite or jumped; or the loss
+    diverges, which is only a warning.
+    """
     straggler = "straggler"
     """A rank is slower than the others."""
     no_progress = "no_progress"
     """No step for `no_progress_minutes`."""
     end = "end"
-    """The launch has ended, however."""
+    """The launch has ended, successfully or not."""
 
 
 @dataclass
 class AlertsConfig:
-    """Who is told what happens to a run, by a process beside the launcher."""
+    """Alerts about the events of a run, sent by a process beside the launcher."""
 
     urls: list[str] = option(
         [],
@@ -55,5 +56,5 @@ class AlertsConfig:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether there is anyone to tell."""
+        """Whether any alert would be sent."""
         return bool(self.kinds and (self.urls or self.command))

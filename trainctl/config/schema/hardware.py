@@ -1,4 +1,4 @@
-"""What the machines are."""
+"""Hardware of the run: devices, machines and the links between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainctl.config.schema.option import option
 
 
 class Accelerator(Enum):
-    """Kind of compute device; `auto` is detected."""
+    """Kind of compute device; `auto` detects it."""
 
     auto = "auto"
     cuda = "cuda"

@@ -1,4 +1,4 @@
-"""How processes are started, over every launcher."""
+"""Start and stop of processes, for every launcher."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trainctl.config.schema.option import option
 
 
 class CpuBinding(Enum):
-    """Processors of a rank; the memory that it touches first then lies beside them."""
+    """CPU cores of a rank; memory that it touches first is then allocated on their NUMA node."""
 
     none = "none"
-    """The operating system moves ranks as it sees fit."""
+    """No binding: the operating system schedules ranks on any core."""
     cores = "cores"
     """An equal share of the cores for each rank, in the order of the machine's sockets."""
     device = "device"
-    """Its share of the cores on the socket that its device is attached to."""
+    """An equal share of the cores on the socket that the rank's device is attached to."""
 
 
 @dataclass
 class LauncherConfig:
-    """How processes are started and stopped."""
+    """Start and stop of the processes of a run."""
 
     units: ClassVar[str] = "launcher"
 

@@ -1,4 +1,4 @@
-"""Where state lies, in which format, and what is recomputed."""
+"""Placement and number formats of training state, parallelism, recomputation and kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.config.schema.option import option
 
 @dataclass
 class EngineConfig:
-    """What makes the steps of a run."""
+    """Engine that executes the training steps."""
 
     units: ClassVar[str] = "engine"
 
@@ -20,7 +20,7 @@ class EngineConfig:
 
 @dataclass
 class ZeroStageConfig:
-    """What ZeRO partitions over the data-parallel ranks (arXiv:1910.02054), and its buffers."""
+    """ZeRO's partitioning over the data-parallel ranks (arXiv:1910.02054), and its buffers."""
 
     stage: int = option(
         1, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.", minimum=0, maximum=3
@@ -68,7 +68,7 @@ class ZeroStageConfig:
 
 
 class OffloadDevice(Enum):
-    """Where a state lives between uses."""
+    """Storage of a state between uses."""
 
     none = "none"
     cpu = "cpu"
@@ -77,7 +77,7 @@ class OffloadDevice(Enum):
 
 @dataclass
 class OffloadConfig:
-    """States kept in host memory or on NVMe (arXiv:2101.06840, arXiv:2104.07857)."""
+    """Training state kept in host memory or on NVMe (arXiv:2101.06840, arXiv:2104.07857)."""
 
     optimizer: OffloadDevice = option(OffloadDevice.none, "Master weights and optimizer states.")
     parameters: OffloadDevice = option(OffloadDevice.none, "Parameters; ZeRO stage 3 only.")
@@ -131,7 +131,7 @@ class OffloadConfig:
 
 
 class DataType(StrEnum):
-    """Number formats of what is stored and sent, by their usual short names."""
+    """Number formats for storage and communication, by their usual short names."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -141,7 +141,7 @@ class DataType(StrEnum):
 
 @dataclass
 class PrecisionConfig:
-    """Number formats of weights, gradients and states."""
+    """Number formats of weights, gradients and optimizer states."""
 
     units: ClassVar[str] = "precision"
 
@@ -163,7 +163,7 @@ class PrecisionConfig:
 
 
 class PipelinePartition(Enum):
-    """How blocks are dealt to pipeline stages."""
+    """Quantity that pipeline stages are balanced by."""
 
     parameters = "parameters"
     time = "time"
@@ -172,7 +172,7 @@ class PipelinePartition(Enum):
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the mesh's axes; data takes the devices that the others leave."""
+    """Sizes of the device mesh's axes; the data axis takes the devices that the others leave."""
 
     data: int | None = option(None, "Data-parallel size; none derives it.", minimum=1)
     tensor: int = option(1, "Shards of each matrix; keep it inside a node.", minimum=1)
@@ -196,7 +196,7 @@ class ParallelismConfig:
 
 @dataclass
 class ActivationCheckpointingConfig:
-    """Recompute activations instead of keeping them (arXiv:1604.06174, arXiv:2205.05198)."""
+    """Recomputation of activations in the backward pass (arXiv:1604.06174, arXiv:2205.05198)."""
 
     units: ClassVar[str] = "activation_checkpointing"
 
@@ -209,7 +209,7 @@ class ActivationCheckpointingConfig:
 
 
 class CrossEntropyKind(Enum):
-    """How the loss is computed from the last hidden states."""
+    """Implementation of the loss over the last hidden states."""
 
     plain = "plain"
     chunked = "chunked"
@@ -217,7 +217,7 @@ class CrossEntropyKind(Enum):
 
 
 class CompileKind(Enum):
-    """What is compiled."""
+    """Part of the model that is compiled."""
 
     none = "none"
     blocks = "blocks"
@@ -226,7 +226,7 @@ class CompileKind(Enum):
 
 @dataclass
 class KernelsConfig:
-    """Which code computes the model and its loss; the mathematics stays the same."""
+    """Kernels for the model and its loss; results are mathematically equal."""
 
     liger: bool = option(
         False, "Norms, rotary embedding and SwiGLU by the package liger-kernel; on GPUs."

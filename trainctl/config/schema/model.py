@@ -1,4 +1,4 @@
-"""What is trained: the architecture and its shape."""
+"""Model: its architecture, its shape, and its adapter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trainctl.config.registry import load
 from trainctl.config.schema.option import option
 
 WIDEST = 10_000_000
-"""Of any dimension: far beyond every model, and near enough that all arithmetic stays quick."""
+"""Largest dimension: far above every model, and low enough that all arithmetic stays fast."""
 
 
 class AttentionKind(Enum):
-    """Attention kernel, named as transformers names them."""
+    """Attention implementations, by transformers' names."""
 
     sdpa = "sdpa"
     eager = "eager"
@@ -22,7 +22,7 @@ class AttentionKind(Enum):
 
 
 class WeightsKind(Enum):
-    """Where the weights of step 0 come from."""
+    """Origin of the weights of step 0."""
 
     auto = "auto"
     pretrained = "pretrained"
@@ -31,10 +31,10 @@ class WeightsKind(Enum):
 
 @dataclass
 class ModelConfig:
-    """The decoder to train: its published shape, so that planning needs no torch."""
+    """The decoder to train, described by its published shape, so that planning needs no torch."""
 
     units: ClassVar[str] = "model"
-    former: ClassVar[tuple[str, ...]] = ("tensors",)  # what runs of older versions have besides
+    former: ClassVar[tuple[str, ...]] = ("tensors",)  # removed keys in runs of older versions
 
     name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
     family: str = option("llama", "Architecture.", units="model")
@@ -128,30 +128,30 @@ class ModelConfig:
 
     @property
     def has_closed_form(self) -> bool:
-        """Whether its tensors follow from its shape: a family of ours, made by transformers."""
+        """Whether its tensors follow from its shape: a family of trainctl's."""
         return not self.is_directory and self.factory is None
 
     @property
     def is_directory(self) -> bool:
-        """Whether it is what a transformers directory says: the shape describes it."""
+        """Whether a transformers directory defines it; the shape then only describes it."""
         said: bool = load("model", self.family).is_directory
         return said
 
     @property
     def is_unread(self) -> bool:
-        """Return True if its tensors are unknown, because its own code has not been read."""
+        """Whether its tensors are unknown, because its own code has not been read."""
         return not self.has_closed_form and not self.anatomy
 
     @property
     def own_keys(self) -> tuple[str, ...]:
-        """Keys of its family, beside the shape that all families have."""
+        """Keys of its family that not all families have."""
         shared = {item.name for item in fields(ModelConfig)}
         return tuple(item.name for item in fields(self) if item.name not in shared)
 
 
 @dataclass
 class AdapterConfig:
-    """What trains beside the model's own weights, which are then frozen (arXiv:2106.09685)."""
+    """Weights added to a frozen model and trained in place of its own (arXiv:2106.09685)."""
 
     units: ClassVar[str] = "adapter"
 

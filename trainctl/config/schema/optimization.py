@@ -1,4 +1,4 @@
-"""How weights are updated: optimizer, schedule, and what is done when a step goes wrong."""
+"""Optimization: optimizer, schedule, objective, gradients, and reactions to bad steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.config.schema.option import option
 
 
 class LrScaling(Enum):
-    """How the learning rate follows the batch size."""
+    """Scaling of the learning rate with the batch size."""
 
     none = "none"
     linear = "linear"
@@ -19,7 +19,7 @@ class LrScaling(Enum):
 
 @dataclass
 class GroupOverride:
-    """Parameters that learn otherwise than the rest."""
+    """Hyperparameters of a group of parameters that differ from the others'."""
 
     match: str = option("", "Regular expression, searched for in a parameter's canonical name.")
     lr_factor: float = option(1.0, "Of the learning rate.", above=0)
@@ -35,7 +35,7 @@ class GroupOverride:
 
 @dataclass
 class OptimizerConfig:
-    """The update rule and its hyperparameters."""
+    """Update rule and its hyperparameters."""
 
     units: ClassVar[str] = "optimizer"
 
@@ -77,7 +77,7 @@ class OptimizerConfig:
 
 
 class ScheduleUnit(Enum):
-    """What the learning rate is a function of, besides where its phases begin and end."""
+    """Variable that the learning rate is a function of. Phases always begin and end with a step."""
 
     steps = "steps"
     tokens = "tokens"
@@ -122,7 +122,7 @@ class ScheduleConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What is learnt from a sample: its tokens, or which of two answers is preferred."""
+    """Training objective: next-token prediction, or preference between two answers."""
 
     units: ClassVar[str] = "objective"
 
@@ -130,7 +130,7 @@ class ObjectiveConfig:
 
 
 class AdaptiveClipping(Enum):
-    """Where the limit of the gradient norm comes from, instead of `optimizer.gradient_clipping`."""
+    """Statistic that the clipping threshold follows, in place of `optimizer.gradient_clipping`."""
 
     none = "none"
     percentile = "percentile"
@@ -139,10 +139,10 @@ class AdaptiveClipping(Enum):
 
 @dataclass
 class GradientsConfig:
-    """What happens to a gradient between the backward pass and the update.
+    """Processing of gradients between the backward pass and the update.
 
-    In this order: centralised, measured, clipped by value, given noise, clipped by the norm of its
-    group, clipped by the norm of all.
+    In this order: centralization, measurement of the norm, clipping by value, noise, clipping by
+    the norm of a parameter group, clipping by the global norm.
     """
 
     clip_value: float = option(
@@ -176,7 +176,7 @@ class GradientsConfig:
 
 
 class OnBadLoss(Enum):
-    """What to do about a loss or gradient norm that is not finite, or a spike of either."""
+    """Reaction to a loss or gradient norm that is not finite, or to a spike of either."""
 
     warn = "warn"
     stop = "stop"
@@ -187,7 +187,7 @@ class OnBadLoss(Enum):
 
 @dataclass
 class StabilityConfig:
-    """What to do when a loss or gradient goes wrong; decided by all ranks before the update."""
+    """Reactions to bad losses and gradients; all ranks decide together before the update."""
 
     on_bad_loss: OnBadLoss = option(
         OnBadLoss.stop,
@@ -239,7 +239,7 @@ class StabilityConfig:
 
 @dataclass
 class ExpertsConfig:
-    """What keeps the experts of a sparse model equally busy; a dense model has none."""
+    """Load balancing of experts in a sparse model; no effect on a dense model."""
 
     auxiliary_loss: float | None = option(
         None,

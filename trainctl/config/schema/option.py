@@ -1,4 +1,4 @@
-"""What a field of the schema says about itself."""
+"""Declaration of the schema's fields, with their metadata."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from trainctl.config.registry import kind_of, new_section, with_parts
 
 LONGEST = {"seconds": 31_536_000, "minutes": 525_600}
-"""A year: timers of the operating system overflow beyond a few hundred."""
+"""Maximum times, a year each: timers of the operating system overflow beyond a few centuries."""
 
 
 def option(
@@ -31,18 +31,19 @@ def option(
     """Return a config field with its meaning, unit and range.
 
     Args:
-        default: The default; lists and dicts are copied for each instance.
+        default: Lists and dicts are copied for each instance.
         doc: One or two sentences for the reference and for error messages.
-        unit: Unit of a number ("bytes", "optimizer steps"), empty for pure numbers and names.
+        unit: Unit of a number ("bytes", "optimizer steps"); empty for pure numbers and names.
         minimum: Smallest legal value, inclusive.
-        maximum: Largest legal value, inclusive; a time has `LONGEST` unless this is set.
-        above: Bound below, exclusive (a learning rate is above 0).
-        example: A value as it is typed, where its type alone does not say how: a list of mappings.
-        units: The group whose registered options it names one of (`config.registry`).
-        each: The group whose options it has sections of, by their names; none takes one out.
-        needs: When it has an effect, of the section that it is in, and that in words.
-        whole: Whether it is of the whole run, so that none of several such sections has it.
-        local: Whether it names a place in this machine's file systems, so that no URL is one.
+        maximum: Largest legal value, inclusive; times default to `LONGEST`.
+        above: Lower bound, exclusive (a learning rate is above 0).
+        example: A value as typed, if its type alone does not show the syntax: a list of mappings.
+        units: Group whose registered options are the legal values (`config.registry`).
+        each: Group whose options are the legal keys of this mapping. Each key has a section as its
+            value; null removes the option.
+        needs: Condition under which the key has an effect: a predicate over its section, and text.
+        whole: Whether the key applies to the whole run, so that a named section does not have it.
+        local: Whether the value is a path in local file systems, so that a URL is refused.
     """
     metadata = {
         "doc": doc,
@@ -63,10 +64,10 @@ def option(
 
 
 def section(cls: type) -> Any:
-    """Return a nested section with that class's defaults.
+    """Return a field with a nested section that has its class's defaults.
 
-    Of a group whose options are units (it has a `units`), the class is that of the default kind;
-    one with `parts` has a section in it for each option of that group.
+    If the class names a group of kinds in `units`, the section is of the default kind. If it
+    names a group in `parts`, it has a section for each option of that group.
     """
     metadata = {"doc": (cls.__doc__ or "").strip(), "section": cls}
     return field(default_factory=partial(_default, cls), metadata=metadata)

@@ -1,4 +1,4 @@
-"""What is read, for how long, and what is kept and shown."""
+"""Data, tokenizer, length of training, checkpoints and logging of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.config.schema.sources import SourceConfig, StageConfig
 
 
 class OnBadText(Enum):
-    """What is done with text that cannot be decoded, and with lines that have none."""
+    """Policy for text that cannot be decoded, and for lines without text."""
 
     error = "error"
     replace = "replace"
@@ -21,14 +21,14 @@ class OnBadText(Enum):
 
 
 class Packing(Enum):
-    """How documents become samples."""
+    """Assembly of samples from documents."""
 
     stream = "stream"
     best_fit = "best_fit"
 
 
 class OnTooLong(Enum):
-    """What becomes of a conversation that is longer than a sample."""
+    """Policy for a conversation that is longer than a sample."""
 
     cut = "cut"
     drop = "drop"
@@ -36,7 +36,7 @@ class OnTooLong(Enum):
 
 
 class Dedup(Enum):
-    """Which documents count as copies of another one."""
+    """Criterion by which a document is a copy of another one."""
 
     none = "none"
     exact = "exact"
@@ -45,12 +45,12 @@ class Dedup(Enum):
 
 
 DEDUP_THRESHOLDS = {Dedup.minhash: 0.8, Dedup.substring: 0.5}
-"""From which likeness a document goes, where nothing else is said."""
+"""Default similarity from which a document is dropped."""
 
 
 @dataclass
 class DataConfig:
-    """The corpus: where its text comes from, what of it is held out, and its order."""
+    """Corpus: source of its text, held-out part, and order."""
 
     units: ClassVar[str] = "data"
 
@@ -176,7 +176,7 @@ class DataConfig:
 
 @dataclass
 class DataFromPaths(DataConfig):
-    """Of what reads files that are named."""
+    """Keys of data kinds that read named files."""
 
     paths: list[str] = option(
         [],
@@ -190,14 +190,14 @@ class DataFromPaths(DataConfig):
 
 @dataclass
 class DataFromRecords(DataFromPaths):
-    """Of what finds a text under a key, in each of a file's records."""
+    """Keys of data kinds that read a text under a key in each record of a file."""
 
     text_key: str = option("text", "Key of the text in a record, such as a JSONL object.")
 
 
 @dataclass
 class TokenizerConfig:
-    """How text becomes token ids."""
+    """Conversion of text to token ids."""
 
     units: ClassVar[str] = "tokenizer"
 
@@ -206,7 +206,7 @@ class TokenizerConfig:
 
 @dataclass
 class TokenizerFromPath(TokenizerConfig):
-    """Of what is read from a file."""
+    """Keys of tokenizers that are read from a file."""
 
     path: str | None = option(
         None,
@@ -217,7 +217,7 @@ class TokenizerFromPath(TokenizerConfig):
 
 @dataclass
 class TrainingConfig:
-    """How long, how much at a time, and from which seed."""
+    """Length of the run, batch size, and seed."""
 
     seed: int = option(1234, "Everything random is a function of it.", minimum=0)
     freeze: list[str] = option(
@@ -343,7 +343,7 @@ class TrainingConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When state is saved, and how much is kept."""
+    """Schedule and retention of checkpoints."""
 
     every_steps: int | None = option(
         None,
@@ -382,13 +382,13 @@ class CheckpointConfig:
 
     @property
     def saves_something(self) -> bool:
-        """Whether a run that is left alone is ever saved."""
+        """Whether a run that is not interrupted saves any checkpoint."""
         return self.every_steps is not None or self.every_minutes is not None or self.at_end
 
 
 @dataclass
 class LoggingConfig:
-    """What is recorded and shown while training."""
+    """Metrics, profiles and progress lines recorded during training."""
 
     parts: ClassVar[str] = "logger"
 

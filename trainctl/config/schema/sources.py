@@ -1,4 +1,4 @@
-"""A mixture: sources, each of which is so much of the run, and stages one after the other."""
+"""Data mixture: sources with their shares of the run, and stages of the run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trainctl.config.schema.option import option
 
 @dataclass
 class SourceConfig:
-    """A source of a mixture: the keys of its kind of data, and how much of the run it is.
+    """A source of a mixture: the keys of its kind of data, and its share of the run.
 
-    The class of a source of some kind is made of this one and of that kind's
-    (`config.registry.part_class`); the keys of the whole run it does not have.
+    `config.registry.part_class` combines this class with the kind's class. A source does not have
+    the keys that apply to the whole run.
     """
 
     units: ClassVar[str] = "data"
@@ -47,7 +47,7 @@ class SourceConfig:
 
 @dataclass
 class StageConfig:
-    """A part of the run with a mixture or a length of its own."""
+    """A part of the run with its own mixture or sequence length."""
 
     until: float | None = option(None, "Its end, as a share of the run.")
     until_step: int | None = option(

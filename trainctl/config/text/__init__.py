@@ -1,1 +1,1 @@
-"""The text of a corpus before it is tokens: its files, their documents, what is wrong there."""
+"""Text of a corpus before tokenization: its files, their documents, and their problems."""

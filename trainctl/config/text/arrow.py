@@ -1,4 +1,4 @@
-"""What Parquet and Arrow share: pyarrow, its errors, and columns of texts. It is imported late."""
+"""Shared code of Parquet and Arrow: pyarrow, its errors, and columns of texts; imported late."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainctl.config.text.remote import File
 from trainctl.config.text.stream import Damaged
 
 ROWS = 256
-"""Rows that are read at once."""
+"""Rows converted to Python at once."""
 
 
 def pyarrow(module: str = "") -> Any:
-    """It, or a module of it.
+    """Return pyarrow, or a module of it.
 
     Raises:
         TrainctlError: It is not installed.
@@ -25,10 +25,10 @@ def pyarrow(module: str = "") -> Any:
 
 
 def require_texts(schema: Any, file: File, column: str) -> None:
-    """Refuse a file whose schema has no such column, or two, or not of texts.
+    """Refuse a file whose schema lacks the column, or has it twice or without text.
 
     Raises:
-        NoColumn: It names the columns that are there.
+        NoColumn: Names the columns that are there.
     """
     kinds = {field.name: field.type for field in schema}
     twice = {name for name in kinds if schema.names.count(name) > 1}
@@ -60,7 +60,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def text_cells(column: Any) -> Iterator[list[bytes | None]]:
-    """Yield lists of at most `ROWS` texts of a column, each as bytes, which may be no UTF-8.
+    """Yield the texts of a column in lists of at most `ROWS`, as bytes that may be invalid UTF-8.
 
     Raises:
         pyarrow.ArrowInvalid: Offsets or indices lie outside the buffers of the column.
@@ -78,7 +78,7 @@ def text_cells(column: Any) -> Iterator[list[bytes | None]]:
 
 
 def _as_bytes(column: Any) -> Any:
-    """View texts as bytes: to validate texts is to refuse what is no UTF-8, policy or not."""
+    """View texts as bytes: validating text would refuse invalid UTF-8, whatever the policy."""
     package = pyarrow()
     for is_text, kind in (
         (package.types.is_string, package.binary()),
@@ -91,10 +91,10 @@ def _as_bytes(column: Any) -> Any:
 
 
 def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of at most `ROWS` rows of a record batch, with all of their columns.
+    """Yield the rows of a record batch in lists of at most `ROWS`, with all columns.
 
     Raises:
-        pyarrow.ArrowInvalid: Its buffers contradict each other, or a text is no UTF-8.
+        pyarrow.ArrowInvalid: Its buffers are inconsistent, or a text is invalid UTF-8.
     """
     batch.validate(full=True)
     for start in range(0, batch.num_rows, ROWS):
@@ -103,10 +103,10 @@ def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
 
 @contextmanager
 def readable(file: File, what: str) -> Iterator[None]:
-    """Within it, what pyarrow cannot read is a file that is damaged.
+    """Convert pyarrow's errors to `Damaged` within this context.
 
     Args:
-        what: It should be: ``Parquet``.
+        what: Expected format of the file, such as ``Parquet``.
     """
     package = pyarrow()
     try:

@@ -1,7 +1,7 @@
-"""What is wrong with a corpus that can be seen without reading all of it: before the ranks start.
+"""Checks of a corpus before the ranks start, without reading all of it.
 
-The beginnings of the files are looked at, and their sizes. Each kind of problem is one finding,
-with the number of files that have it and the first of them.
+They look at the sizes and beginnings of files. Each kind of problem is one finding, with the number
+of files that have it and the first of them.
 """
 
 from __future__ import annotations
@@ -43,34 +43,35 @@ OVERLAP = "TC350"
 UNFIT_IDS = "TC360"
 
 _FILES_OPENED = 1000
-"""Of one key, in order: opening more would keep a launch waiting."""
+"""Maximum local files opened per key, in order: more would delay a launch."""
 _REMOTE_OPENED = 20
-"""The same of those that lie elsewhere."""
+"""Maximum remote files opened per key."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileProblem:
-    """What is wrong with one file."""
+    """A problem of one file."""
 
     rule: str
     """Identifier of its finding."""
     kind: str
-    """What files that share a finding have in common."""
+    """Kind of problem: files with the same kind share a finding."""
     message: str
     hint: str
     key: str = ""
-    """The key that has to do with it; empty is the one that names the file."""
+    """Key to change; empty for the key that names the file."""
     exit_code: ExitCode = ExitCode.bad_input
-    """How a command that stops for it ends."""
+    """Exit code of a command that stops because of it."""
 
 
 Look = Callable[[File, Any], FileProblem | None]
-"""What is wrong with a file, from its beginning, under its section; OSError or TrainctlError where
-it cannot be read."""
+"""Function that returns the problem of a file under its section, judged by its beginning. It
+raises OSError or TrainctlError if the file cannot be read.
+"""
 
 
 def check_text(config: RunConfig) -> list[Finding]:
-    """Findings about the files that `data.paths` and `data.held_out_paths` name, of each source."""
+    """Return findings about the files of `data.paths` and `data.held_out_paths`, of each source."""
     if config.data.sources:
         return _of_sources(config)
     data = config.data
@@ -87,7 +88,7 @@ def check_text(config: RunConfig) -> list[Finding]:
         for pattern in patterns:
             try:
                 found.append((pattern, find(pattern, spec.endings, spec.choose)))
-            except TrainctlError as error:  # nothing answers
+            except TrainctlError as error:  # no server answers
                 findings.append(_not_read(f"data.{key}", error))
         findings += _of_patterns(f"data.{key}", found, spec.endings)
         files = sorted({file for _, each in found for file in each.files}, key=order)
@@ -104,7 +105,7 @@ def check_text(config: RunConfig) -> list[Finding]:
 
 
 def _facts(config: RunConfig) -> TokenizerFacts | None:
-    """Of the tokenizer; None where its file is missing, which is another finding's."""
+    """Return the facts of the tokenizer; None if its file is missing (another finding)."""
     try:
         facts: TokenizerFacts = load("tokenizer", config.tokenizer.kind).facts(config.tokenizer)
         return facts
@@ -113,7 +114,7 @@ def _facts(config: RunConfig) -> TokenizerFacts | None:
 
 
 def _of_sources(config: RunConfig) -> list[Finding]:
-    """What is to be said of each source, under the keys that it has, and of each beside others."""
+    """Return the findings of each source, under its own keys, and overlaps between sources."""
     found = [
         replace(
             finding,
@@ -128,7 +129,10 @@ def _of_sources(config: RunConfig) -> list[Finding]:
 
 
 def _overlaps(data: DataConfig) -> Iterator[Finding]:
-    """Files that one source holds out, and another trains on; their texts may be left out yet."""
+    """Find files that one source holds out and another trains on.
+
+    Deduplication and decontamination may still drop their texts, so nothing is reported with them.
+    """
     if data.dedup is not Dedup.none or HELD_OUT in data.decontaminate:
         return
     sides = {}
@@ -152,7 +156,7 @@ def _overlaps(data: DataConfig) -> Iterator[Finding]:
 
 
 def under_source(name: str, section: Any, text: str) -> str:
-    """Return a text that names keys of `data`, with those that a source has in their place.
+    """Replace keys of `data` in a text by the keys of a source.
 
     Names of files may look like keys, such as `data.jsonl`.
     """
@@ -190,7 +194,7 @@ def _not_read(key: str, error: TrainctlError) -> Finding:
 
 
 def _of_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iterator[Finding]:
-    """One finding for each kind of problem."""
+    """Yield one finding for each kind of problem."""
     kinds: dict[tuple[str, str], list[FileProblem]] = {}
     here = [file for file in files if isinstance(file, Path)]
     there = files[len(here) :]
@@ -220,14 +224,17 @@ def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
         return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
     except Damaged as error:
         return FileProblem(BINARY, error.hint, error.message, error.hint)
-    except TrainctlError as error:  # a package is missing, or a server silent
+    except TrainctlError as error:  # a missing package, or no answer
         return FileProblem(
             MISSING, error.hint, error.message, error.hint, exit_code=error.exit_code
         )
 
 
 def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Iterator[Finding]:
-    """Whether each side of the corpus has a sample in it: a text has no more tokens than bytes."""
+    """Find a side of the corpus with less than one sample, and a held-out side that is too large.
+
+    Sizes are upper bounds: a text has no more tokens than bytes.
+    """
     length = config.training.sequence_length
     train, held_out = _most_tokens(files.train, data), _most_tokens(files.held_out, data)
     if files.by_document:
@@ -267,7 +274,7 @@ def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Itera
 
 
 def _most_tokens(files: list[File], data: DataConfig) -> int:
-    """Return bytes of the files, as far as they are read, and an end of each document."""
+    """Return an upper bound of tokens: bytes up to `data.max_bytes`, and one for each file."""
     size = sum(file.stat().st_size for file in files)
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
 

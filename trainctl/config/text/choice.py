@@ -1,4 +1,4 @@
-"""What is wrong with the files of filters and held-out sets, before anything starts."""
+"""Checks of the files of filters and held-out sets before a launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainctl.errors import Finding, Severity, TrainctlError
 MISSING, WEB_RULES = "TC115", "TC359"
 
 OF_THE_WEB = ("c4", "fineweb", "gopher_quality", "gopher_repetition")
-"""Filters whose rules were made for pages of the web."""
+"""Filters whose rules were designed for web pages."""
 
 CODE = frozenset(
     f".{name}"
@@ -27,11 +27,11 @@ CODE = frozenset(
         *("pl", "py", "r", "rb", "rs", "scala", "sh", "sql", "swift", "ts"),
     )
 )
-"""Endings of programs' sources."""
+"""File endings of source code."""
 
 
 def check_choice(config: RunConfig) -> Iterator[Finding]:
-    """A finding for each list or held-out set without a file, and for rules of the web on code."""
+    """Find filter lists and held-out sets without a file, and web filters applied to code."""
     data = config.data
     if data.factory is not None:
         return
@@ -82,7 +82,7 @@ def _of_code(key: str, section: Any, kinds: list[str]) -> Iterator[Finding]:
     try:
         files = split_files(section).train
     except TrainctlError:
-        return  # said where the files are looked at
+        return  # reported by the check of the files
     endings = Counter(PurePosixPath(unpacked_name(file)).suffix.lower() for file in files)
     code = {ending: count for ending, count in endings.items() if ending in CODE}
     if 2 * sum(code.values()) > len(files):

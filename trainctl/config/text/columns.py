@@ -1,4 +1,4 @@
-"""Tables with a text in one of their columns: what they share, whatever holds them."""
+"""Shared code of tables with a column of texts, independent of the file format."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from trainctl.errors import ExitCode, TrainctlError
 
 _SHOWN = 12
 _LONGEST = 80
-"""Characters of a name: of a file without names, the first row may be a whole text."""
+"""Maximum characters of a column name in messages: without a header, the first row may be a whole
+text.
+"""
 _ROWS_READ = 20
-"""Of each file, before the start."""
+"""Rows of each file that are read before the start."""
 
 
 class NoColumn(TrainctlError):
-    """A file without a text under `data.text_key`.
+    """A file without a column of texts named by `data.text_key`.
 
     Args:
-        file: The file.
-        column: What was looked for.
-        columns: What is there, such as a name, or a name and what is not text in it.
-        names: Of those that have texts.
+        column: The column that was looked for.
+        columns: Columns in the file, as shown: a name, or a name with its type if it is not text.
+        names: Names of the columns that have texts.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class NoColumn(TrainctlError):
 
 
 def key_of(reader_or_section: Reader | DataConfig) -> str:
-    """Return the column that the texts are in."""
+    """Return the name of the column with the texts."""
     section = reader_or_section
     if isinstance(section, Reader):
         section = section.config
@@ -54,12 +55,11 @@ def key_of(reader_or_section: Reader | DataConfig) -> str:
 
 
 def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:
-    """Return the text of a cell; None to leave it out.
+    """Decode the text of a cell; None leaves it out.
 
     Args:
-        reader: Judges what is bad.
-        value: Its bytes; None where the row has nothing there.
-        where: What it is, for the account and for errors.
+        value: The cell's bytes; None for an empty cell.
+        where: Place of the cell, for errors and examples of bad text.
     """
     if value is None:
         return reader.judge(where, f"no text under {key_of(reader)!r}")
@@ -69,7 +69,7 @@ def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:
 def first_problem(
     file: File, section: DataConfig, read: Callable[[Reader, File], Iterator[Document]]
 ) -> FileProblem | None:
-    """What reading the first rows of a file shows."""
+    """Return the problem found by reading the first rows of a file, if any."""
     try:
         for _ in islice(read(Reader(section), file), _ROWS_READ):
             pass

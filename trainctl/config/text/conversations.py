@@ -1,4 +1,4 @@
-"""Conversations in records of the shapes that are published, and what is wrong with one.
+"""Conversations in records of the published shapes, and their problems.
 
 | shape | a record has |
 |---|---|
@@ -7,9 +7,9 @@
 | `alpaca` | `instruction` and `output`, perhaps `input`, `system` and `history` |
 | `sharegpt` | `conversations`: a list of `from` and `value`, perhaps `system` |
 
-A list of objects may also be an object of lists, as `datasets` has a `Sequence` of them.
-Any of them may have `tools`, a list of JSON schemas, or that list as JSON. One form is made of all:
-``{"messages": [...], "tools": [...]}``, written as JSON, which is the text of its document.
+A list of objects may also be an object of lists, as `datasets` stores a `Sequence` of objects. A
+record of any shape may have `tools`: a list of JSON schemas, or that list as JSON. All shapes are
+converted to one: ``{"messages": [...], "tools": [...]}``. Its JSON is the text of the document.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAY_FOLLOW = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-"""Which roles may come after a role; the first is after none."""
+"""Roles that may follow a role; the empty role stands for the start of the conversation."""
 _OF_SHAREGPT = {
     "system": "system",
     "human": "user",
@@ -44,7 +44,7 @@ _OF_SHAREGPT = {
 
 
 class Shape(Enum):
-    """How a record has its conversation."""
+    """Layout of a conversation in a record."""
 
     auto = "auto"
     messages = "messages"
@@ -54,7 +54,7 @@ class Shape(Enum):
 
 
 class Learn(Enum):
-    """Which tokens of a conversation are learnt."""
+    """Messages of a conversation whose tokens have a loss."""
 
     assistant = "assistant"
     last = "last"
@@ -62,19 +62,18 @@ class Learn(Enum):
 
 
 class BadConversation(ValueError):
-    """A record has no conversation that could be learnt from; says why."""
+    """A record without a usable conversation; the message says why."""
 
 
 def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]:
     """Return the conversation of a record: `messages`, and `tools` where there are any.
 
     Args:
-        record: As its file has it.
-        shape: How it has its conversation; `auto` goes by its keys.
+        shape: Layout of the record; `auto` is detected by its keys.
 
     Raises:
-        BadConversation: It is of no such shape, is empty, has roles out of order, a message
-            without a text, or no answer to learn.
+        BadConversation: It has no such shape, is empty, has roles out of order, a message without
+            text, or no answer to learn.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("not an object with a conversation in it")
@@ -89,9 +88,9 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
 
 
 def as_text(conversation: Mapping[str, Any]) -> str:
-    """Return a conversation as the text of a document: the same for the same, in any shape.
+    """Return a conversation as a document's text, identical for equal conversations.
 
-    What JSON has no type for, such as a date in a column beside the text, is there as its text.
+    Values that JSON has no type for, such as a date in another column, are written as strings.
     """
     return json.dumps(conversation, ensure_ascii=False, separators=(",", ":"), default=str)
 
@@ -146,7 +145,7 @@ def _of_sharegpt(record: Record) -> list[Any]:
     system = record.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     for each in _listed(record["conversations"], "conversations"):
-        if isinstance(each, Mapping) and "role" in each:  # the other names, under this key
+        if isinstance(each, Mapping) and "role" in each:  # keys of `messages`
             messages.append(dict(each))
             continue
         who = each.get("from") if isinstance(each, Mapping) else None
@@ -171,7 +170,7 @@ _READERS: dict[Shape, Callable[[Record], list[Any]]] = {
 
 
 def _message(given: object) -> Message:
-    """A message without what is null in it, and with its text as one."""
+    """Return a message without nulls, with its text parts joined."""
     if not isinstance(given, Mapping):
         raise BadConversation(f"a message is {type(given).__name__}, not an object")
     message = {key: value for key, value in given.items() if value is not None}
@@ -208,9 +207,9 @@ def _require_order(messages: list[Message]) -> None:
 
 
 def _listed(value: object, key: str) -> list[Any]:
-    if isinstance(value, str):  # a list that was written into a column of texts
+    if isinstance(value, str):  # a list stored as JSON in a text column
         value = _json(value)
-    if isinstance(value, Mapping):  # `datasets` keeps a list of objects as an object of lists
+    if isinstance(value, Mapping):  # `datasets` stores a list of objects as an object of lists
         columns = [each for each in value.values() if isinstance(each, list)]
         if not columns or len(columns) < len(value) or len({len(each) for each in columns}) > 1:
             raise BadConversation(f"`{key}` is an object, and not of lists of one length")

@@ -1,16 +1,14 @@
-"""The documents of a corpus: as its kind reads them, what is done with bad text, and their sides.
+"""Documents of a corpus: reading, the policy for bad text, and the split into train and held-out.
 
-`data.on_bad_text` decides:
+`data.on_bad_text` is the policy:
 
 - `error`: the file and line are named, and nothing is tokenized.
-- `replace`: U+FFFD stands in for bytes that are not UTF-8, for halves of UTF-16 surrogate pairs,
-  and for NULs of a text file. A JSONL line without a text is an error still: nothing could stand
-  in for it.
+- `replace`: U+FFFD replaces bytes that are not UTF-8, halves of UTF-16 surrogate pairs, and NULs of
+  a text file. A JSONL line without a text is still an error, because nothing could replace it.
 - `skip`: the document is left out; so is a line that is not JSON, is nested too deeply, or has no
   text under `data.text_key`.
 
-A file that is no text at all is an error whatever the policy. What was replaced and left out is
-counted.
+A binary file is always an error. Replaced and skipped documents are counted.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from trainctl.config.text.stall_notice import told_if_silent
 from trainctl.errors import TrainctlError
 
 EXAMPLES = 10
-"""Places of bad text that are kept by name."""
+"""Maximum places of bad text that are recorded."""
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
-"""Stands where something is no text."""
+"""Character that replaces what is no text."""
 
 _POLICY_HINT = (
     "correct it, or set data.on_bad_text=replace (U+FFFD in its place) or skip (leaves the "
@@ -45,40 +43,34 @@ _LINE_HINT = "correct the line, or set data.on_bad_text=skip, which leaves such 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, and where it is."""
+    """A text with its place."""
 
     text: str
-    """All of it; encodes as UTF-8."""
+    """The whole text; it can be encoded as UTF-8."""
     file: File
-    """That it is in."""
     line: int | None
-    """Its line, or row, from 1; None of a file that is one document."""
+    """Line or row in the file, from 1; None if the file is one document."""
 
 
 @dataclass(slots=True)
 class BadText:
-    """What was bad in the text that was read."""
+    """Counts and examples of bad text in the documents that were read."""
 
     replaced: int = 0
-    """Documents in which U+FFFD stands for something."""
+    """Documents with a replacement by U+FFFD."""
     skipped: int = 0
     """Documents and lines left out."""
     examples: list[str] = field(default_factory=list)
-    """The first places, and what is wrong there."""
+    """First places of bad text, each with its problem."""
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.skipped)
 
 
 class Reader:
-    """Reads the documents of files as their kind does, and judges text by the policy.
+    """Reader of documents, by the section's kind and its policy for bad text.
 
-    Args:
-        config: The kind with its keys, and the policy.
-
-    Attributes:
-        config: The same.
-        bad: What was bad so far.
+    `bad` counts the bad text that was read so far.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -89,16 +81,16 @@ class Reader:
         """Yield the documents of files, in order.
 
         Raises:
-            TrainctlError: A file cannot be read or is no text; or, by the policy, bad text.
+            TrainctlError: A file cannot be read or is binary; or, by the policy, bad text.
         """
         for file in files:
             yield from self.read(file)
 
     def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-        """Yield the documents of a file, or of one of the ranges that its source gives for it.
+        """Yield the documents of a file, or of one of the ranges into which its kind divides it.
 
         Raises:
-            TrainctlError: As `documents`.
+            TrainctlError: As in `documents`.
         """
         read = function_of("data", self.config.kind)
         with _readable(file), told_if_silent(file) as wait:
@@ -108,27 +100,25 @@ class Reader:
                 wait(True)
 
     def clean(self, text: str, where: str) -> str | None:
-        """Return a text as it can be encoded; None to leave it out.
+        """Check a text for lone surrogates by the policy; None leaves it out.
 
         Args:
-            text: That may have lone surrogates in it.
-            where: What it is, for the account and for errors.
+            where: Place of the text, for errors and examples of bad text.
         """
         try:
             if not text.isascii():
-                text.encode()  # several times as fast as looking for them
+                text.encode()  # several times faster than a search
             return text
         except UnicodeEncodeError as error:
             problem = f"a lone surrogate, U+{ord(text[error.start]):04X}, is not text"
             return self.judge(where, problem, _SURROGATES.sub(REPLACEMENT, text))
 
     def decoded(self, raw: bytes, where: str, *, whole: bool = False) -> str | None:
-        """Return the text of bytes; None to leave it out.
+        """Decode bytes as UTF-8 by the policy; None leaves the text out.
 
         Args:
-            raw: The bytes.
-            where: What they are, for the account and for errors.
-            whole: Whether they are a whole file, of which an error names the line.
+            where: Place of the bytes, for errors and examples of bad text.
+            whole: Whether the bytes are a whole file, so that errors name the line.
         """
         try:
             return raw.decode()
@@ -140,12 +130,12 @@ class Reader:
             return self.judge(where, problem, raw.decode(errors="replace"))
 
     def judge(self, where: str, problem: str, repaired: str | None = None) -> str | None:
-        """What to take in place of a bad text, by the policy; None to leave it out.
+        """Return the replacement for a bad text by the policy; None leaves it out.
 
         Args:
-            where: What it is, for the account and for errors.
+            where: Place of the text, for errors and examples of bad text.
             problem: What is wrong there.
-            repaired: The text with U+FFFD in its place; None where nothing could stand in for it.
+            repaired: The text repaired with U+FFFD; None if it cannot be repaired.
 
         Raises:
             TrainctlError: By the policy.
@@ -164,13 +154,12 @@ class Reader:
 
 
 def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tuple[str, Document]]:
-    """Yield each document with the side that it is on, `held_out` or `train`; each side in file
-    order.
+    """Yield each document with its side, `held_out` or `train`; each side in file order.
 
-    `data.max_bytes` bounds each side; of a single file, which is divided, the two together.
+    `data.max_bytes` limits each side; for a single file, which is split, it limits both together.
 
     Raises:
-        TrainctlError: As `Reader.documents`.
+        TrainctlError: As in `Reader.documents`.
     """
     if not files.by_document:
         for name, of_side in (("held_out", files.held_out), ("train", files.train)):
@@ -192,10 +181,10 @@ def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tupl
 
 
 def is_one_document(config: DataConfig, files: TextFiles) -> bool:
-    """Whether the single file of a corpus is a single document, whose end is held out.
+    """Whether the corpus is a single file with a single document, so that its end is held out.
 
     Raises:
-        TrainctlError: As `Reader.documents`.
+        TrainctlError: As in `Reader.documents`.
     """
     if not files.by_document:
         return False
@@ -204,10 +193,10 @@ def is_one_document(config: DataConfig, files: TextFiles) -> bool:
 
 
 def limit_of(places: Iterable[int], fraction: float) -> int:
-    """Return the highest place of a held-out document: at least one is, and at least one is not.
+    """Return the highest place of a held-out document; each side gets at least one document.
 
-    A document's place is a function of its text, so that adding some moves no other and two of the
-    same text are on the same side. The lowest and the highest of them decide.
+    A document's place is a function of its text. Adding documents therefore moves no other, and
+    equal texts are on the same side. The lowest and the highest place bound the limit.
     """
     lowest, highest = 1 << 64, -1
     for place in places:
@@ -216,12 +205,12 @@ def limit_of(places: Iterable[int], fraction: float) -> int:
 
 
 def _place(document: Document) -> int:
-    """Return a number below 2^64."""
+    """Return a hash of the text, below 2^64."""
     return int.from_bytes(sha256(document.text.encode()).digest()[:8], "big")
 
 
 def _cut(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
-    """The only document's end held out: cut at the end of a line, if there is one."""
+    """Split the only document, holding out its end; the cut is at the end of a line if possible."""
     text = document.text
     at = len(text) - round(len(text) * fraction)
     at = text.rfind("\n", 0, at) + 1 or at
@@ -230,7 +219,7 @@ def _cut(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
 
 
 def _bounded(documents: Iterator[Document], room: int | None) -> Iterator[Document]:
-    """Yield the documents, up to so many bytes of text."""
+    """Yield documents up to `room` bytes of text in total, cutting the last one."""
     for document in documents:
         if room is None:
             yield document

@@ -1,6 +1,6 @@
-"""The files of a corpus: which ones a configuration means, what they are, which are held out.
+"""Files of a corpus: lookup, detection of binary formats, and the held-out split.
 
-Nothing is tokenized here and no torch imported: a launch looks before it takes a device.
+Nothing is tokenized and no torch is imported here: a launch checks files before it takes a device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainctl.config.text.stream import unpacked_name
 from trainctl.errors import TrainctlError
 
 HEAD_BYTES = 1 << 16
-"""Of a file, that tell what it is."""
+"""Bytes at the start of a file that are enough to detect its format."""
 
-# What a file begins with, what that is called, and how to get text out of it.
+# First bytes of a format, its name, and a hint for getting text out of it.
 _UNPACK = "unpack it first: {}"
 _KIND = "read it with data={}"
 _LEAVE_OUT = "leave it out of data.paths, or get its text out first"
@@ -47,41 +47,43 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files of a corpus, each list sorted by path."""
+    """Files of a corpus, each list sorted by path."""
 
     train: list[File]
     """Files to train on."""
     held_out: list[File]
     by_document: bool = False
-    """Whether it is documents that are held out, of the one file in `train`: another file to hold
-    out there is not."""
+    """Whether documents of the only file in `train` are held out: there is no other file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """What a path, glob or URL of `data.paths` means."""
+    """Files that a path, glob or URL of `data.paths` refers to."""
 
     files: list[File]
-    """Resolved, sorted; those of this machine first."""
+    """Resolved and sorted; local files first."""
     left_out: Counter[str]
-    """What a folder has beside them: how many files of each other ending it has."""
+    """Number of the folder's other files, by ending."""
     is_folder: bool = False
-    """Whether it names one."""
+    """Whether the path names a folder."""
 
 
 Choose = Callable[[list[File]], list[File]]
-"""Of all files of a folder, those that are a kind's corpus; nobody misses the others."""
+"""Function that selects a kind's corpus from all files of a folder. The other files are not
+reported as left out.
+"""
 
 
 def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> FoundFiles:
-    """Return the files of a path, a folder, a glob or a URL of one of these; perhaps none.
+    """Return the files of a path, a folder, a glob, or a URL of one of these; possibly none.
 
-    A folder gives its files with these endings, packed or not, and those of the folders in it, but
-    for hidden ones. A glob takes what it matches, and does not go into the folders among it.
+    A folder stands for its files with these endings, compressed or not, at any depth, without
+    hidden ones. A glob stands for the files that match, and does not descend into folders that
+    match.
 
     Args:
-        endings: That are taken of a folder.
-        choose: Says of a folder's files which they are, before endings do.
+        endings: Endings of the files to take from a folder.
+        choose: Selects from a folder's files before the endings do.
 
     Raises:
         TrainctlError: A URL that cannot be listed, or a path that is no regular file.
@@ -115,7 +117,7 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
 
 
 def order(file: File) -> tuple[bool, File]:
-    """To sort files by: those of this machine, then those that lie elsewhere."""
+    """Return a sort key that puts local files before remote ones."""
     return isinstance(file, RemoteFile), file
 
 
@@ -141,7 +143,7 @@ def _is_hidden(file: File, folder: PurePath) -> bool:
 def split_files(config: DataConfig) -> TextFiles:
     """Return the files to train on and the held-out files.
 
-    Which file is held out is a function of its name alone, so that adding a file moves no other.
+    Files are held out by a hash of their names, so that adding a file changes the split little.
 
     Raises:
         TrainctlError: A path or glob without a file.
@@ -165,12 +167,12 @@ def split_files(config: DataConfig) -> TextFiles:
 
 
 def _path(file: File) -> PurePath:
-    """Where it is, as if all URLs lay under the root."""
+    """Return the path of a file, with URLs placed under the root."""
     return file if isinstance(file, Path) else PurePosixPath("/", str(file))
 
 
 def digest_of(text: str) -> str:
-    """SHA-256 of a text, which may be a path with bytes in it that are no UTF-8."""
+    """Return the SHA-256 of a text, which may be a path with bytes that are not UTF-8."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).hexdigest()
 
 
@@ -188,7 +190,7 @@ def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
 
 
 def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
-    """What is wrong with a path or glob that gives no file."""
+    """Return the message for a path or glob without a file."""
     if not found.is_folder:
         return f"no file matches {redact_text(pattern)!r}"
     what = f"it has {endings_of(found)}" if found.left_out else "it is empty"
@@ -196,7 +198,7 @@ def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
 
 
 def hint_for(found: FoundFiles) -> str:
-    """What to write in place of a path or glob that gives no file."""
+    """Return the hint for a path or glob without a file."""
     if found.is_folder and found.left_out:
         endings = [ending for ending, _ in found.left_out.most_common() if ending.startswith(".")]
         return f"a glob takes files of any ending: FOLDER/**/*{endings[0] if endings else ''}"
@@ -204,15 +206,15 @@ def hint_for(found: FoundFiles) -> str:
 
 
 def endings_of(found: FoundFiles) -> str:
-    """What a folder has besides its texts, such as ``12 .gz, 1 .json``; the commonest first."""
+    """Describe the files left out of a folder: ``12 .gz, 1 .json``, most common first."""
     return ", ".join(f"{count:,} {ending}" for ending, count in found.left_out.most_common(5))
 
 
 def no_text(head: bytes) -> tuple[str, str] | None:
-    """What a file is, if it is no text, and what to do about it; None for text.
+    """Return the format of a binary file, and a hint for it; None for text.
 
     Args:
-        head: The first `HEAD_BYTES` of it, unpacked.
+        head: First `HEAD_BYTES` of the file, decompressed.
     """
     for magic, kind, hint in _MAGIC:
         if head.startswith(magic):

@@ -1,7 +1,8 @@
-"""Text and JSONL: how their documents are read, and what is wrong in the beginning of a file.
+"""Text and JSONL files: their documents, and a check of their beginning.
 
-A file that ends in `.jsonl` has a JSON object a line, with a text; any other is one document.
-Either may be packed, by gzip, bzip2, xz or zstd, and then ends in both (`.jsonl.zst`).
+A file that ends in `.jsonl` has a JSON object with a text on each line; any other file is one
+document. Either may be compressed by gzip, bzip2, xz or zstd, and then has both endings
+(`.jsonl.zst`).
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from trainctl.errors import TrainctlError
 
 _KEYS_SHOWN = 6
 _LINES_READ = 20
-"""Of each JSONL file, before the start."""
+"""Lines of each JSONL file that are read before the start."""
 _BOM = codecs.BOM_UTF8
 BAD = object()
-"""In place of a record that is left out; JSON has null."""
+"""Value of a record that is left out. None is the value of JSON's null."""
 
 
 class NoTextKey(TrainctlError):
     """A JSONL line without a text under `data.text_key`.
 
     Args:
-        where: The line.
-        text_key: What was looked for.
-        record: What is there.
+        where: File and line.
+        text_key: The key that was looked for.
+        record: The line's object.
     """
 
     def __init__(self, where: str, text_key: str, record: dict[str, object]) -> None:
         texts = {key: value for key, value in record.items() if isinstance(value, str)}
-        # A slip of the pen, or another name: the longest is likeliest to be what is meant.
+        # A typing error, or another name: the key with the longest text is the likeliest.
         keys = sorted(texts, key=lambda key: len(texts[key]), reverse=True)
         meant = nearest(text_key, keys, count=1) or keys[:1]
         has = f"it has texts under {_listed(keys)}"
@@ -51,16 +52,18 @@ class NoTextKey(TrainctlError):
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-    """Return the documents of a file, or of one of its `ranges`, in order; lines are counted
-    there."""
+    """Return the documents of a file, or of one of its `ranges`, in order.
+
+    Within a range, lines are counted from its start.
+    """
     return _lines(reader, file, span) if _has_lines(file) else _whole(reader, file)
 
 
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
-    """Ranges of bytes of whole lines, in order, each of `size` bytes or a little more.
+    """Return byte ranges of whole lines, in order, each of `size` bytes or slightly more.
 
-    Only where they end is the file looked at. What is no JSONL is one document, and has none; nor
-    has a packed file, which can be read from its beginning alone.
+    The file is read only around the ends of ranges. A file that is not JSONL is one document and
+    has no ranges, nor has a compressed file, which can only be read from its beginning.
     """
     if not _has_lines(file) or is_packed(file):
         return []
@@ -76,7 +79,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 
 
 def places(file: File) -> list[int | None]:
-    """Return lines of a file's documents: all of JSONL's; None of any other file, which is one."""
+    """Return the line numbers of a JSONL file's documents; [None] for any other file."""
     if not _has_lines(file):
         return [None]
     with opened(file) as lines:
@@ -88,7 +91,7 @@ def _has_lines(file: File) -> bool:
 
 
 def problem(file: File, config: DataConfig) -> FileProblem | None:
-    """What is wrong with the beginning of a file."""
+    """Return the problem at the beginning of a file, if any."""
     head = head_of(file, HEAD_BYTES)
     found = no_text(head)
     if found is not None:
@@ -123,11 +126,10 @@ def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator
 
 
 def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, bytes]]:
-    """Yield lines that are not empty, each with its number, from 1, in a file or one of its
-    `ranges`.
+    """Yield the non-empty lines of a file or of one of its `ranges`, numbered from 1 there.
 
     Raises:
-        TrainctlError: The file is no text.
+        TrainctlError: The file is binary.
     """
     _refuse_binary(file, head_of(file, HEAD_BYTES))
     start, end = span or (0, None)
@@ -145,11 +147,11 @@ def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, by
 
 
 def record_of(reader: Reader, raw: bytes, where: str) -> Any:
-    """What a line of JSON says; `BAD` to leave it out.
+    """Parse a line of JSON; `BAD` leaves it out.
 
     Args:
-        reader: Its configuration has the policy.
-        where: What it is, for the account and for errors.
+        reader: Has the policy for bad text.
+        where: Place of the line, for errors and examples of bad text.
 
     Raises:
         TrainctlError: By the policy.
@@ -169,12 +171,11 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
 
 
 def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
-    """Return the text of a JSON object, such as a JSONL line; None to leave it out.
+    """Return the text of a JSON object, such as a JSONL line; None leaves it out.
 
     Args:
-        reader: Its configuration has the text's key, and the policy.
-        raw: The object, as it is written.
-        where: What it is, for the account and for errors.
+        reader: Has the text's key, and the policy for bad text.
+        where: Place of the object, for errors and examples of bad text.
 
     Raises:
         TrainctlError: By the policy.
@@ -198,11 +199,13 @@ def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
 
 
 def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
-    """Return the first problem of a JSONL file's first lines; where lines may be left out, of
-    all."""
+    """Return the first problem of a JSONL file's first lines.
+
+    If the policy skips bad lines, it is a problem only if no line is good.
+    """
     lines = head.removeprefix(_BOM).split(b"\n")
     if len(head) == HEAD_BYTES:
-        lines.pop()  # it goes on
+        lines.pop()  # incomplete
     may_skip = config.on_bad_text is OnBadText.skip
     reader = Reader(replace(config, on_bad_text=OnBadText.error) if may_skip else config)
     problems, good = [], 0
@@ -221,7 +224,7 @@ def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | Non
     if config.on_bad_text is not OnBadText.error:
         return None
     try:
-        # A character may go on after the head.
+        # The head may end within a character.
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
         try:
@@ -239,7 +242,7 @@ def _refuse_binary(file: File, head: bytes) -> None:
 
 
 def _listed(keys: list[str]) -> str:
-    """Return the first few of them, as they are typed."""
+    """Join the first keys, quoted, and the number of the others."""
     more = [f"{len(keys) - _KEYS_SHOWN} more"] if len(keys) > _KEYS_SHOWN else []
     return ", ".join([*(repr(key) for key in keys[:_KEYS_SHOWN]), *more])
 

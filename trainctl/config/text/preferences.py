@@ -1,13 +1,13 @@
-"""Pairs of answers in records of the shapes that are published, and what is wrong with one.
+"""Preference pairs in records of the published shapes, and their problems.
 
 | a record has | |
 |---|---|
-| `prompt`, `chosen`, `rejected` as texts | the answers go on from the prompt |
-| the same as lists of messages | `prompt` ends with the user; each answer is what follows |
-| `chosen` and `rejected` as lists of messages | whole: what both begin with is the prompt |
+| `prompt`, `chosen`, `rejected` as texts | the answers continue the prompt |
+| `prompt`, `chosen`, `rejected` as lists of messages | `prompt` ends with the user's message |
+| `chosen` and `rejected` as lists of messages | the common beginning of both is the prompt |
 
-With messages there may be `tools`. One form is made of all: the prompt and the two answers, written
-as JSON, which is the text of its document.
+Records with messages may have `tools`. All shapes are converted to one: the prompt and the two
+answers. Its JSON is the text of the document.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ ANSWERS = ("chosen", "rejected")
 def pair_of(record: object) -> dict[str, Any]:
     """Return the pair of a record: `prompt`, `chosen`, `rejected`, and `tools` where there are any.
 
-    Either the three are texts, or lists of messages.
-
-    Args:
-        record: As its file has it.
+    The three are either texts or lists of messages.
 
     Raises:
-        BadConversation: It is of no such shape, an answer is empty, both are the same, or a
-            conversation is none.
+        BadConversation: It has no such shape, an answer is empty, both answers are equal, or a
+            conversation is malformed.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("not an object with a pair of answers in it")
@@ -77,7 +74,10 @@ def _of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared(first: list[Any], second: list[Any]) -> int:
-    """How many messages both begin with; where one ends with it, the last answer is not of them."""
+    """Return the number of messages in the prompt that two conversations share.
+
+    It ends before a message of the assistant, so that each answer has at least one message.
+    """
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

@@ -1,7 +1,7 @@
-"""Files of a corpus that lie elsewhere: http(s), S3, GCS, the hub, whatever fsspec knows.
+"""Remote files of a corpus: http(s), S3, GCS, the Hugging Face hub, and other fsspec protocols.
 
-A URL's listing says how long each file is and which version it is; both are in the cache's key. A
-file is read from where a connection broke, and not at all where it is another one by then.
+The listing of a URL gives the size and version of each file; both are part of the cache's key. A
+read continues where a connection broke, and fails if the file has changed since it was listed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trainctl.config.secrets import redact_text
 from trainctl.errors import ExitCode, TrainctlError
 
 ATTEMPTS = 6
-"""To go on at a place, before a launch ends."""
+"""Attempts at one position before a launch ends."""
 FIRST_WAIT = 1.0
 """Seconds before the second attempt; each further wait is twice as long."""
 SILENCE = 60.0
-"""Seconds that a server of HTTP or S3 may send nothing before the attempt has failed."""
+"""Seconds without data after which an attempt over HTTP or S3 fails."""
 _READ_BYTES = 1 << 20
-"""That are asked for at once, at least."""
+"""Minimum bytes per request."""
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
 _FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""What no second attempt makes good."""
+"""Errors that are not retried."""
 _OF_THE_URL = (
     AttributeError,
     FileNotFoundError,
@@ -43,7 +43,7 @@ _OF_THE_URL = (
     TypeError,
     ValueError,
 )
-"""What file systems raise, beside a class of their own, where a URL lacks what they need."""
+"""Errors that file systems raise for a URL they cannot handle, besides their own classes."""
 _VERSIONS = ("ETag", "etag", "checksum", "md5Hash", "blob_id", "sha256", "uid")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "modificationTime")
 
@@ -53,46 +53,46 @@ Tell = Callable[[str], None]
 
 
 def say(message: str) -> None:
-    """On stderr: why a read is made again, and when."""
+    """Print a message on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RemoteFile:
-    """A file under a URL; it has the methods of a `Path` that reading a corpus needs."""
+    """A file at a URL, with the methods of a `Path` that reading a corpus needs."""
 
     url: str
-    """Where it is, with the protocol."""
+    """Address, with the protocol."""
     size: int
-    """Bytes, as it was listed."""
+    """Bytes when it was listed."""
     version: str = ""
-    """Its entity tag or the like, else its time; empty where the server tells neither."""
+    """ETag or similar, else the modification time; empty if the server gives neither."""
 
     @property
     def name(self) -> str:
-        """After the last slash, without what an HTTP query adds."""
+        """Last component of the path, without an HTTP query."""
         return PurePosixPath(self.url.partition("?")[0]).name
 
     @property
     def suffix(self) -> str:
-        """The last ending of the name, with its dot."""
+        """Last ending of the name, with its dot."""
         return PurePosixPath(self.name).suffix
 
     def stat(self) -> os.stat_result:
-        """Of which only the size says anything."""
+        """Return a stat result in which only the size is meaningful."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.size, 0, 0, 0))
 
     def open(self, mode: str = "rb", tell: Tell = say) -> BinaryIO:
-        """Its bytes; goes on after what broke, as often as `ATTEMPTS`, and tells of it.
+        """Open the file; broken reads are resumed, up to `ATTEMPTS` times, and reported.
 
         Raises:
-            TrainctlError: While it is read: nothing came in the end, or it is another file now.
+            TrainctlError: While reading: all attempts failed, or the file has changed.
         """
         assert mode == "rb"
         return cast(BinaryIO, io.BufferedReader(_Patient(self, tell), _READ_BYTES))
 
     def read_bytes(self) -> bytes:
-        """Return all of it."""
+        """Return the whole content."""
         with self.open() as stream:
             return stream.read()
 
@@ -101,16 +101,16 @@ class RemoteFile:
 
 
 File = Path | RemoteFile
-"""A file of a corpus."""
+"""A local or remote file of a corpus."""
 
 
 def is_url(text: str) -> bool:
-    """Whether a path of `data.paths` is one of another machine's."""
+    """Whether a path of `data.paths` is a URL."""
     return "://" in text
 
 
 def version_of(file: File) -> str:
-    """What changes when a file does: its name, its size, and its time or version."""
+    """Return a text that changes with the file: name, size, and modification time or version."""
     if isinstance(file, RemoteFile):
         return f"{file}\0{file.size}\0{file.version}"
     status = file.stat()
@@ -118,13 +118,13 @@ def version_of(file: File) -> str:
 
 
 def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
-    """Return the files of a URL, a folder's or a glob's, and whether it is a folder.
+    """Return the files of a URL, of a folder or of a glob, and whether the URL is a folder.
 
-    Of HTTP a `?` begins a query and only `*` is a glob; a page of links is its folder. A folder of
-    this machine is no glob.
+    For HTTP, `?` begins a query, only `*` makes a glob, and a page of links is a folder. A `file://`
+    URL is never a glob.
 
     Raises:
-        TrainctlError: The protocol is unknown or its package missing (exit code 4), or nothing
+        TrainctlError: The protocol is unknown or its package missing (exit code 4), or no server
             answers.
     """
     file_system, path = file_system_of(url, tell)
@@ -138,7 +138,7 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
         try:
             entry = file_system.info(path)
         except FileNotFoundError as error:
-            if isinstance(error.__cause__, OSError):  # nobody answered
+            if isinstance(error.__cause__, OSError):  # no server answered
                 raise error.__cause__ from None
             return {}, False
         if entry.get("type") == "directory" or url.endswith("/"):
@@ -149,7 +149,7 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     files = []
     for name, entry in entries.items():
         if entry.get("type") == "file":
-            if entry.get("size") is None:  # a page of links does not say
+            if entry.get("size") is None:  # a page of links gives no sizes
                 entry = patiently(partial(file_system.info, name), url, tell=tell)
             files.append(_remote(protocol, name, entry))
     return sorted(files), is_folder
@@ -167,11 +167,10 @@ def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
 
 
 class _Patient(io.RawIOBase):
-    """A remote file that is opened again, at its place, when reading fails.
+    """Raw stream of a remote file, reopened at its position when reading fails.
 
     Args:
-        file: As it was listed.
-        tell: Called with why it is opened again.
+        tell: Called with the reason of each new attempt.
     """
 
     def __init__(self, file: RemoteFile, tell: Tell) -> None:
@@ -236,7 +235,7 @@ class _Patient(io.RawIOBase):
 
     def _let_go(self) -> None:
         if self._stream is not None:
-            with suppress(Exception):  # what is broken may not close
+            with suppress(Exception):  # closing a broken stream may fail
                 self._stream.close()
         self._stream = None
 
@@ -249,14 +248,14 @@ def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
 
 
 def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell: Tell = say) -> Any:
-    """Return what an attempt gives, made again where another one may succeed.
+    """Return the result of a call of a file system, retried if a retry may succeed.
 
-    File systems raise what they like, also while they are made. Every call of one is an attempt,
-    and this is where it becomes an error of ours.
+    File systems raise arbitrary errors, also while they are constructed. All their calls go through
+    this function, which converts their errors to ours.
 
     Args:
         attempt: A call of a file system.
-        url: What it is about; errors show it without its secrets.
+        url: Subject of the errors, which show it with its secrets redacted.
         at: Byte of the file that is read next; None for any other call.
         tell: Called before each wait.
 
@@ -296,8 +295,8 @@ def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell:
 
 
 def _is_of_the_url(error: Exception) -> bool:
-    """Whether a file system says that it cannot do anything with a URL."""
-    of_archives = ("BadZipFile", "ReadError")  # of zipfile and tarfile
+    """Whether an error means that the file system cannot handle the URL."""
+    of_archives = ("BadZipFile", "ReadError")  # raised by zipfile and tarfile
     return type(error) in _OF_THE_URL or type(error).__name__ in of_archives
 
 
@@ -327,10 +326,10 @@ def _missing(url: str, error: ImportError) -> TrainctlError:
 
 
 def file_system_of(url: str, tell: Tell = say) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path by which it calls it.
+    """Return the file system of a URL, and the URL's path within it.
 
     Raises:
-        TrainctlError: As `patiently`.
+        TrainctlError: As in `patiently`.
     """
     found: tuple[Any, str] = patiently(partial(_file_system_of, url), url, tell=tell)
     return found
@@ -347,7 +346,7 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     if is_s3:
         limits = {"connect_timeout": SILENCE, "read_timeout": SILENCE}
         options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
-    # Ours would take the place of the user's, in which there may be a login.
+    # Merge with the user's options, which may hold a login: ours would replace them.
     for protocol in ("http", "https", "s3", "s3a"):
         own = fsspec.config.conf.get(protocol, {})
         options = {name: {**own.get(name, {}), **ours} for name, ours in options.items()}
@@ -355,17 +354,17 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     try:
         file_system, path = fsspec.core.url_to_fs(url, **options)
     except Exception as error:
-        # What was made by half goes with the traceback; that of ftp complains on stderr then.
+        # The traceback keeps a half-built file system alive; FTP's prints on stderr when freed.
         raise error.with_traceback(None) from None
     finally:
         sys.unraisablehook = hook
     if is_s3:
-        file_system.retries = 1  # ours are enough: of both, a silent one would take an hour
+        file_system.retries = 1  # ours suffice: with both, a silent server would take an hour
     return file_system, path
 
 
 def _version(entry: dict[str, Any]) -> str:
-    """Of what a listing says of a file: what another content would change."""
+    """Return the version or modification time in a listing's entry; empty without either."""
     for key in (*_VERSIONS, *_TIMES):
         if entry.get(key):
             value = entry[key]

@@ -1,4 +1,4 @@
-"""A word on stderr while a file gives nothing: a server or a disk that hangs is named."""
+"""Notice on stderr while a file yields nothing, so that a hanging server or disk is named."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainctl.config.secrets import redact_text
 from trainctl.config.text.remote import File, say
 
 SILENT_SECONDS = 30.0
-"""Without a document, before it is said and between two such lines."""
+"""Seconds without a document before a notice, and between two notices."""
 
 
 class _Watch:
-    """The files that this process waits for, and a thread while there are any."""
+    """Files that this process waits for, and the thread that watches while there are any."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -55,10 +55,10 @@ os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its
 
 @contextmanager
 def told_if_silent(file: File) -> Iterator[Callable[[bool], None]]:
-    """Say it while a file gives nothing.
+    """Print a notice while a file yields nothing.
 
-    The function that is given is called with False when something has come, and with True when the
-    next is waited for.
+    Yields a function: call it with False when something has arrived, and with True before waiting
+    for the next item.
     """
     key = object()
 

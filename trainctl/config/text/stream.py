@@ -1,7 +1,7 @@
-"""Files of a corpus as they read once unpacked: gzip, bzip2, xz and zstd, by what they begin with.
+"""Decompression of corpus files by their first bytes: gzip, bzip2, xz and zstd.
 
-A file may be many streams one after the other, as `cat` and parallel packers make it. One that ends
-within a stream is no shorter text but an error, and so is one that grows beyond all measure.
+A file may be several concatenated streams, as `cat` and parallel compressors produce. A file that
+ends within a stream is an error and not a shorter text; so is excessive expansion.
 """
 
 from __future__ import annotations
@@ -20,36 +20,39 @@ from trainctl.errors import TrainctlError
 
 PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 MOST_GROWTH = 250
-"""Bytes of text of a packed byte: text has 3 to 30, a log of one line again and again 100."""
+"""Maximum decompressed bytes per compressed byte; text has 3 to 30, a log of one repeated line
+100.
+"""
 ALWAYS_ALLOWED = 1 << 26
-"""Bytes that any file may become."""
+"""Decompressed bytes that any file may have."""
 _XZ_MEMORY = 1 << 30
-"""Bytes for a stream's dictionary: `xz -9` has 64 MiB."""
+"""Maximum bytes of a stream's dictionary: `xz -9` uses 64 MiB."""
 _ZSTD_WINDOW = 1 << 31
-"""The most that `zstd --long=31` can ask for."""
+"""Largest window that `zstd --long=31` can use."""
 _IN = 1 << 14
-"""Bytes that are read at once."""
+"""Compressed bytes read at once."""
 _OUT = 1 << 18
-"""Bytes that are unpacked at once, but for zstd."""
+"""Maximum bytes decompressed at once, except for zstd."""
 _ZSTD_IN = 1 << 11
-"""Packed bytes at once: a block has four at least and 128 KiB at most (RFC 8878, 3.1.1.2.4), so
-that these become 64 MiB at most."""
+"""Compressed bytes passed to zstd at once. A block takes at least 4 bytes and expands to at most
+128 KiB (RFC 8878, 3.1.1.2.4), so these expand to at most 64 MiB.
+"""
 
 Step = tuple[bytes, bytes, bool]
-"""What was unpacked, the packed bytes that are left, and whether the stream has ended."""
+"""Decompressed bytes, the remaining compressed bytes, and whether the stream has ended."""
 
 
 class Damaged(TrainctlError):
-    """A file that is not what it claims: broken, cut off, or grown beyond measure."""
+    """A file that is malformed, truncated, or expands beyond all bounds."""
 
 
 def opened(file: File) -> BinaryIO:
-    """Return a file's bytes, unpacked where it is packed; seekable only where it is not.
+    """Open a file, decompressed if it is compressed; only uncompressed files are seekable.
 
     Raises:
         OSError: It cannot be opened.
-        Damaged: While it is read.
-        TrainctlError: The package that unpacks it is missing.
+        Damaged: While reading.
+        TrainctlError: The package that decompresses it is missing.
     """
     stream = file.open("rb")
     try:
@@ -65,25 +68,28 @@ def opened(file: File) -> BinaryIO:
 
 
 def head_of(file: File, size: int) -> bytes:
-    """Return the first bytes of what is in it."""
+    """Return the first decompressed bytes of a file."""
     with opened(file) as stream:
         return stream.read(size)
 
 
 def is_packed(file: File) -> bool:
-    """Whether a file's length says nothing of its text's."""
+    """Whether a file is compressed, so that its size is not the size of its text."""
     with file.open("rb") as stream:
         return packing_of(stream.read(6)) is not None
 
 
 def unpacked_name(file: File) -> str:
-    """Its name without the ending of what packed it: of ``a.jsonl.zst``, ``a.jsonl``."""
+    """Return a file's name without a compression ending: ``a.jsonl`` for ``a.jsonl.zst``."""
     path = PurePosixPath(file.name)
     return path.stem if path.suffix in PACKED_ENDINGS else path.name
 
 
 def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
-    """What a file that begins so is packed with, if it is."""
+    """Return the compression of a file with these first bytes, and a decompressor's factory.
+
+    None if it is not compressed.
+    """
     if head.startswith(b"\x1f\x8b"):
         return "gzip", _Gzip
     if head.startswith(b"BZh") and head[3:4].isdigit():
@@ -92,7 +98,7 @@ def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
         return "xz", lambda: _Buffered(
             lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
         )
-    # A frame, or one to be skipped, which may come first.
+    # A zstd frame, or a skippable frame, which may precede it.
     is_skipped = head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
     if head.startswith(b"\x28\xb5\x2f\xfd") or is_skipped:
         return "zstd", _Zstd
@@ -100,21 +106,21 @@ def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
 
 
 class _Unpack:
-    """Unpacks one stream after the other: `begin` each, and `step` until it has ended."""
+    """Decompressor of consecutive streams: `begin` each, then `step` until it has ended."""
 
     padding = b""
-    """What may fill up a file after its last stream."""
+    """Bytes that may fill a file after its last stream."""
 
     @property
     def is_hungry(self) -> bool:
-        """Whether it has used all that it was given."""
+        """Whether it has consumed all its input."""
         return True
 
     def begin(self) -> None:
         raise NotImplementedError
 
     def step(self, packed: bytes) -> Step:
-        """Some of what is packed, unpacked; of none, what is held back yet."""
+        """Decompress some of the input; an empty input flushes bytes that are held back."""
         raise NotImplementedError
 
 
@@ -131,7 +137,7 @@ class _Gzip(_Unpack):
 
 
 class _Buffered(_Unpack):
-    """bzip2 and xz, whose decompressors keep what they have not used yet."""
+    """Decompressor for bzip2 and xz, whose library objects keep unused input themselves."""
 
     padding = b"\x00"
 
@@ -164,13 +170,12 @@ class _Zstd(_Unpack):
 
 
 class _Unpacked(io.RawIOBase):
-    """What is in a packed stream.
+    """Raw stream of a compressed file's decompressed bytes.
 
     Args:
-        packed: The file, from its beginning.
-        unpack: Of its kind.
-        kind: What packed it.
-        name: Of the file, for errors.
+        packed: The file, at its beginning.
+        kind: Name of the compression, for errors.
+        name: Name of the file, for errors.
     """
 
     def __init__(self, packed: BinaryIO, unpack: _Unpack, kind: str, name: str) -> None:
@@ -199,7 +204,7 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
     def _next(self) -> bytes:
-        """More of the text; empty at the end of all."""
+        """Return more decompressed bytes; empty at the end of the file."""
         while True:
             if not self._within and not self._begins():
                 return b""
@@ -230,7 +235,7 @@ class _Unpacked(io.RawIOBase):
                 )
 
     def _begins(self) -> bool:
-        """Whether another stream does; what fills up the file is passed over."""
+        """Skip padding, and begin the next stream; False at the end of the file."""
         while True:
             if self._streams:
                 self._rest = self._rest.lstrip(self._unpack.padding)

@@ -1,11 +1,11 @@
-"""A process that reads tables with pyarrow, so that a damaged file cannot end this one.
+"""Child process that reads tables with pyarrow, so that a damaged file cannot crash the parent.
 
-pyarrow follows offsets that it finds in a file. What it reads is validated before it is used; what
-that misses, and a file that is cut short while it is mapped, end the process by SIGSEGV or SIGBUS.
-Here that is the end of the process that reads, and an error that names the file.
+pyarrow follows offsets that it finds in a file. Its results are validated before use, but what
+validation misses, and a file truncated while it is mapped, crash the process by SIGSEGV or SIGBUS.
+Only the child dies then, and the parent raises an error that names the file.
 
-Both processes are ours and talk by pickles: a function with its arguments goes there, its items
-come back. After each item the caller says whether it wants another one.
+Both processes run trainctl and exchange pickles. The parent sends a function with its arguments,
+and the child returns its items. After each item the parent says whether it wants another one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _CRASHES = {
     signal.SIGFPE,
     signal.SIGILL,
 }
-"""Signals by which damaged data ends a process; any other came from elsewhere."""
+"""Signals by which damaged data kills a process; any other signal has another cause."""
 
 _COMMAND = "from trainctl.config.text.table_process import serve; serve()"
 
 
 class _Process:
-    """A reading process and the environment it was started with."""
+    """A child process, and the environment it was started with."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
@@ -55,8 +55,8 @@ class _Process:
         return answer
 
     def end(self) -> int:
-        """End the process and return its code, negative for a signal."""
-        self._process.kill()  # without effect on one that has ended
+        """Kill the process and return its exit code, negative for a signal."""
+        self._process.kill()  # no effect if it has ended
         code = self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -68,23 +68,21 @@ class _Process:
 
 
 _idle: dict[int, _Process] = {}
-"""The process that waits for the next file, by the pid of its owner: a fork must not share it."""
+"""Idle child process by the pid of its parent: a fork of the parent must not share it."""
 
 
 def read_in_process(
     function: Callable[..., Iterator[Any]], file: File, *rest: Any
 ) -> Iterator[Any]:
-    """Yield what ``function(file, *rest)`` yields in a process of its own.
+    """Yield the items of ``function(file, *rest)``, which runs in a child process.
 
     Args:
-        function: A function of a module, found there by its name.
-        file: The table it reads.
-        rest: Further arguments; like the items, they are pickled.
+        function: A module-level function, which pickle finds by its name.
+        rest: Further arguments; they and the items are pickled.
 
     Raises:
-        Damaged: The process died of the file.
-        TrainctlError: Whatever the function raises; or something else ended the process (exit
-            code 4).
+        Damaged: The file crashed the process.
+        TrainctlError: Raised by the function; or something else ended the process (exit code 4).
     """
     process = _idle.pop(os.getpid(), None)
     if process is not None and process.environment != os.environ:
@@ -129,9 +127,9 @@ def _death(file: File, code: int) -> TrainctlError:
 
 def serve() -> None:
     """Answer requests on stdin until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is not an answer
+    os.dup2(2, 1)  # keep library output off the pipe
     requests = sys.stdin.buffer
     try:
         while True:
