@@ -1,4 +1,4 @@
-"""Whether the installed packages go together, by their own metadata: nothing is imported."""
+"""Checks that installed packages are compatible, by their metadata; nothing is imported."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ SLOW_TO_COMPILE = {
     "transformers": "transformers/modeling_utils.py",
     "deepspeed": "deepspeed/__init__.py",
 }
-"""A file of each package with so much source that compiling it takes seconds; all ranks import it.
+"""A file of each package that has so much source that Python takes seconds to compile it. All ranks
+import these packages.
 """
 
 
 def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """What each of these packages requires is installed, in a version that it takes."""
+    """Find requirements of these packages that are not installed, or in a version they do not
+    accept.
+    """
     yield from _found_in(tuple(sys.path))
 
 
 @cache
 def _found_in(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
-    """Return the answer for the packages on `sys.path`: no configuration changes it, and it takes
-    long."""
+    """Return the findings for the packages on `path`; cached, as they are slow and the same for
+    any plan.
+    """
     return tuple(_compared())
 
 
@@ -75,7 +79,10 @@ def _compared() -> Iterator[str | Finding]:
 
 
 def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """What the loggers of `logging.to` import is there, on the machine that sends to them."""
+    """Find packages that the loggers of `logging.to` import and that are not installed.
+
+    Only the machine that sends to the loggers needs them.
+    """
     names = config.logging.to
     found = [missing(load("logger", name), python_of(name, config)) for name in names]
     if found and not any(found):
@@ -84,7 +91,9 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Python keeps what it has compiled of large packages; else each process compiles it again."""
+    """Find large packages whose bytecode Python cannot cache: each process then compiles them
+    again.
+    """
     for name, file in SLOW_TO_COMPILE.items():
         try:
             source = Path(str(metadata.distribution(name).locate_file(file)))
@@ -110,7 +119,7 @@ def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
 
 
 def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Torch was built for the plan's kind of device, and the driver is new enough for it."""
+    """Find a build of torch for another kind of device, or a driver too old for it."""
     build = torch_build()
     if build is None:
         return  # told by the check above
@@ -141,7 +150,7 @@ def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[
 
 
 def version(name: str) -> str | None:
-    """Return the installed version of a package."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -149,7 +158,9 @@ def version(name: str) -> str | None:
 
 
 def torch_build() -> tuple[str, str] | None:
-    """Versions of CUDA and HIP that torch was built for, empty where not; None without torch."""
+    """Return the CUDA and HIP versions torch was built for, empty if without; None if torch is
+    missing.
+    """
     text = packaged_text("torch", "torch/version.py")
     if text is None:
         return None
@@ -162,7 +173,7 @@ def torch_build() -> tuple[str, str] | None:
 
 
 def packaged_text(name: str, file: str) -> str | None:
-    """Return the text of a file of an installed package; None if either is not there."""
+    """Return the text of a file of an installed package; None if package or file is missing."""
     try:
         path = Path(str(metadata.distribution(name).locate_file(file)))
         return path.read_text(encoding="utf-8")
