@@ -25,8 +25,8 @@ class ExitCode(IntEnum):
     environment = 4
     """This machine is not what the plan needs: devices, memory, packages, ports, space."""
     run_state = 5
-    """The folder is not a run, is in use by another launch, or has no checkpoint to resume from; or a
-    checkpoint is damaged.
+    """The folder is not a run, is in use by another launch, or has no checkpoint to resume from;
+    or a checkpoint is damaged.
     """
     training_failed = 6
     """A rank ended with an error of its own; its log says which."""

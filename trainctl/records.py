@@ -33,8 +33,8 @@ FIELDS = (
 _KINDS = ("step", "evaluation")
 
 _writers: dict[tuple[int, str, int], EventWriter] = {}
-"""Open files by (process, run directory, attempt). A fork must not share its parent's file: both would
-hold the same lock.
+"""Open files by (process, run directory, attempt). A fork must not share its parent's file: both
+would hold the same lock.
 """
 
 
@@ -51,8 +51,8 @@ def log(
     disk) are warned of and never raised.
 
     Args:
-        step: The optimizer step, from 1. Recording a step again, after a resume, replaces its record
-            and discards all later ones.
+        step: The optimizer step, from 1. Recording a step again, after a resume, replaces its
+            record and discards all later ones.
         rank: The rank that records, by RANK; the others do nothing.
         values: Numbers by name, such as `loss=2.5`; also tensors and arrays of one element, and,
             for `seconds` and names of your own, mappings of names to numbers. `loss` becomes the
@@ -100,7 +100,7 @@ def _writer(folder: str, attempt: int) -> EventWriter:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to plain JSON data. NaN and infinities stay floats, which the writer spells."""
+    """Convert a value to JSON data. NaN and infinities stay floats, which the writer spells out."""
     if isinstance(value, bool):
         raise TypeError("a value is a number, and this is True or False")
     if value is None or isinstance(value, int | float):

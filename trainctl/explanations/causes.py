@@ -1,4 +1,4 @@
-"""Reasons why runs fail and why steps are skipped: words of `failure` and `intervention` records."""
+"""Reasons of `failure` and `intervention` records: why runs fail, and why steps are skipped."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class RuleText:
     """Reason for a rule, an example that violates it, and the remedy."""
 
     cause: str
-    """What would go wrong without the rule, or how users come to violate it."""
+    """Consequence without the rule, or a common way to violate it."""
     cure: str
     """Remedy in general; each finding states it with the values at hand."""
     example: str = ""

@@ -10,7 +10,7 @@ class Record:
     """Explanation of one kind of record."""
 
     when: str
-    """When the record is written, and by whom."""
+    """Event that the record reports, and who writes it."""
     fields: dict[str, str]
     """Meaning of each field of its own, with its unit."""
     cure: str = ""

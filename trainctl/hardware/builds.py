@@ -38,7 +38,7 @@ _LONGEST_BUILD_SECONDS = 3600.0
 
 
 def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
-    """Return the DeepSpeed operators that the run has to compile, each with the key that requires it.
+    """Return the DeepSpeed operators that the run must compile, each with the key that requires it.
 
     Operators that were compiled when DeepSpeed was installed are left out.
     """
@@ -61,7 +61,7 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
         if getattr(config.zero_stage, key):
             wanted["quantizer"] = f"zero_stage.{key}"
     if on_cpu and not config.trains_itself:
-        # Trainctl's own trainer tells DeepSpeed to do without it (engines/deepspeed/process.py).
+        # Trainctl's own trainer disables it (engines/deepspeed/process.py).
         wanted["deepspeed_shm_comm"] = "script" if config.script is not None else "trainer"
     return {name: key for name, key in wanted.items() if not _prebuilt().get(name)}
 
@@ -129,7 +129,7 @@ def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Find
 def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find stale locks of killed builds.
 
-    Every later build would wait for such a lock forever, without a message (torch/utils/file_baton.py).
+    Every later build would wait for such a lock forever, silently (torch/utils/file_baton.py).
     """
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):
@@ -147,8 +147,8 @@ def is_stale_lock(lock: Path) -> bool:
     """Return True if the build that made this lock was killed.
 
     Torch holds the lock open while it builds (torch/utils/file_baton.py), and ninja and compilers
-    work in its folder. Processes of other machines and other users cannot be seen: their locks count
-    as stale after an hour.
+    work in its folder. Processes of other machines and other users cannot be seen: their locks
+    count as stale after an hour.
     """
     try:
         made = lock.stat()
@@ -172,7 +172,7 @@ def _is_building(lock: Path) -> bool:
 def locks_held_by(pid: int) -> set[Path]:
     """Return the build locks that a process of this machine holds open."""
     held = set()
-    with suppress(OSError):  # it has ended, or is another user's
+    with suppress(OSError):  # the process has ended, or is another user's
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 target = descriptor.readlink()
@@ -198,8 +198,9 @@ def build_folders(operator: str) -> list[Path]:
 
 
 def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find a CUDA toolkit whose major version differs from torch's, which DeepSpeed refuses
-    (builder.py).
+    """Find a CUDA toolkit that is missing or of another major version than torch's.
+
+    DeepSpeed refuses the latter (op_builder/builder.py).
     """
     operators = needed_operators(config, hardware)
     build = torch_build()
@@ -208,7 +209,7 @@ def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str
     names, key = ", ".join(operators), next(iter(operators.values()))
     release = toolkit_release()
     if release is None:
-        # Operators for the host are then built without CUDA, the others cannot be.
+        # Operators for the host are then built without CUDA; others cannot be built.
         if set(operators) <= {"cpu_adam", "cpu_lion", "async_io"}:
             yield f"none here; {names} can do without"
             return

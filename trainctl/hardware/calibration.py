@@ -31,8 +31,8 @@ class Calibration:
     torch: str
     """Version of torch during the measurement."""
     runtime_bytes_alone: int | None = None
-    """Device memory outside tensors of a single process: driver context, loaded kernels; on a CPU the
-    interpreter and its libraries.
+    """Device memory outside tensors of a single process: driver context, loaded kernels; on a CPU
+    the interpreter and its libraries.
     """
     runtime_bytes_in_group: int | None = None
     """Device memory outside tensors of a rank among several, with its communication library."""
@@ -53,8 +53,8 @@ def calibration_file() -> Path:
     """Return the path of the file; the variable TRAINCTL_CALIBRATION_FILE overrides it.
 
     Raises:
-        TrainctlError: The user has no home directory (exit code 4), as in a container that runs under
-            a bare user ID.
+        TrainctlError: The user has no home directory (exit code 4), as in a container that runs
+            under a bare user ID.
     """
     named = os.environ.get("TRAINCTL_CALIBRATION_FILE")
     if named:
@@ -71,7 +71,9 @@ def calibration_file() -> Path:
 
 
 def read_calibration(device: str) -> Calibration | None:
-    """Return the entry of a device; None if it was measured with another version of torch."""
+    """Return the measurement of a device with the installed version of torch; None if there is
+    none.
+    """
     entry = _entries().get(device)
     if entry is None:
         return None

@@ -69,7 +69,7 @@ def host_memory_limit(root: Path = Path("/")) -> int:
 
     `root` replaces `/` in paths under `/proc` and `/sys`, for tests.
     """
-    import psutil  # not there in the environment of `logging.python`, which imports this module
+    import psutil  # missing in the environment of `logging.python`, which imports this module
 
     return min([psutil.virtual_memory().total, *_control_group_limits(root)])
 
@@ -144,8 +144,8 @@ def query_tool(command: tuple[str, ...]) -> str:
 def _visible(devices: tuple[Device, ...], variables: Sequence[str]) -> tuple[Device, ...]:
     """Return the devices that the first variable set in the environment names, in its order.
 
-    The variable is read as CUDA reads it: indices or (prefixes of) identifiers, up to the first entry
-    that names no device.
+    The variable is read as CUDA reads it: indices or (prefixes of) identifiers, up to the first
+    entry that names no device.
     """
     wanted = next((os.environ[name] for name in variables if name in os.environ), None)
     if wanted is None:

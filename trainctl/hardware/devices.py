@@ -162,7 +162,7 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
             return
     narrow = compute.format.value
     if hardware.accelerator is Accelerator.cpu and narrow in lacking_formats():
-        if config.trains_itself:  # it widens them: `trainctl.engines.narrow_products`
+        if config.trains_itself:  # in fp32: `trainctl.engines.narrow_products`
             yield f"{compute.name} on a CPU without instructions for it: products in fp32, rounded"
             return
         yield doubt(
@@ -181,8 +181,8 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
 def lacking_formats(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return the number formats, of bf16 and fp16, in which this CPU has no matrix instructions.
 
-    Empty where `/proc/cpuinfo` lists no x86 flags. The instruction sets are those that torch requires
-    for oneDNN (aten/src/ATen/native/mkldnn/Utils.h).
+    Empty where `/proc/cpuinfo` lists no x86 flags. The instruction sets are those that torch
+    requires for oneDNN (aten/src/ATen/native/mkldnn/Utils.h).
     """
     try:
         text = processor.read_text()

@@ -9,7 +9,7 @@ from trainctl.config.schema import Accelerator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Machines that a plan is for. Sizes are in bytes; ``None`` means unknown, and is not checked."""
+    """Machines that a plan is for. Sizes are in bytes; ``None`` means unknown and unchecked."""
 
     name: str
     """Name in the user's notation, such as ``4x8xh100-80g``."""
@@ -19,7 +19,7 @@ class Hardware:
     devices_per_node: int
     """Devices (on cpu: processes) of each node."""
     device_memory_bytes: int | None = None
-    """Memory of a device as its driver reports it; on cpu a process's share of the host's memory."""
+    """Memory of a device, as its driver reports it; on cpu a process's share of host memory."""
     host_memory_bytes: int | None = None
     """Memory of a node."""
     nvme_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""The checks of `trainctl doctor` and of a launch: everything on this machine that can make a run fail.
+"""Checks of all on this machine that can make a run fail, for `trainctl doctor` and launches.
 
 No check imports torch.
 """

@@ -24,7 +24,7 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def kernels_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find packages and compilers that the plan's kernels need and that are missing; imports none."""
+    """Find missing packages and compilers that the plan's kernels need; imports none."""
     for key, value, needed, hint in _missing(config, hardware):
         yield problem(
             "TC136", key, f"{key}={value} needs {needed}, which is not installed here", hint
@@ -32,7 +32,7 @@ def kernels_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def _missing(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the key, its value, what that needs, and a hint, for each missing package or compiler."""
+    """Yield key, value, what it needs, and a hint, for each missing package or compiler."""
     kernels = config.kernels
     flash = AttentionKind.flash_attention_2
     if config.model.attention is flash and find_spec("flash_attn") is None:

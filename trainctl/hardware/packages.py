@@ -98,7 +98,7 @@ def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
         try:
             source = Path(str(metadata.distribution(name).locate_file(file)))
         except metadata.PackageNotFoundError:
-            continue  # told by the first check
+            continue  # reported by the first check
         if not source.is_file() or Path(cache_from_source(str(source))).is_file():
             continue
         folder = source.parent
@@ -122,7 +122,7 @@ def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[
     """Find a build of torch for another kind of device, or a driver too old for it."""
     build = torch_build()
     if build is None:
-        return  # told by the check above
+        return  # reported by the check above
     cuda, hip = build
     kind = hardware.accelerator
     if kind is Accelerator.cpu:

@@ -12,8 +12,8 @@ from trainctl.hardware.facts import Hardware
 from trainctl.hardware.known import RATES, known_rates
 
 MEMORY_TOLERANCE = 0.03
-"""Drivers report the memory of one kind of card within this share of each other. Kernel and firmware
-keep about the same share of a machine's memory to themselves.
+"""Drivers report the memory of one kind of card within this share of each other. Kernel and
+firmware keep about the same share of a machine's memory to themselves.
 """
 
 
@@ -60,7 +60,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
         one = _short_name(found[0]) if found else "cpu"
     prefix = f"{config.nodes}x{devices}x" if config.nodes > 1 else f"{devices}x"
     read_off = not declared and bool(found)
-    # In a mixed machine the rates of one card would be wrong for another.
+    # With different cards, the rates of one would be wrong for another.
     alike = read_off and len({device.name for device in found}) == 1
     known = known_rates(found[0].name) if alike else {}
     declared_rates = {key: getattr(config, key) for key in RATES}
@@ -98,7 +98,7 @@ def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, A
 
 
 def _are_here(config: HardwareConfig, found: tuple[Device, ...]) -> bool:
-    """Return True if the planned machine may be this one: enough devices, of the declared memory."""
+    """Return True if the plan's machine may be this one: enough devices, of the declared memory."""
     if not found or config.nodes > 1 or len(found) < (config.devices_per_node or 1):
         return False
     declared = config.device_memory_bytes

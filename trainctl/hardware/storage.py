@@ -26,7 +26,7 @@ REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "
 
 
 def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find a faulty `offload.nvme_path`, by writing and reading a block as DeepSpeed's async_io does.
+    """Find a faulty `offload.nvme_path`: write and read back a block, as DeepSpeed's async_io does.
 
     The block bypasses the page cache (O_DIRECT) where the file system allows it.
     """
@@ -59,7 +59,7 @@ def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterato
 
 
 def caches_are_roots_own(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find caches used by root that another user can change: root would load operators from them."""
+    """Find root's caches that another user can change: root loads text and operators from them."""
     if os.geteuid() != 0:
         return
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -108,7 +108,7 @@ def lacking_space(free_bytes: int, needed_bytes: int | None, where: str) -> Iter
 
 
 def write_and_read_back(folder: Path) -> bool:
-    """Write a block to a temporary file in the folder, read it back and compare; then remove the file.
+    """Write a block to a temporary file in the folder, read it back, compare, and remove the file.
 
     Returns:
         Whether both bypassed the page cache (O_DIRECT), as far as the file system says.
@@ -121,7 +121,7 @@ def write_and_read_back(folder: Path) -> bool:
     descriptor, name = tempfile.mkstemp(prefix=".trainctl-probe-", dir=folder)
     os.close(descriptor)
     try:
-        # Direct I/O wants an aligned buffer, which an anonymous mapping is.
+        # Direct I/O needs an aligned buffer; an anonymous mapping is one.
         with mmap.mmap(-1, PROBE_BYTES) as buffer:
             descriptor, is_direct = _open(name)
             try:
