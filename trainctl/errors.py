@@ -31,9 +31,7 @@ class ExitCode(IntEnum):
     training_failed = 6
     """A rank ended with an error of its own; its log says which."""
     requeue = 75
-    """Stopped on request after saving (EX_TEMPFAIL of sysexits.h): the same command continues the
-    run.
-    """
+    """Stopped on request after saving (EX_TEMPFAIL of sysexits.h): the same command continues."""
     interrupted = 130
     terminated = 143
 
@@ -48,9 +46,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 class Severity(StrEnum):
-    """Severity of a finding: an error stops `validate` and `launch`, a warning is printed and
-    recorded.
-    """
+    """Severity of a finding: an error stops `validate` and `launch`, a warning does not."""
 
     error = "error"
     warning = "warning"

@@ -42,9 +42,7 @@ class Activity:
             self._after = _AFTER_RECORD.get(event["event"], self._after)
 
     def now(self) -> tuple[str, float]:
-        """Return the activity other than training steps, and its seconds so far; empty during
-        steps.
-        """
+        """Return the activity other than steps, empty during steps, and its seconds so far."""
         text = self._text()
         if text != self._shown:
             self._shown, self._since = text, time.monotonic()
@@ -63,9 +61,7 @@ class Activity:
         return self._after
 
     def _beat(self) -> Beat | None:
-        """Return the heartbeat of the attempt's first rank, or of its preparation before there is
-        one.
-        """
+        """Return the heartbeat of the first rank or, before there is one, of the preparation."""
         if self._run is None:
             return None
         attempt = self._run.attempt(self._attempt)

@@ -135,9 +135,7 @@ def _host_lines(host: Mapping[str, Any], capacity: int | None) -> list[str]:
 
 
 def _line(label: str, text: str, aligned: str = "") -> str:
-    """Return a row with `aligned` (by default all of `text`) right-aligned in the column of
-    numbers.
-    """
+    """Return a row in which `aligned`, by default all of `text`, ends in the column of numbers."""
     indent = 10 - len(aligned or text)
     return f"  {label:<{LABEL_WIDTH}}{' ' * max(indent, 0)}{text}"
 

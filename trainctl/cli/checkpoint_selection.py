@@ -89,7 +89,9 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
 
 
 def check_goes_on(config: RunConfig, path: Path) -> None:
-    """Refuse to resume from a checkpoint of another model or optimizer; warn if it is too old to tell.
+    """Refuse to resume from a checkpoint of another model or optimizer.
+
+    A checkpoint that is too old to tell is warned of.
 
     Raises:
         TrainctlError: The checkpoint is of another one, damaged or gone (exit code 5).

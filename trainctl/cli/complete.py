@@ -119,8 +119,8 @@ def _count_of(incomplete: str) -> str:
 
 
 def _folders(ctx: typer.Context | None) -> list[Folder]:
-    """Return the folders to search; without `--config-dir` if that cannot be used (the command
-    says why).
+    """Return the folders to search; without `--config-dir` if it cannot be used (the command says
+    why).
     """
     with suppress(TrainctlError):
         return search_folders(ctx.params.get("config_dir") if ctx is not None else None)

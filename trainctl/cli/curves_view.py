@@ -1,4 +1,4 @@
-"""`trainctl runs follow`: the curves of a run in a terminal, redrawn as it goes on."""
+"""`trainctl runs follow`: the curves of a run in a terminal, redrawn while it trains."""
 
 from __future__ import annotations
 
@@ -147,9 +147,7 @@ def reduced(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Number
 
 
 def value_range(steps: Numbers, values: Numbers) -> tuple[float, float]:
-    """Return the lowest and highest value to show; the steep beginning of the curve does not
-    count.
-    """
+    """Return the lowest and highest value to show, without the steep beginning of the curve."""
     good = values[np.isfinite(values)]
     later = good[int(len(good) * FIRST_SHARE) :] if len(good) > 1 / FIRST_SHARE else good
     low, high = (float(later.min()), float(later.max())) if len(later) else (0.0, 1.0)

@@ -137,9 +137,9 @@ def prepare(
 def _written(
     corpora: Corpora, tokenizer: Tokenizer, to: str, *, is_mixture: bool
 ) -> dict[str, str]:
-    """Write each corpus to `to`, in a folder of its source's name if there are several.
+    """Write each corpus to `to` and return the place of each.
 
-    Returns the place of each.
+    Each of several sources has a folder of its name.
     """
     from trainctl.data.prepare import say
     from trainctl.data.source_sampler import SHARD_TOKENS

@@ -1,6 +1,4 @@
-"""Warnings of configuration that a run ignores: an edited `config.yaml`, an attempt that failed
-early.
-"""
+"""Warnings of settings that a run ignores: in an edited `config.yaml`, or of a failed attempt."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def passed_over_findings(run: RunPaths, standing: Standing | None) -> list[Findi
 
 
 def changes_text(changes: Sequence[Change]) -> str:
-    """List changes such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``; secrets are
-    hidden.
+    """Format changes, such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``; hide
+    secrets.
     """
     return ", ".join(
         f"{change.key}: {_shown(change.key, change.left)} -> {_shown(change.key, change.right)}"

@@ -71,7 +71,7 @@ class LiveLine:
                 self._stream.flush()
 
     def _erased(self) -> str:
-        """Return the escape codes that erase the line, in as many rows as it takes at the current
+        """Return the escape codes that erase the line, in all rows that it takes at the current
         width.
         """
         if not self._drawn:

@@ -97,7 +97,7 @@ def _but_length(error: TrainctlError) -> TrainctlError:
 
 
 def show_comparison(compared: Sequence[Compared]) -> None:
-    """Print the model, and a row for each configuration: values, peak, its phase, host memory,
+    """Print the model, and for each configuration its values, peak, phase, host memory and
     verdict.
     """
     plans = [item.planned.assessment.plan for item in compared if item.planned]
@@ -143,9 +143,7 @@ def save_chart(compared: Sequence[Compared], path: Path) -> None:
 
 
 def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
-    """Return traced parameters and activation bytes beside their closed form; empty without a
-    trace.
-    """
+    """Return traced parameters and activation bytes beside the closed form; empty if untraced."""
     traced, made = planned.traced, planned.assessment.plan
     if traced is None or made is None:
         return {}

@@ -77,9 +77,7 @@ def _error(problem: dict[str, Any]) -> TrainctlError:
 
 
 def _failure(task: str, code: int, talk: str) -> Exception:
-    """Return the error for a process that ended without a result: it was killed, or there is a
-    bug.
-    """
+    """Return the error of a process that ended without a result: it was killed, or has a bug."""
     if code < 0:
         name = signal.Signals(-code).name
         hint = "the memory of this machine may not suffice" if name == "SIGKILL" else ""

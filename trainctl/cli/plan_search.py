@@ -262,9 +262,7 @@ def _tokens(found: FoundPlan) -> int:
 
 
 def _cost(found: FoundPlan, price: float) -> float:
-    """Return the cost of a billion tokens, in the unit of `price`, which is for one device and
-    hour.
-    """
+    """Return the cost of a billion tokens; `price` is per device and hour."""
     hours = 1e9 / found.tokens_per_second / 3600
     return price * found.plan.mesh.world_size * hours
 

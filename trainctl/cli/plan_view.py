@@ -186,9 +186,7 @@ def _weights(config: RunConfig) -> Iterator[str]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[str]:
-    """Yield the tokenizer's vocabulary and end-of-document token; nothing if its files cannot be
-    read.
-    """
+    """Yield the vocabulary and end-of-document token; nothing if the tokenizer cannot be read."""
     tokenizer = config.tokenizer
     if not config.trains_itself:
         return

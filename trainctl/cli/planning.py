@@ -85,9 +85,7 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
 
 
 def _further(composed: Composed) -> Sequence[Finding]:
-    """Find further problems of a wrong configuration; by the rules alone if its model cannot be
-    read.
-    """
+    """Find further problems of a wrong configuration; by rules alone if its model is unreadable."""
     config = composed.config
     if config.model.is_unread:
         return resolve(config, resolve_hardware(config.hardware)).findings

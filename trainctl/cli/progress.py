@@ -39,8 +39,8 @@ class Progress:
         stop_step: Step at which this launch ends.
         every_steps: Interval of the plain lines (`logging.every_steps`).
         as_json: Print each record as a line of JSON on stdout, and nothing else there.
-        run: Run whose heartbeats say what goes on between records.
-        attempt: Its running attempt.
+        run: Run whose heartbeats give the activity between records; None reads none.
+        attempt: Number of its running attempt.
     """
 
     def __init__(
@@ -111,9 +111,7 @@ class Progress:
             put(step_line(event, stop_step=self._stop_step, seconds_left=self._left))
 
     def _live_text(self, columns: int) -> str:
-        """Return the live line: the last step, or the current activity; step details go if room is
-        short.
-        """
+        """Return the live line: the last step or the current activity, cut to the columns."""
         doing, seconds = self._activity.now()
         what = f"{doing} {clock(seconds)}" if doing else ""
         if self._step is None:
@@ -130,8 +128,9 @@ class Progress:
         return "#" * done + "." * (width - done)
 
     def _seconds_left(self, event: Event) -> float | None:
-        """Estimate the seconds left by a running mean of the time between records, evaluations
-        included.
+        """Estimate the seconds left by a running mean of the time between records.
+
+        Evaluations and saves count too.
         """
         previous, now = self._last_time, float(event["time"])
         self._last_time = now
@@ -301,9 +300,7 @@ def event_lines(event: Event) -> list[str]:
 
 
 def bad_text_lines(event: Event) -> list[str]:
-    """Return what `data.on_bad_text` did, with the first example; empty if the corpus had no bad
-    text.
-    """
+    """Return what `data.on_bad_text` did, with the first example; empty without bad text."""
     bad = event.get("bad_text")
     if not bad:
         return []
@@ -316,9 +313,7 @@ def bad_text_lines(event: Event) -> list[str]:
 
 
 def _memory_lines(event: Event) -> list[str]:
-    """Return the measured and planned peak: always at the end, before only if above the plan's
-    bound.
-    """
+    """Return the measured and planned peak; before the end only if it exceeds the plan's bound."""
     planned = event["planned"]
     if planned is None:  # a model without a closed form or a trace
         return []

@@ -22,9 +22,7 @@ def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Find
 
 
 def checkpoint_bytes(planned: Planned) -> int | None:
-    """Return the size of a checkpoint of trainctl's own trainer; None if unknown or for other
-    programs.
-    """
+    """Return the size of a checkpoint of trainctl's own trainer; None if unknown or not its own."""
     budget = planned.assessment.budget
     is_ours = planned.composed.config.trains_itself
     return budget.checkpoint_bytes if budget is not None and is_ours else None

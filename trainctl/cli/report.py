@@ -129,9 +129,7 @@ def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
 
 
 def _title(histories: list[History]) -> str:
-    """Return the names of the runs. Runs of a sweep, which are called 0, 1, 2, go by the sweep's
-    name.
-    """
+    """Return the names of the runs. Runs of a sweep (0, 1, 2) go by the sweep's name."""
     roots = [history.run.root for history in histories]
     sweeps = {root.parent: None for root in roots if is_sweep(root.parent)}
     others = [root for root in roots if root.parent not in sweeps]

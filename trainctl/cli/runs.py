@@ -163,7 +163,7 @@ def logs(
 
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
-    """Print the last lines that the launch has shown in its terminal."""
+    """Print the last lines that a launch shows of the attempt's records."""
     stop_step = _stop_step(attempt)
     shown: list[str] = []  # newest first
     for event in events_from_end(run.events):

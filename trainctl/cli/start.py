@@ -1,6 +1,4 @@
-"""Start of a run, and the steps shared with `resume`: show, check, start, watch, report the
-outcome.
-"""
+"""Start of a run, and the steps shared with `resume`: show, check, start, watch, report."""
 
 from __future__ import annotations
 

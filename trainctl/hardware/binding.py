@@ -71,9 +71,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def _cut(cpus: Sequence[int], parts: int) -> list[list[int]]:
-    """Split into `parts` equal, contiguous slices; with fewer CPUs than parts, some slices share a
-    CPU.
-    """
+    """Split into `parts` equal, contiguous slices; some share a CPU if there are too few."""
     size = len(cpus)
     bounds = [(part * size // parts, (part + 1) * size // parts) for part in range(parts)]
     return [list(cpus[first : max(first + 1, last)]) for first, last in bounds]

@@ -232,9 +232,7 @@ def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def toolkit_release() -> str | None:
-    """Return the release of the CUDA toolkit that torch's cpp_extension would find, such as
-    ``12.8``.
-    """
+    """Return the release of the CUDA toolkit that torch's cpp_extension finds, such as ``12.8``."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc")
     nvcc = f"{home}/bin/nvcc" if home else found or "/usr/local/cuda/bin/nvcc"

@@ -71,9 +71,7 @@ def calibration_file() -> Path:
 
 
 def read_calibration(device: str) -> Calibration | None:
-    """Return the measurement of a device with the installed version of torch; None if there is
-    none.
-    """
+    """Return the device's measurement with the installed version of torch; None without one."""
     entry = _entries().get(device)
     if entry is None:
         return None
@@ -85,9 +83,7 @@ def read_calibration(device: str) -> Calibration | None:
 
 
 def with_calibration(new: Calibration) -> dict[str, Any]:
-    """Return the file's content with a new measurement. Fields that it did not measure keep their
-    values.
-    """
+    """Return the file's content with a new measurement; fields that it lacks keep their values."""
     old = read_calibration(new.device)
     entry = asdict(new)
     if old is not None:

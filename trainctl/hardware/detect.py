@@ -57,9 +57,7 @@ def all_devices() -> tuple[Device, ...]:
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """Return the newest CUDA version that NVIDIA's driver supports; None if nvidia-smi does not
-    say.
-    """
+    """Return the newest CUDA version that NVIDIA's driver supports; None if unknown."""
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", query_tool(("nvidia-smi",)))
     return (int(found[1]), int(found[2])) if found else None
 

@@ -1,4 +1,4 @@
-"""Checks of all on this machine that can make a run fail, for `trainctl doctor` and launches.
+"""Checks of everything on this machine that can fail a run, for launches and `trainctl doctor`.
 
 No check imports torch.
 """
@@ -42,9 +42,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Result of one check. Facts and findings are both empty if the plan needs nothing of the
-    kind.
-    """
+    """Result of one check; without facts and findings the plan needs nothing of the kind."""
 
     name: str
     facts: tuple[str, ...]

@@ -24,8 +24,9 @@ is this much for a whole container.
 
 
 def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find a missing or too small `/dev/shm`, where NCCL, gloo and data loaders of a node exchange
-    data.
+    """Find a missing or too small `/dev/shm`.
+
+    NCCL, gloo and data loaders of a node exchange data through it.
     """
     processes = hardware.devices_per_node
     if processes < 2:

@@ -67,8 +67,9 @@ def _own_address(up: list[str]) -> str | Finding:
 
 
 def _entries(variable: str, value: str) -> list[str]:
-    """Return the interfaces that must exist. NCCL accepts prefixes, ``=name``, and ``^name`` to
-    exclude.
+    """Return the interfaces that must exist.
+
+    NCCL accepts prefixes, ``=name``, and ``^name`` to exclude.
     """
     if value.startswith("^"):
         return []

@@ -35,16 +35,14 @@ import these packages.
 
 
 def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find requirements of these packages that are not installed, or in a version they do not
-    accept.
-    """
+    """Find requirements of the packages that are missing, or installed in a wrong version."""
     yield from _found_in(tuple(sys.path))
 
 
 @cache
 def _found_in(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
-    """Return the findings for the packages on `path`; cached, as they are slow and the same for
-    any plan.
+    """Return the findings for the packages on `path`, cached: they are slow and no plan changes
+    them.
     """
     return tuple(_compared())
 
@@ -91,9 +89,7 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Find large packages whose bytecode Python cannot cache: each process then compiles them
-    again.
-    """
+    """Find large packages whose bytecode cannot be cached: each process compiles them again."""
     for name, file in SLOW_TO_COMPILE.items():
         try:
             source = Path(str(metadata.distribution(name).locate_file(file)))
@@ -158,8 +154,8 @@ def version(name: str) -> str | None:
 
 
 def torch_build() -> tuple[str, str] | None:
-    """Return the CUDA and HIP versions torch was built for, empty if without; None if torch is
-    missing.
+    """Return torch's CUDA and HIP versions, empty for a build without; None if it is not
+    installed.
     """
     text = packaged_text("torch", "torch/version.py")
     if text is None:

@@ -18,9 +18,7 @@ firmware keep about the same share of a machine's memory to themselves.
 
 
 def falls_short(found: int, planned: int) -> bool:
-    """Return True if memory that was found is less than planned, beyond the tolerance; both in
-    bytes.
-    """
+    """Return True if `found` bytes are less than `planned`, beyond `MEMORY_TOLERANCE`."""
     return found < planned * (1 - MEMORY_TOLERANCE)
 
 
