@@ -186,7 +186,7 @@ def size_text(size: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape control characters, which names of runs and paths may contain, for a terminal.
+    r"""Escape control characters, which names of runs and paths may contain, for a terminal.
 
     Line feeds and tabs stay.
 
