@@ -14,10 +14,7 @@ import os
 import sys
 import time
 
-from trainctl.hardware.builds import build_folders, tools_path, was_left
-
-_UNSEEN_SECONDS = 10.0
-"""A build that goes on has a process in its folder this long after it began."""
+from trainctl.hardware.builds import build_folders, is_stale_lock, tools_path
 
 OPERATORS = {
     "CPUAdamBuilder": "AdamW in host memory",
@@ -36,7 +33,7 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["PATH"] = tools_path()
     for lock in (folder / "lock" for name in FOLDERS for folder in build_folders(name)):
-        if was_left(lock, _UNSEEN_SECONDS):
+        if is_stale_lock(lock):
             print(f"removed {lock}, which a killed build left", flush=True)
             lock.unlink(missing_ok=True)
     from deepspeed.accelerator import get_accelerator

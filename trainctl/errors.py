@@ -1,4 +1,4 @@
-"""What can go wrong, in one place: the exit codes, the findings of a check, the one error type.
+"""Exit codes, findings of checks, and the one exception type for mistakes of users.
 
 Every room reports a user's mistake as a `Finding`, or raises a `TrainctlError` that carries one or
 more. Only the command line turns them into text and an exit code.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """How a command ended. A process ended by signal n exits with 128 + n, as a shell has it."""
+    """Exit codes of commands. A process killed by signal n exits with 128 + n, as in a shell."""
 
     success = 0
     internal_error = 1
@@ -25,12 +25,13 @@ class ExitCode(IntEnum):
     environment = 4
     """This machine is not what the plan needs: devices, memory, packages, ports, space."""
     run_state = 5
-    """The folder is not a run, is in use by another launch, or has no checkpoint to go on from;
-    or a checkpoint is damaged."""
+    """The folder is not a run, is in use by another launch, or has no checkpoint to resume from;
+    or a checkpoint is damaged.
+    """
     training_failed = 6
     """A rank ended with an error of its own; its log says which."""
     requeue = 75
-    """Asked to stop, saved and stopped (EX_TEMPFAIL of sysexits.h): start the same again."""
+    """Stopped on request after saving (EX_TEMPFAIL of sysexits.h): the same command continues."""
     interrupted = 130
     terminated = 143
 
@@ -45,7 +46,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 class Severity(StrEnum):
-    """An error stops `validate` and `launch`; a warning is printed and recorded."""
+    """Severity of a finding: an error stops `validate` and `launch`, a warning does not."""
 
     error = "error"
     warning = "warning"
@@ -53,25 +54,24 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with what the user asked for."""
+    """One problem in the user's request."""
 
     rule: str
     """Stable identifier of the check, such as ``TC012``."""
     message: str
-    """What is wrong, with the values."""
+    """The problem, with the values involved."""
     key: str = ""
-    """Dotted config key it is about; empty when it is about no single key."""
+    """Dotted config key; empty if the finding concerns no single key."""
     hint: str = ""
     """The nearest legal value, or what to do."""
     severity: Severity = Severity.error
-    """Whether it stops a launch."""
     exit_code: ExitCode = ExitCode.bad_input
-    """How a command that stops for it ends."""
+    """Exit code of a command that stops because of this finding."""
     source: str = ""
-    """What set the key: a file and line, or the override; empty if unknown or a default."""
+    """The file and line, or the override, that set the key; empty if unknown or a default."""
 
     def set_by(self, source: str) -> Finding:
-        """Return the same finding, naming what set its key."""
+        """Return a copy of the finding that names what set its key."""
         return replace(self, source=source)
 
     @property
@@ -82,11 +82,8 @@ class Finding:
 class TrainctlError(Exception):
     """A failure that a user can act on; never shown with a traceback.
 
-    Args:
-        message: What went wrong, in one sentence.
-        hint: What to do about it.
-        exit_code: The kind of failure.
-        findings: All problems found, when there is a list of them.
+    `message` is one sentence, `hint` says what to do, `findings` holds all problems where there are
+    several.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class TrainctlError(Exception):
 
     @classmethod
     def from_findings(cls, findings: Sequence[Finding]) -> TrainctlError:
-        """Return one error for all problems; the first error's exit code is the command's."""
+        """Return one error for all findings, with the exit code of the first error among them."""
         errors = [finding for finding in findings if finding.is_error]
         count = f"{len(errors)} problem" + ("s" if len(errors) != 1 else "")
         exit_code = errors[0].exit_code if errors else ExitCode.bad_input

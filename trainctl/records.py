@@ -1,9 +1,9 @@
-"""Records of a program's own: `from trainctl.records import log` in what `script=` or `trainer=`
-starts.
+"""Records written by a user's own program: `from trainctl.records import log` in what `script=` or
+`trainer=` starts.
 
-A step that is logged is a line of the run's `events.jsonl`, as trainctl's own trainer writes it: it
-is shown while the run goes on, drawn by its pages, and sent to the loggers of `logging.to`. Neither
-torch nor DeepSpeed is imported.
+A logged step is a line of the run's `events.jsonl`, in the format of trainctl's own trainer: it is
+shown while the run goes on, drawn in the run report, and sent to the loggers of `logging.to`.
+Neither torch nor DeepSpeed is imported.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ FIELDS = (
     "mfu",
     "seconds",
 )
-"""Values that records have fields for; others go into `values`."""
+"""Values that have a record field of their own; all others go into `values`."""
 
 _KINDS = ("step", "evaluation")
 
 _writers: dict[tuple[int, str, int], EventWriter] = {}
-"""Open files, by process: a lock on a file that a fork shares would keep nobody out."""
+"""Open files by (process, run directory, attempt). A fork must not share its parent's file: both
+would hold the same lock.
+"""
 
 
 def log(
@@ -45,25 +47,24 @@ def log(
 ) -> bool:
     """Record numbers of an optimizer step, or of an evaluation after it.
 
-    Outside a run, and on other ranks than that one, it does nothing; nor does it ever raise for
-    what the run directory does (a full disk).
+    Does nothing outside a run, nor on ranks other than `rank`. Errors of the run directory (a full
+    disk) are warned of and never raised.
 
     Args:
-        step: The optimizer step, from 1. One that is recorded again, after a resume, takes the
-            place of that step and of all behind it.
-        kind: What they are of.
+        step: The optimizer step, from 1. Recording a step again, after a resume, replaces its
+            record and discards all later ones.
         rank: The rank that records, by RANK; the others do nothing.
         values: Numbers by name, such as `loss=2.5`; also tensors and arrays of one element, and,
-            of `seconds` and names of your own, mappings of names to numbers. `loss` becomes the
+            for `seconds` and names of your own, mappings of names to numbers. `loss` becomes the
             metric `train/loss` or `evaluation/loss`, a name of your own `train/NAME`; `seconds` is
             the time of the whole step, or of its parts with a `total`.
 
     Returns:
-        Whether it was recorded.
+        Whether the numbers were recorded.
 
     Raises:
-        TypeError: A value is no number.
-        ValueError: There is no such kind, or the step is negative.
+        TypeError: A value is not a number.
+        ValueError: `kind` is unknown, or the step is negative.
     """
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r} is neither of {', '.join(_KINDS)}")
@@ -99,7 +100,7 @@ def _writer(folder: str, attempt: int) -> EventWriter:
 
 
 def _plain(value: Any) -> Any:
-    """It as JSON takes it; NaN and infinities as floats, which the writer spells."""
+    """Convert a value to JSON data. NaN and infinities stay floats, which the writer spells out."""
     if isinstance(value, bool):
         raise TypeError("a value is a number, and this is True or False")
     if value is None or isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""What a run is at between its records: starting, tokenizing, compiling, evaluating, saving."""
+"""Activity of a run between its records: starting, tokenizing, compiling, evaluating, saving."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ _AFTER_RECORD = {
     "end": "ending",
     "restart": "starting again",
 }
-"""What follows a record, until the next or a sign of life says more."""
+"""Activity that follows a record, until the next record or heartbeat."""
 
 
 class Activity:
-    """Follows a run by its records and by what its first rank says that it does.
+    """Current activity of a run, from its records and the heartbeats of its first rank.
 
-    Args:
-        run: The run, whose signs of life are looked at where they can be read; None knows the
-            records only.
-        attempt: The running one.
+    Without a run (None), heartbeats are not read and only records count.
     """
 
     def __init__(self, run: RunPaths | None, attempt: int) -> None:
@@ -34,7 +31,7 @@ class Activity:
         self._is_compiling = False
 
     def see(self, event: Mapping[str, Any]) -> None:
-        """Take notice of a record."""
+        """Update the activity by a record."""
         self._attempt = int(event.get("attempt", self._attempt))
         if event["event"] == "build":
             self._is_compiling = event["seconds"] is None
@@ -45,7 +42,7 @@ class Activity:
             self._after = _AFTER_RECORD.get(event["event"], self._after)
 
     def now(self) -> tuple[str, float]:
-        """What goes on besides steps, and for how many seconds; an empty text between them."""
+        """Return the activity other than steps, empty during steps, and its seconds so far."""
         text = self._text()
         if text != self._shown:
             self._shown, self._since = text, time.monotonic()
@@ -64,7 +61,7 @@ class Activity:
         return self._after
 
     def _beat(self) -> Beat | None:
-        """The newest sign of life of the attempt's preparation or its first rank."""
+        """Return the heartbeat of the first rank or, before there is one, of the preparation."""
         if self._run is None:
             return None
         attempt = self._run.attempt(self._attempt)

@@ -1,4 +1,4 @@
-"""`trainctl add-tokens`: a directory whose tokenizer lacks tokens, with them."""
+"""`trainctl add-tokens`: add special tokens to a transformers directory."""
 
 from __future__ import annotations
 

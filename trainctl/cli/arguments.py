@@ -14,10 +14,10 @@ from trainctl.errors import TrainctlError
 
 
 def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
-    """Take the options of the folder too: before anything asks what there is.
+    """Register the options of the folder `--config-dir`, before any command looks options up.
 
     Raises:
-        TrainctlError: It has some, and nobody said that they are to be trusted.
+        TrainctlError: The folder has Python options, and `--trust-code` was not given.
     """
     if value is None:
         return None
@@ -100,7 +100,7 @@ Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the lowe
 
 
 class Weights(StrEnum):
-    """Which weights of a checkpoint."""
+    """Weights of a checkpoint to use: the trained ones, or their moving average."""
 
     raw = "raw"
     ema = "ema"
@@ -115,7 +115,7 @@ WhichWeights = Annotated[
 
 
 class OfflineDevice(StrEnum):
-    """Where a model runs outside training."""
+    """Device of a model outside training."""
 
     auto = "auto"
     cpu = "cpu"
@@ -129,7 +129,7 @@ OnDevice = Annotated[
 
 
 def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """A leading recipe or run, and the overrides after it.
+    """Split arguments into a leading recipe or run, if there is one, and the overrides after it.
 
     An override always has a ``=`` or starts with ``~``, so anything else in front is a target.
     """

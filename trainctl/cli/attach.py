@@ -1,4 +1,4 @@
-"""Watching a run that another process, machine or scheduler drives."""
+"""Following a run that another process, machine or scheduler drives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _POLL_SECONDS = 0.2
 
 
 def follow_run(run: RunPaths, *, as_json: bool) -> int:
-    """Show the newest attempt's records from its start, and those to come, until the run ends.
+    """Show all records of the newest attempt, and new ones until the run ends.
 
     Returns:
-        Its exit code.
+        The run's exit code.
 
     Raises:
-        TrainctlError: Nothing of it was started, or nobody drives it any more (exit code 5).
+        TrainctlError: The run was never started, or its launcher and agent are gone (exit code 5).
     """
     summary = summarise(run)
     if summary.state == NEW and not summary.is_live:

@@ -11,17 +11,15 @@ from trainctl.cli.console import put
 LABEL_WIDTH = 26
 BAR_WIDTH = 40
 LINE_WIDTH = 76
-"""Of the components in brief."""
+"""Width of the components' line in the brief view, in characters."""
 PARTIAL_BLOCKS = " ▏▎▍▌▋▊▉"
-"""Eighths of a character cell."""
+"""Characters that fill one to seven eighths of a cell."""
 
 
 def show_budget(budget: Mapping[str, Any], *, host_capacity_bytes: int | None) -> None:
     """Print the table of `MemoryBudget.to_json()` on stdout.
 
-    Args:
-        budget: The budget's JSON form.
-        host_capacity_bytes: Memory of a machine; none if unknown.
+    `host_capacity_bytes` is the host memory of a node; None if unknown.
     """
     unicode_bars = (sys.stdout.encoding or "").lower().startswith("utf")
     styles = {True: "good", False: "error", None: "warning"}
@@ -30,7 +28,7 @@ def show_budget(budget: Mapping[str, Any], *, host_capacity_bytes: int | None) -
 
 
 def show_brief_budget(budget: Mapping[str, Any]) -> None:
-    """Print the budget in a few lines on stdout; `show_budget` has the rest."""
+    """Print the budget in a few lines on stdout; `show_budget` prints all of it."""
     styles = {True: "good", False: "error", None: "warning"}
     first, *others = brief_lines(budget)
     put(first, style=styles[budget["fits"]])
@@ -39,7 +37,7 @@ def show_brief_budget(budget: Mapping[str, Any]) -> None:
 
 
 def brief_lines(budget: Mapping[str, Any]) -> list[str]:
-    """The peak and what it is made of, the host's memory, NVMe and disk: a line each."""
+    """Return a line each for the peak, its components, host memory, NVMe and disk."""
     number = _number_format(budget["device_peak_bytes"])
     result, between = _verdict(budget, number)
     peak = f"{number(budget['device_peak_bytes'])}{result} ({between})"
@@ -53,7 +51,7 @@ def brief_lines(budget: Mapping[str, Any]) -> list[str]:
 
 
 def _largest_parts(budget: Mapping[str, Any], number: Any) -> str:
-    """As many of the peak's components as a line holds, and the sum of the others."""
+    """List the peak's largest components that fit one line, and the sum of the others."""
     sizes = sorted(((size, name) for name, size in budget["components"].items()), reverse=True)
     line = ""
     for count in range(1, len(sizes) + 1):
@@ -69,7 +67,7 @@ def _largest_parts(budget: Mapping[str, Any], number: Any) -> str:
 def budget_lines(
     budget: Mapping[str, Any], host_capacity_bytes: int | None, *, unicode_bars: bool = True
 ) -> list[str]:
-    """The table's lines: components of the worst pipeline stage at its peak, then the rest.
+    """Return the table's lines: components of the worst pipeline stage at its peak, then the rest.
 
     Bars share one scale, in which the full width is the device's capacity or, when the peak does
     not fit, the peak.
@@ -112,7 +110,7 @@ def _disk_line(budget: Mapping[str, Any]) -> str:
 
 
 def _verdict(budget: Mapping[str, Any], number: Any) -> tuple[str, str]:
-    """What the peak is held against, and between what it lies."""
+    """Return the capacity with the verdict, and the bounds of the peak, as text."""
     verdict = {True: "fits", False: "does not fit", None: "too close to tell"}[budget["fits"]]
     low, high = budget["device_peak_low_bytes"], budget["device_peak_high_bytes"]
     capacity = budget["device_capacity_bytes"]
@@ -137,7 +135,7 @@ def _host_lines(host: Mapping[str, Any], capacity: int | None) -> list[str]:
 
 
 def _line(label: str, text: str, aligned: str = "") -> str:
-    """A row whose first number, `aligned` (or all of `text`), ends in the column of numbers."""
+    """Return a row in which `aligned`, by default all of `text`, ends in the column of numbers."""
     indent = 10 - len(aligned or text)
     return f"  {label:<{LABEL_WIDTH}}{' ' * max(indent, 0)}{text}"
 

@@ -88,7 +88,7 @@ def rm(
     Example: trainctl checkpoint rm runs/NAME 1000 2000
     """
     paths = open_run(run)
-    with hold(paths):  # a trainer's own rotation must not meet this
+    with hold(paths):  # keeps a trainer's rotation out
         doomed = select(paths, steps)
         if not force:
             _require_another(paths, [path for _, path in doomed])
@@ -132,17 +132,17 @@ def now(run: Run = None, as_json: Json = False) -> None:
 
 
 def _place(event: Event) -> tuple[int, int]:
-    """Attempt and step of a record: a later attempt may replay steps."""
+    """Return the attempt and step of a record. A later attempt may repeat steps."""
     return int(event["attempt"]), int(event["step"])
 
 
 def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int]) -> Event | None:
-    """The record of the first save at or after that place; None if the launch ended without one.
+    """Return the record of the first save at or after `since`; None if the launch ended first.
 
-    A save that was under way when this was asked for is of an earlier step.
+    A save that was already under way at the request has an earlier step, and does not count.
     """
     while True:
-        training = holder(run) is not None  # asked first: the last records come before the end
+        training = holder(run) is not None  # before the poll: the last records precede the end
         for event in follower.poll():
             if event["event"] == "checkpoint" and _place(event) >= since:
                 return event
@@ -152,7 +152,7 @@ def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int
 
 
 def _rows(run: RunPaths) -> list[dict[str, Any]]:
-    """What `ls` shows of each folder; the path to a damaged one comes with what is wrong."""
+    """Return the rows of `ls`, one for each folder; a damaged checkpoint comes with its problem."""
     full = examine(run)
     infos = [look.info for look in full if look.info is not None]
     metric = config_of(run).checkpoint.best_of or "loss"
@@ -202,7 +202,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _require_another(run: RunPaths, doomed: list[Path]) -> None:
-    """Refuse if the run had an intact checkpoint before, and none after."""
+    """Refuse to remove the last intact checkpoint."""
     full = [path for _, path in reversed(checkpoint_folders(run))]
     with Meter() as meter:
         if any(not problems_of(run, path, meter) for path in full if path not in doomed):

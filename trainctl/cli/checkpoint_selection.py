@@ -1,4 +1,4 @@
-"""Which checkpoint a command works on, verified before it is used."""
+"""Selection of the checkpoint that a command uses, with verification."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from trainctl.runs.manifest import is_old, read_manifest, verify_files
 
 
 def open_or_newest(path: Path | None) -> RunPaths:
-    """The run in a directory, or the newest one if none is named.
+    """Return the run in a directory, or the newest run for None.
 
     Raises:
-        TrainctlError: It is not a run, or there is none (exit code 5).
+        TrainctlError: The directory is not a run, or there is no run (exit code 5).
     """
     return newest_run() if path is None else open_run(path)
 
 
 def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bool) -> Path:
-    """An intact checkpoint, every byte of it verified; says which damaged ones it passed over.
+    """Return an intact checkpoint, with every byte verified; warn of damaged ones passed over.
 
     Args:
-        meter: Shows how far the verification has come.
-        step: Of the checkpoint; None takes the best or the newest that is intact.
-        best: By the metric of `checkpoint.best_of`, else by the held-out loss.
+        step: Step of the checkpoint; None takes the best or the newest that is intact.
+        best: Take the one with the lowest `checkpoint.best_of` metric, by default held-out loss.
 
     Raises:
-        TrainctlError: There is none, or the one of that step is damaged (exit code 5).
+        TrainctlError: There is no intact checkpoint, or the one of `step` is damaged (exit code 5).
     """
     if step is not None and best:
         raise TrainctlError("--step and --best name two checkpoints", hint="leave one of them out")
@@ -50,7 +49,7 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
 
 
 def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
-    """Folders to try in turn."""
+    """Return the checkpoint folders in the order to try them."""
     if step is not None or not best:
         return [path for _, path in reversed(select(run, None if step is None else [step]))]
     metric = config_of(run).checkpoint.best_of or "loss"
@@ -66,12 +65,13 @@ def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
 
 
 def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int, Path]]:
-    """Step and path of the checkpoints of these steps, or of all: whole or not, oldest first.
+    """Return step and path of the checkpoints of these steps, or of all, oldest first.
 
-    Those of the weights alone are among them, each before the full one of its step.
+    Damaged and weights-only checkpoints are included; the latter come before the full checkpoint
+    of their step.
 
     Raises:
-        TrainctlError: There is none, or none of one of the steps (exit code 5).
+        TrainctlError: There is no checkpoint, or none of one of the steps (exit code 5).
     """
     alone = checkpoint_folders(run, weights_only=True)
     folders = sorted([*alone, *checkpoint_folders(run)], key=lambda item: item[0])
@@ -89,10 +89,12 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
 
 
 def check_goes_on(config: RunConfig, path: Path) -> None:
-    """Refuse to go on from a checkpoint of another model or optimizer; say if it cannot be known.
+    """Refuse to resume from a checkpoint of another model or optimizer.
+
+    A checkpoint that is too old to tell is warned of.
 
     Raises:
-        TrainctlError: It is of another one, or gone or damaged by now (exit code 5).
+        TrainctlError: The checkpoint is of another one, damaged or gone (exit code 5).
     """
     try:
         manifest = read_manifest(path)
@@ -111,7 +113,7 @@ def check_goes_on(config: RunConfig, path: Path) -> None:
 
 
 def verify(run: RunPaths, path: Path, meter: Meter) -> list[str]:
-    """What is wrong with a checkpoint of a run, having read every byte of it; empty if intact."""
+    """Read every byte of a checkpoint and return its problems; empty if it is intact."""
     try:
         manifest = read_manifest(path, own_id(run))
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The commands: listed from a table, and each imported when it is invoked or asked about.
+"""Table of commands. A command's module is imported when the command is invoked or completed.
 
-So `--help` and completion stay light, and a command's module imports what it needs at its top.
+So `--help` and completion stay fast, and a command's module imports what it needs at its top.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ COMMANDS = {
         "Say what a rule, a record, a cause of a failure or an exit code means, and what to do.",
     ),
 }
-"""Of each its panel in the listing, `module:name` here, and the first paragraph of its help."""
+"""Each command's panel in the listing, `module:name` in this package, and summary of its help."""
 
 WITH_WORDS = ("launch", "resume", "validate", "estimate-memory")
-"""Commands that may have a script's arguments after `--`."""
+"""Commands that accept a script's arguments after `--`."""
 
 _WORDS = "trainctl.words"
 
 
 class Commands(TyperGroup):
-    """All commands: what `COMMANDS` says of them, until one is resolved."""
+    """Group of all commands: placeholders with the texts of `COMMANDS`, until one is resolved."""
 
     def __init__(self, **settings: Any) -> None:
         listed = {
@@ -107,13 +107,13 @@ class Commands(TyperGroup):
         super().__init__(**{**settings, "commands": listed})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command that arguments begin with, imported."""
+        """Resolve the command that the arguments begin with, and import it."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, imported(name) if name else None, rest
 
 
 def imported(name: str) -> Any:
-    """A command of the table with its parameters, or a group with its commands."""
+    """Import a command of the table, or a group with its commands."""
     module, _, attribute = COMMANDS[name][1].partition(":")
     app = getattr(import_module(f"trainctl.cli.{module}"), attribute)
     if not isinstance(app, typer.Typer):
@@ -126,7 +126,7 @@ def imported(name: str) -> Any:
 
 
 def _refuse_addresses(command: Any) -> None:
-    """Have each parameter that is a path refuse a URL, which would become a folder of that name."""
+    """Make every path parameter refuse a URL, which would become a folder of that name."""
     for part in getattr(command, "commands", {}).values():
         _refuse_addresses(part)
     if not command.params or command.callback is None:
@@ -154,7 +154,7 @@ def _check_place(parameter: Any, place: str) -> None:
 
 
 def _join_lines(command: Any) -> None:
-    """Paragraphs of docstrings as one line each: where they wrap is the terminal's business."""
+    """Join each paragraph of a docstring into one line: the terminal wraps it."""
     if command.help:
         paragraphs = command.help.split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -163,10 +163,10 @@ def _join_lines(command: Any) -> None:
 
 
 class CommandWithWords(TyperCommand):
-    """A command whose words after `--` are a script's, whatever they look like."""
+    """Command that passes everything after `--` to a script, unparsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Set them aside, and parse the rest."""
+        """Set the words after `--` aside, and parse the rest."""
         if "--" in args:
             where = args.index("--")
             ctx.meta[_WORDS] = args[where + 1 :]
@@ -175,6 +175,6 @@ class CommandWithWords(TyperCommand):
 
 
 def words_of(context: typer.Context) -> list[str] | None:
-    """The words after `--`; None where there was no `--`."""
+    """Return the words after `--`; None if there was no `--`."""
     words: list[str] | None = context.meta.get(_WORDS)
     return words

@@ -1,4 +1,4 @@
-"""Two configurations compared by what they mean: recipes, runs, and DeepSpeed's own JSON files."""
+"""Comparison of two configurations by meaning: recipes, runs, and DeepSpeed's own JSON files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ABSENT = "not set"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two."""
+    """One of the two configurations."""
 
     name: str
     values: Mapping[str, Any] | None
-    """What is set, by config key, as plain data; None for a JSON file."""
+    """Set values by config key, as plain data; None for a JSON file."""
     derived: Mapping[str, Any]
-    """What stands for a value that is null, by config key."""
+    """Derived values by config key, which replace values that are null."""
     deepspeed: Mapping[str, Any] | None
-    """The JSON, flat; None where no plan can be made."""
+    """DeepSpeed's JSON with dotted keys; None if no plan can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key with its two values, as plain data, and how each is to be shown."""
+    """A key with its two values, as plain data and as text."""
 
     key: str
     left: Any
@@ -44,14 +44,12 @@ class Difference:
 
 
 def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None) -> Side:
-    """A recipe, a run's directory, or a file of DeepSpeed's JSON.
+    """Read a recipe, a run directory, or a file of DeepSpeed's JSON.
 
-    Args:
-        config_dir: The user's own folder.
-        attempt: Of the run; None is the one that stands for it.
+    `attempt` selects an attempt of a run; None takes the one that stands for the run.
 
     Raises:
-        TrainctlError: It is none of them, or cannot be read.
+        TrainctlError: `name` is none of them, or cannot be read.
     """
     path = Path(name).expanduser()
     if attempt is None and (path.is_file() or path.suffix == ".json"):
@@ -76,11 +74,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def compare(left: Side, right: Side) -> list[Difference]:
-    """The keys that mean something else on the two sides.
+    """Return the keys whose values differ in effect.
 
-    Two configurations are compared by our keys, where a null stands for the value that is derived
-    for it. As soon as one side is a JSON file, both are compared as JSON, where a key that is left
-    out stands for DeepSpeed's default.
+    Two configurations are compared by trainctl's keys, where a null stands for its derived value.
+    As soon as one side is a JSON file, both are compared as JSON, where a missing key stands for
+    DeepSpeed's default.
 
     Raises:
         TrainctlError: A JSON file is compared with a configuration that gives no JSON.
@@ -137,7 +135,7 @@ def _by_json(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Differen
 
 
 def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Under the names that DeepSpeed documents: some keys have a second spelling."""
+    """Rename keys to the spelling that DeepSpeed documents, and drop empty sections."""
     keys = load().keys
     renamed = {}
     for key, value in flat.items():
@@ -146,12 +144,12 @@ def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
         if known is not None and known.same_as:
             key = known.same_as + (f"{dot}{rest}" if known.name == head and rest else "")
         renamed[key] = value
-    # A section that is there but empty says no more than one that is not.
+    # An empty section means the same as a missing one.
     return {key: value for key, value in renamed.items() if value != {}}
 
 
 def _in_force(flat: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, or what DeepSpeed takes where it is left out."""
+    """Return the value of a key, or DeepSpeed's default if the key is missing."""
     if key in flat:
         return flat[key]
     known = load().keys.get(key)

@@ -1,7 +1,7 @@
 """Shell completion of overrides: recipes, options of groups, keys and their values.
 
-Every suggestion is a whole override, because shells put a space behind the only one that fits. No
-file is read for it, and neither Hydra nor YAML is imported.
+Every suggestion is a whole override, because shells put a space behind the only one that fits.
+Completion reads no file, and imports neither Hydra nor YAML.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from trainctl.errors import TrainctlError
 from trainctl.runs.directory import DEFAULT_ROOT, is_run
 
 Suggestions = list[tuple[str, str]]
-"""Each a word and what it means, for the shells that show that."""
+"""Words with their descriptions, for shells that show them."""
 
 
 def complete_overrides(incomplete: str, ctx: typer.Context | None = None) -> Suggestions:
-    """Overrides that begin so, with what `--config-dir` brings."""
+    """Return overrides that start with `incomplete`, including options of `--config-dir`."""
     words = _overrides(incomplete, _folders(ctx))
     found = {word: doc for word, doc in words if word.startswith(incomplete)}
     return sorted(found.items())
 
 
 def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
-    """A recipe or a run's directory in front, else overrides."""
+    """Complete a recipe or run directory if it comes first, and overrides everywhere."""
     found = complete_overrides(incomplete, ctx)
     if any(ctx.params.get(name) for name in ("target", "run", "overrides")):
         return found
@@ -48,16 +48,16 @@ def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
 
 
 def complete_key(incomplete: str) -> Suggestions:
-    """Configuration keys that begin so."""
+    """Return the configuration keys that start with `incomplete`."""
     found = leaves().values()
     return [(leaf.key, leaf.metadata["doc"]) for leaf in found if leaf.key.startswith(incomplete)]
 
 
 def answer_bash(app: typer.Typer, environment: MutableMapping[str, str]) -> str:
-    """Completion for bash, which takes each `=` for a word of its own.
+    """Return completions for bash, which splits words at each `=`.
 
-    It passes on `optimizer=ad` as three words and puts the answer in place of the third. Typer is
-    given one word, and its answers are cut to what is to be put there.
+    Bash passes `optimizer=ad` as three words and inserts the answer in place of the third. The
+    three are joined for Typer, and its answers cut to the part that bash inserts.
     """
     words = environment["COMP_WORDS"].split("\n")
     cursor = min(int(environment["COMP_CWORD"]), len(words) - 1)
@@ -84,7 +84,7 @@ def _rejoin(words: list[str]) -> list[str]:
 
 
 def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, str]]:
-    """Overrides to choose from; values only of the group or key that is being typed."""
+    """Yield overrides to choose from; options only of the group that is being typed."""
     yield from ((f"recipe={name}", "a recipe") for name in _recipes(folders))
     for group in GROUPS:
         if f"{group}=".startswith(incomplete) or incomplete.startswith(f"{group}="):
@@ -98,7 +98,7 @@ def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, st
 
 
 def _values(leaf: Leaf) -> list[str]:
-    """All values of a key that has few, else its default, to be changed."""
+    """Return all values of a key that has few, else its default as a value to edit."""
     kinds, default = get_args(leaf.hint) or (leaf.hint,), leaf.default
     found: list[str] = ["null"] if type(None) in kinds else []
     if bool in kinds:
@@ -112,14 +112,16 @@ def _values(leaf: Leaf) -> list[str]:
 
 
 def _count_of(incomplete: str) -> str:
-    """`4x8x` of `hardware=4x8xh1`."""
+    """Return the count in front of a hardware option: `4x8x` of `hardware=4x8xh1`."""
     written = incomplete.partition("=")[2]
-    option = split_hardware(f"{written}_")[2]  # without an option it would be none
+    option = split_hardware(f"{written}_")[2]  # `_` stands in for an empty option
     return f"{written}_".removesuffix(option)
 
 
 def _folders(ctx: typer.Context | None) -> list[Folder]:
-    """Where to look; a folder that cannot be used is for the command to say."""
+    """Return the folders to search; without `--config-dir` if it cannot be used (the command says
+    why).
+    """
     with suppress(TrainctlError):
         return search_folders(ctx.params.get("config_dir") if ctx is not None else None)
     return search_folders()

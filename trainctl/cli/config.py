@@ -1,4 +1,4 @@
-"""`trainctl config`: look at what a configuration is, and why."""
+"""`trainctl config`: show a configuration, and why each value is what it is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Where output goes: data to stdout, talk to stderr.
+"""Output of commands: data on stdout, messages on stderr.
 
-Lines are written as they are: never wrapped, and nothing in them is interpreted, because they hold
-paths and values of users. Rich, whose import takes longer than planning, is only for tables and
-for the live line.
+Lines are written unwrapped and uninterpreted, because they hold paths and values of users. Rich,
+whose import takes longer than planning, is only for tables and for the live line.
 """
 
 from __future__ import annotations
@@ -19,39 +18,42 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 100
-"""Columns of a table when the output is no terminal."""
+"""Columns of a table if the output is not a terminal."""
 
 FILE_WIDTH = 10_000
-"""The same of a table whose rows are not fitted to a width: more than any has."""
+"""Columns of a table whose rows are never wrapped: more than any row has."""
 
 STYLES = {"error": "31", "warning": "33", "good": "32"}
 """Codes of ANSI's Select Graphic Rendition: red, yellow, green."""
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""C0 and C1 without tab and line feed; what turns the direction of writing; and the bytes of a path
-that are no UTF-8."""
+"""Control characters C0 and C1 except tab and line feed; bidirectional controls; and surrogates,
+which stand for bytes of a path that are not UTF-8.
+"""
 
 _output = {"is_needed": True}
-"""Whether a command is there for what it prints."""
+"""Whether the command's purpose is its output."""
 
 
 def go_on_without_reader() -> None:
-    """For a command that does more than to print: from now on a reader of stdout that goes away
-    (`| head`, a closed terminal) ends the output and not the command."""
+    """Keep the command running when the reader of stdout goes away (`| head`, a closed terminal).
+
+    Called by commands that do more than print: from then on only the output ends.
+    """
     _output["is_needed"] = False
 
 
 def abandon_output() -> None:
-    """Have nothing more of stdout reach anyone; without this Python complains at its exit."""
+    """Discard all further output on stdout; otherwise Python complains at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def put(text: str, *, style: str = "") -> None:
-    """One line of data on stdout, in colour if a style is named and stdout is a terminal.
+    """Print one line of data on stdout, in colour if a style is named and stdout is a terminal.
 
     Raises:
-        OSError: The reader has gone, and the command is there for him (`go_on_without_reader`).
+        OSError: The reader has gone, and `go_on_without_reader` was not called.
     """
     try:
         _write(sys.stdout, text, style)
@@ -60,11 +62,11 @@ def put(text: str, *, style: str = "") -> None:
 
 
 def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[str, str]) -> None:
-    """One line of data on stdout, some of whose pieces are in colour, or else between two marks.
+    """Print one line of data on stdout with some pieces highlighted.
 
     Args:
-        pieces: Each with whether it is one of those.
-        marks: What is before and behind one, where there is no colour.
+        pieces: Texts, each with whether it is highlighted.
+        marks: Texts before and after a highlighted piece if stdout has no colour.
     """
     is_plain = not _has_colour(sys.stdout)
     before, behind = marks if is_plain else (f"\x1b[{STYLES[style]}m", "\x1b[0m")
@@ -91,10 +93,10 @@ def _lose_reader(error: OSError) -> None:
 
 
 def say(text: str, *, style: str = "") -> None:
-    """One line of talk on stderr, in colour if a style is named and stderr is a terminal.
+    """Print one message on stderr, in colour if a style is named and stderr is a terminal.
 
-    Where nobody listens any more (a closed terminal, `2>&1 | head`) it is lost: what a command
-    does, and its exit code, do not hang on talk.
+    A message that cannot be written (a closed terminal, `2>&1 | head`) is dropped: neither the
+    command's work nor its exit code depends on messages.
     """
     with suppress(OSError):
         _write(sys.stderr, text, style)
@@ -109,9 +111,9 @@ def _write(stream: TextIO, text: str, style: str) -> None:
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """One JSON document on stdout, floats at full precision; without `indent` on one line.
+    """Print one JSON document on stdout, floats at full precision; without `indent` on one line.
 
-    Characters are escaped where the output's encoding may not have them.
+    Non-ASCII characters are escaped if the output's encoding is not UTF-8.
     """
     is_ascii = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
@@ -120,12 +122,12 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
 
 
 def rich_console(*, stderr: bool = False) -> Console:
-    """Rich on stdout or stderr, for what needs it; without colour where `put` has none."""
+    """Return a Rich console on stdout or stderr; without colour where `put` has none."""
     from rich.console import Console
     from rich.text import Text
 
     class PlainConsole(Console):
-        """One for which a reader who has gone means what he means to `put`."""
+        """Console that treats a reader who has gone as `put` does."""
 
         def on_broken_pipe(self) -> None:
             _lose_reader(BrokenPipeError())
@@ -147,12 +149,12 @@ def print_table(
     whole: Iterable[int] = (),
     wraps: bool = True,
 ) -> None:
-    """A table on stdout, without lines.
+    """Print a table on stdout, without borders.
 
     Args:
-        heads: Names of the columns.
-        whole: Columns that are never wrapped.
-        wraps: Whether rows are fitted to a width where the output is no terminal.
+        right: Indices of right-aligned columns.
+        whole: Indices of columns that are never wrapped.
+        wraps: Whether rows are fitted to `PIPE_WIDTH` if the output is not a terminal.
     """
     from rich.table import Table
 
@@ -171,12 +173,12 @@ def print_table(
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB with a unit, such as ``12.50 GiB``."""
+    """Format bytes as GiB, such as ``12.50 GiB``."""
     return f"{size / 2**30:,.2f} GiB"
 
 
 def size_text(size: float) -> str:
-    """Bytes in three figures, such as ``9.68 MiB``."""
+    """Format bytes with three digits, such as ``9.68 MiB``."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
@@ -184,8 +186,9 @@ def size_text(size: float) -> str:
 
 
 def visible(text: str) -> str:
-    """A text whose control characters are seen, and not obeyed by a terminal: names of runs and
-    paths may have any. Ends of lines and tabs stay.
+    r"""Escape control characters, which names of runs and paths may contain, for a terminal.
+
+    Line feeds and tabs stay.
 
     >>> visible("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -194,12 +197,12 @@ def visible(text: str) -> str:
 
 
 def printable(line: str) -> str:
-    """A line that a model wrote, without the escape sequences that a terminal would obey."""
+    """Replace the unprintable characters of a line that a model wrote, such as escape sequences."""
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 def short_count(number: float) -> str:
-    """A large count in three figures, such as ``6.74 B``."""
+    """Format a large count with three digits, such as ``6.74 B``."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

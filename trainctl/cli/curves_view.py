@@ -1,4 +1,4 @@
-"""`trainctl runs follow`: the curves of a run in a terminal, drawn anew as it goes on."""
+"""`trainctl runs follow`: the curves of a run in a terminal, redrawn while it trains."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from trainctl.runs.listing import RunSummary, summarise
 
 POLL_SECONDS = 1.0
 READ_BYTES = 16 << 20
-"""At a time: of a long run what there is so far is drawn, then more."""
+"""Bytes of records to read before each redraw: a long run is drawn before all of it is read."""
 
 CURVES = ("loss", "grad_norm", "tokens_per_second", "learning_rate")
-"""As many as there is room for, in this order."""
+"""Curves in order of priority; as many are shown as fit."""
 LEAST_COLUMNS, LEAST_ROWS = 56, 10
-"""Of a chart."""
+"""Least size of a chart, in characters."""
 MOST_EVENTS = 6
 FIRST_SHARE = 0.02
-"""Of the steps, whose loss does not count for the range: it is far above the rest."""
+"""Share of the first steps that a curve's range ignores: their loss is far above the rest."""
 
 _QUIET = ("launch", "checkpoint", "weights")
-"""Marks that are only shown where there is nothing else."""
+"""Marks that are shown only if there are no others."""
 
 
 def follow_curves(run: RunPaths) -> None:
-    """Draw until the run has ended, or Ctrl-C; the last picture stays."""
+    """Redraw until the run ends or Ctrl-C; then print the last picture."""
     history = History(run)
     shown: list[str] = []
     with suppress(KeyboardInterrupt), _screen():
@@ -57,7 +57,7 @@ def follow_curves(run: RunPaths) -> None:
 
 
 def picture(history: History, summary: RunSummary, columns: int, rows: int) -> list[str]:
-    """What is shown, in lines that fit: how the run stands, its curves, what happened last."""
+    """Return lines that fit the terminal: the run's state, its curves, its latest events."""
     head = [_cut(line, columns) for line in _head(history, summary)]
     events = [_cut(line, columns) for line in _events(history)]
     across = 2 if columns >= 2 * LEAST_COLUMNS else 1
@@ -89,7 +89,7 @@ def _head(history: History, summary: RunSummary) -> list[str]:
 
 
 def _seconds_left(history: History, summary: RunSummary) -> float | None:
-    """By the last hundred steps, with what came between them."""
+    """Estimate the seconds left from the last hundred steps, with what came between them."""
     times, steps = history.steps["time"][-100:], history.steps["step"][-100:]
     if len(times) < 2 or not summary.stop_step or steps[-1] <= steps[0]:
         return None
@@ -97,9 +97,9 @@ def _seconds_left(history: History, summary: RunSummary) -> float | None:
 
 
 def _events(history: History) -> list[str]:
-    """The last marks, and the last evaluation."""
+    """Return lines for the last evaluation and the last marks."""
     lines = []
-    if "loss" in history.evaluations:  # a program of the user's may have others
+    if "loss" in history.evaluations:  # a user's own program may log other values
         step, loss = history.evaluations.last("step"), history.evaluations.last("loss")
         lines.append(f"held-out loss {loss:.4f} at step {step:,.0f}")
     marks = [mark for mark in history.marks if mark.kind not in _QUIET] or history.marks
@@ -109,7 +109,7 @@ def _events(history: History) -> list[str]:
 
 
 def _chart(history: History, name: str, width: int, height: int) -> list[str]:
-    """A curve in exactly `height` lines of at most `width` characters."""
+    """Draw a curve in exactly `height` lines of at most `width` characters."""
     steps, values = reduced(history.steps["step"], history.steps[name], 2 * width)
     figure = plotext.figure
     figure.clear()
@@ -136,7 +136,7 @@ def _chart(history: History, name: str, width: int, height: int) -> list[str]:
 
 
 def reduced(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Numbers]:
-    """Means of a column's finite numbers in `most` buckets of neighbours, and of their steps."""
+    """Average a column's finite numbers, and their steps, in `most` buckets of neighbours."""
     good = np.isfinite(values)
     steps, values = steps[good], values[good]
     if len(steps) <= most:
@@ -147,7 +147,7 @@ def reduced(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Number
 
 
 def value_range(steps: Numbers, values: Numbers) -> tuple[float, float]:
-    """What is shown of a curve, from low to high: all but the steepest part at its beginning."""
+    """Return the lowest and highest value to show, without the steep beginning of the curve."""
     good = values[np.isfinite(values)]
     later = good[int(len(good) * FIRST_SHARE) :] if len(good) > 1 / FIRST_SHARE else good
     low, high = (float(later.min()), float(later.max())) if len(later) else (0.0, 1.0)
@@ -160,7 +160,7 @@ def _cut(line: str, columns: int) -> str:
 
 @contextmanager
 def _screen() -> Iterator[None]:
-    """A screen of its own, without a cursor; the one of before comes back."""
+    """Switch to the terminal's alternate screen without a cursor, and back at the end."""
     sys.stdout.write("\x1b[?1049h\x1b[?25l")
     try:
         yield

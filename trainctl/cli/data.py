@@ -1,4 +1,4 @@
-"""`trainctl data`: what is in the samples of a run or a recipe, and its other commands."""
+"""`trainctl data`: the samples of a run or a recipe, and the other commands of the group."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _before_a_run(
     """Plan a run and prepare its text, as its launch would.
 
     Raises:
-        TrainctlError: There is no plan, or no text that gives a sample.
+        TrainctlError: There is no plan, or not enough text for a sample.
     """
     from trainctl.data.prepare import corpora_of_plan
     from trainctl.data.streaming.corpora import opened
@@ -129,7 +129,7 @@ def _before_a_run(
 
 
 def _planned_counters(plan: RunPlan, step: int) -> list[int]:
-    """Return the samples that an optimizer step of a plan draws."""
+    """Return the counters of the samples that an optimizer step of a plan draws."""
     from trainctl.data.contents import parse_counters
 
     for stage in stages_of_plan(plan):
@@ -156,7 +156,7 @@ def _show(sample: Sample) -> None:
 
 
 def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
-    """The lines of a sample, and what is learnt of each."""
+    """Print the lines of a sample, with the text that is learnt highlighted."""
     line: list[tuple[str, bool]] = [("  | ", False)]
     for stretch in stretches:
         for number, text in enumerate(stretch.text.split("\n")):

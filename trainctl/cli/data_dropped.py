@@ -1,4 +1,4 @@
-"""`trainctl data show --dropped`: which documents are not trained on, and why."""
+"""`trainctl data show --dropped`: documents that are not trained on, with reasons."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def show_dropped(config: RunConfig, *, as_json: bool) -> None:
-    """Print what went of each source, with examples.
+    """Print the documents left out of each source, with examples.
 
     Raises:
-        TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
+        TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
+            prepared.
     """
     from trainctl.data.dropped import examples_of
 
@@ -38,7 +39,7 @@ def show_dropped(config: RunConfig, *, as_json: bool) -> None:
 
 
 def put_dropped(dropped: dict[str, Any]) -> None:
-    """Print what went of a source, by reason."""
+    """Print how many documents of a source were left out, by reason."""
     of, stay = dropped["documents"], dropped["stay"]
     put(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")
     for reason, tally in dropped["reasons"].items():
@@ -53,16 +54,17 @@ def put_dropped(dropped: dict[str, Any]) -> None:
 
 
 def told(dropped: dict[str, Any]) -> dict[str, Any]:
-    """What went of a source, as JSON says it."""
+    """Return the JSON fields of a source's left-out documents."""
     keys = ("source", "documents", "stay", "reasons", "common_ngrams")
     return {key: dropped[key] for key in keys}
 
 
 def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Of each source what went.
+    """Yield the account of left-out documents of each source.
 
     Raises:
-        TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
+        TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
+            prepared.
     """
     from trainctl.data.corpus import cached_corpus
     from trainctl.data.dropped import read_dropped

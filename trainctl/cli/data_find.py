@@ -1,4 +1,4 @@
-"""`trainctl data find`: the documents that have a text, and the steps that have seen it."""
+"""`trainctl data find`: documents that contain a text, and the steps that have seen them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainctl.data.find import Match
 
 SHOWN = 4
-"""Steps of a document that are named."""
+"""Steps that are listed for a document."""
 
 
 def find(

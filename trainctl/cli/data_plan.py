@@ -1,4 +1,4 @@
-"""`trainctl data plan`: what a run will see of each source, before anything starts."""
+"""`trainctl data plan`: what a run will see of each source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainctl.data.mixture import Count, DataPlan, SourceUse, StageUse
 
 BAR = 60
-"""Characters of a stage in the picture."""
+"""Characters of a stage's bar."""
 
 FILLS = "█▓▒░▞▚▤▥▦▧"
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
@@ -116,7 +116,7 @@ def _use(use: SourceUse) -> dict[str, Any]:
 
 
 def _show(found: DataPlan) -> None:
-    """The table and the picture."""
+    """Print the table of sources by stage, and a bar for each stage."""
     from rich.table import Table
 
     console = rich_console()
@@ -162,7 +162,7 @@ def _unseen(use: SourceUse, count: Count) -> str:
 
 
 def _bar(stage: StageUse, names: list[str], is_terminal: bool) -> Any:
-    """A line of a stage, divided as its tokens are."""
+    """Return the bar of a stage, divided by the sources' shares of its tokens."""
     from rich.text import Text
 
     line = Text(f"{stage.first_step + 1:>12,} ")
@@ -173,7 +173,7 @@ def _bar(stage: StageUse, names: list[str], is_terminal: bool) -> Any:
 
 
 def _widths(uses: Mapping[str, SourceUse], names: list[str]) -> list[tuple[int, int]]:
-    """Characters of each source, together `BAR`."""
+    """Return the index and characters of each source in a bar of `BAR` characters."""
     found, before = [], 0.0
     for number, name in enumerate(names):
         share = uses[name].share if name in uses else 0.0

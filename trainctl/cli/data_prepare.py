@@ -1,4 +1,4 @@
-"""`trainctl data prepare`: the corpus of a configuration, before anything is launched."""
+"""`trainctl data prepare`: tokenize the corpus of a configuration before a launch."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def prepare(
 def _written(
     corpora: Corpora, tokenizer: Tokenizer, to: str, *, is_mixture: bool
 ) -> dict[str, str]:
-    """Write each corpus elsewhere: where each is; of several, in a folder of its source's name."""
+    """Write each corpus to `to` and return the place of each.
+
+    Each of several sources has a folder of its name.
+    """
     from trainctl.data.prepare import say
     from trainctl.data.source_sampler import SHARD_TOKENS
     from trainctl.data.streaming.corpora import send
@@ -171,10 +174,10 @@ def _corpus(corpus: Corpus) -> dict[str, object]:
 
 
 def _share(text: str) -> tuple[int, int]:
-    """The two numbers of `I/N`.
+    """Parse `I/N` into its two numbers.
 
     Raises:
-        TrainctlError: It is not that.
+        TrainctlError: The text is not of this form, or I is not from 1 to N.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     number, count = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -187,14 +190,13 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def require_text(composed: Composed) -> None:
-    """That there is something to tokenize, nothing wrong with how it begins, and that a launch
-    would take what is asked of it.
+    """Check that there is text to tokenize, and that a launch would accept the data and tokenizer.
 
     Stages are left to the launch: which are legal depends on its devices, and this machine may
     have others.
 
     Raises:
-        TrainctlError: With all that is wrong.
+        TrainctlError: With all problems found.
     """
     config = composed.config
     if config.data.factory is not None:

@@ -1,4 +1,4 @@
-"""`trainctl data stats`: what the sources of a run are made of."""
+"""`trainctl data stats`: documents, tokens, lengths and copies of the sources of a run."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def stats(
 
 
 def _prepared(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
-    """The text of each source of a configuration, which has been tokenized.
+    """Return the tokenized text of each source of a configuration.
 
     Raises:
-        TrainctlError: One has not, or was before the ends of documents were kept (exit code 5); or
-            one lies elsewhere.
+        TrainctlError: A source is not tokenized, or its corpus has no ends of documents (exit code
+            5); or its text is streamed from elsewhere (`data=stream`).
     """
     from trainctl.data.corpora import cached_corpora
     from trainctl.data.statistics import SourceText

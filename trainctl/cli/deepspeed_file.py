@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON that somebody already has: read it, check it, name the lines."""
+"""Reading and checking a DeepSpeed JSON, with line numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainctl.rules.deepspeed_schema import Schema, load, versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedFile:
-    """A DeepSpeed JSON and what is wrong with it."""
+    """A DeepSpeed JSON with its findings."""
 
     document: JsonDocument
-    """As read, with its lines."""
+    """Content with its line numbers."""
     findings: tuple[Finding, ...]
-    """What is wrong, by severity, then by line; each names its line."""
+    """Findings by severity, then by line; each names its line."""
     schema: Schema
-    """What it was checked by."""
+    """Schema of the DeepSpeed version it was checked against."""
     installed: str
-    """The version of DeepSpeed that is installed; empty if none is."""
+    """Version of the installed DeepSpeed; empty if there is none."""
 
     @property
     def has_error(self) -> bool:
@@ -53,11 +53,9 @@ def check_file(path: Path, around: Surroundings) -> CheckedFile:
 def surroundings(
     overrides: Sequence[str], world_size: int | None, model: Path | None
 ) -> Surroundings:
-    """What the JSON will meet, from the options of the command.
+    """Return the devices, ranks and model for the JSON, from the command's options.
 
-    Args:
-        overrides: `hardware=...` at most: kind and number of devices.
-        world_size: Ranks; by default those of the hardware.
+    `overrides` may hold `hardware=...` only. `world_size` is by default that of the hardware.
 
     Raises:
         TrainctlError: Something else is overridden, or the model cannot be read.
@@ -84,7 +82,7 @@ def surroundings(
 
 
 def installed_deepspeed() -> str:
-    """Version of the DeepSpeed that is installed, without importing it; empty if none is."""
+    """Return the installed DeepSpeed's version without importing it; empty if there is none."""
     try:
         return version("deepspeed").partition("+")[0]
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`trainctl doctor`: look at this machine, start nothing."""
+"""`trainctl doctor`: checks of this machine that start nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _show(checks: list[Examined], name: str) -> None:
 
 
 def _show_uses(uses: list[dict[str, Any]]) -> None:
-    """What a run of it changes in other packages, or uses of them that they do not document."""
+    """Print what a run changes in other packages, or uses of their undocumented internals."""
     put("What it changes in other packages, or uses of their inside (why: --json)")
     for use in uses:
         if use["is_needed"] and use["difference"] is not None:

@@ -1,6 +1,6 @@
-"""`training.epochs`: how many tokens a pass over the corpus has, before there is a plan.
+"""Length of an epoch in tokens for `training.epochs`, counted before there is a plan.
 
-A plan is frozen before anything trains, and made by processes that see no corpus (the agent plans
+A plan is fixed before training starts, and made by processes that see no corpus (the agent plans
 again after a node was lost). So the count becomes a part of the configuration.
 """
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from trainctl.data.corpus import Corpus
 
 COUNTED = "counted in the corpus"
-"""What set `training.epoch_tokens`, as `config why` names it."""
+"""Source of `training.epoch_tokens` in `config why`."""
 
 
 def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
-    """The configuration with `training.epoch_tokens`, where the length of the run needs it.
+    """Return the configuration with `training.epoch_tokens` set, if the run's length needs it.
 
     Args:
-        tokenize: Read the corpus if nobody has yet, as whoever is about to train on it may; else it
-            is counted only if the cache has it, and the plan says that it is not known (TC067).
+        tokenize: Tokenize a corpus that the cache lacks, as before a launch. Otherwise the epoch of
+            such a corpus is not counted, and the plan reports it as unknown (TC067).
 
     Raises:
-        TrainctlError: A file is missing or cannot be read, where it is to be tokenized.
+        TrainctlError: A file to tokenize is missing or cannot be read.
     """
     config = composed.config
     training = config.training
@@ -44,7 +44,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
-    from trainctl.data.bins import drawn_tokens  # with numpy, which few plans need
+    from trainctl.data.bins import drawn_tokens  # imports numpy, which few plans need
 
     tokens = drawn_tokens(config, corpus)
     key = "training.epoch_tokens"
@@ -60,7 +60,7 @@ def _cached(config: RunConfig) -> Corpus | None:
     try:
         return cached_corpora(config, load_tokenizer(config.tokenizer))[SOLE]
     except TrainctlError:
-        return None  # what is missing is somebody else's finding
+        return None  # a missing file is reported by another check
 
 
 def _tokenized(config: RunConfig) -> Corpus:

@@ -1,4 +1,4 @@
-"""`trainctl estimate-memory`: whether a configuration fits, and what takes the room."""
+"""`trainctl estimate-memory`: whether a configuration fits, and what takes the memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def estimate_memory(
     compared = compare_memory(overrides or [], config_dir, exact=exact, calibrated=calibration)
     if len(compared) > 1:
         _compare(compared, as_json)
-        # One that is not legal is a row of the table; a table of nothing else is a mistake.
+        # An illegal configuration is a row of the table; if all are, the input is bad.
         legal = [item for item in compared if item.planned and item.planned.assessment.budget]
         status = 0 if legal else int(ExitCode.bad_input)
     else:
@@ -113,9 +113,9 @@ def _compare(compared: list[Compared], as_json: bool) -> None:
 
 
 def _estimate(one: Compared, as_json: bool) -> int:
-    """Show one budget; the exit code."""
+    """Show one budget and return the exit code."""
     planned = one.planned
-    assert planned is not None  # a single one that cannot be planned has raised
+    assert planned is not None  # a single configuration without a plan has raised
     budget = planned.assessment.budget
     if budget is None:
         raise TrainctlError.from_findings(planned.findings)
@@ -123,7 +123,7 @@ def _estimate(one: Compared, as_json: bool) -> int:
     if as_json:
         print_json(budget.to_json() | ({"traced": traced} if traced else {}))
     else:
-        assert planned.assessment.plan is not None  # of which the budget is
+        assert planned.assessment.plan is not None  # there is a budget
         put(plan_title(planned.assessment.plan))
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
         for line in trace_lines(traced):

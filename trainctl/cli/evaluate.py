@@ -1,4 +1,4 @@
-"""`trainctl evaluate`: the held-out loss of a checkpoint, or published tasks on it."""
+"""`trainctl evaluate`: held-out loss of a checkpoint, or published tasks on it."""
 
 from __future__ import annotations
 

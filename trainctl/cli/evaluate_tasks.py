@@ -20,7 +20,7 @@ _COUNTS = ("samples", "shots")
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """What is asked of the model; as the options of `trainctl evaluate` are called."""
+    """Tasks to evaluate and their settings; the fields are options of `trainctl evaluate`."""
 
     names: tuple[str, ...]
     include: Path | None
@@ -35,7 +35,7 @@ def require_harness() -> None:
     """Refuse to begin without lm-eval.
 
     Raises:
-        TrainctlError: It is not installed (exit code 4).
+        TrainctlError: lm-eval is not installed (exit code 4).
     """
     if find_spec("lm_eval") is None:
         raise TrainctlError(
@@ -46,10 +46,10 @@ def require_harness() -> None:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Names that are written with commas between them, each once.
+    """Split comma-separated names of tasks, without repetitions.
 
     Raises:
-        TrainctlError: There is none.
+        TrainctlError: There is no name.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
@@ -66,11 +66,11 @@ def evaluate_tasks(
     device: str,
     meter: Meter,
 ) -> dict[str, Any]:
-    """Do the tasks, and add what came of it to the run's records; gives the record.
+    """Evaluate the tasks in a subprocess, append the results to the run's records, and return them.
 
     Raises:
-        TrainctlError: The folder of tasks is none, what is kept has no place, or as the process
-            that does them says.
+        TrainctlError: The folder of tasks does not exist, the folder to keep is not empty, or the
+            evaluation failed.
     """
     if tasks.include is not None and not tasks.include.is_dir():
         raise TrainctlError(f"--include-path {tasks.include} is no folder")
@@ -99,13 +99,13 @@ def evaluate_tasks(
     try:
         with EventWriter(run.events, standing_attempt(run).number) as writer:
             writer.write("tasks", **record)
-    except OSError as error:  # another user's run, which can be read alone
+    except OSError as error:  # another user's run, which is read-only
         say(f"warning: not added to the run's records: {error.strerror}", style="warning")
     return record
 
 
 def show(run: RunPaths, record: dict[str, Any], *, as_json: bool) -> None:
-    """Print what came of it."""
+    """Print the results as a table or JSON."""
     if as_json:
         print_json({"schema": 1, "run": str(run.root), **record})
         return

@@ -1,4 +1,4 @@
-"""`trainctl explain`: what a rule, a record, a cause or an exit code means, and what to do."""
+"""`trainctl explain`: meaning and remedy of a rule, record, cause or exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMMON_WORDS = ("exit", "code", "event", "rule")
 
 
 def complete_word(incomplete: str) -> list[str]:
-    """Words that begin so."""
+    """Return the known words that start with `incomplete`."""
     return [
         each.word
         for each in everything().values()
@@ -56,10 +56,10 @@ def explain(words: Words = None, as_json: Json = False) -> None:
 
 
 def _found(words: list[str]) -> list[Meaning]:
-    """What the words stand for; everything where there is none."""
+    """Return the meaning of each word; all meanings if no word is given."""
     if not words:
         return list(everything().values())
-    # `exit code 75` as one says it; `code` alone is a cause of failures.
+    # Accept the phrase `exit code 75`; `code` alone is a cause of failures.
     has_code = any(word.isdigit() for word in words)
     said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
     return [_of(word) for word in said]

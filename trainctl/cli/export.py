@@ -96,7 +96,7 @@ def export(
 
 
 def _shard_bytes(text: str | None) -> int | None:
-    """The largest file in bytes; None where nothing is asked for."""
+    """Parse the size of the largest file into bytes; None without `--shard-size`."""
     if text is None:
         return None
     size = in_unit(text, "bytes", is_count=True)

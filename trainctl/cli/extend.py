@@ -1,4 +1,7 @@
-"""What a resume does to the learning rate and to the order of the samples: refused, or said."""
+"""Checks of a resume against its checkpoint: learning rate and order of samples.
+
+Each change is refused, or a warning says what it does.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,12 @@ from trainctl.runs.records import read_events
 
 
 def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) -> None:
-    """Compare the schedule and data of a plan with those that a checkpoint was trained with.
-
-    Args:
-        checkpoint: That the plan goes on from.
-        made: The plan of the next attempt.
+    """Compare the schedule and data of the next attempt with the training of the checkpoint.
 
     Raises:
-        TrainctlError: The plan makes a stable phase longer, and the checkpoint lies behind its end
-            (exit code 5), and names the step to go back to; or the data of stages that have begun
-            would be others (exit code 2).
+        TrainctlError: The plan extends a stable phase and the checkpoint is already in the decay
+            (exit code 5; the hint names the step to resume from), or the data of stages that have
+            begun would change (exit code 2).
     """
     file = run.attempt(checkpoint.attempt or last_attempt(run)).plan
     if not file.is_file():
@@ -67,7 +66,11 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
 def _compare_order(
     run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan
 ) -> None:
-    """Compare the order of the samples: of one text what changes is said, of several refused."""
+    """Compare the order of samples with the order before.
+
+    With sources or stages, a change of samples already drawn is refused; for a single text every
+    change is a warning.
+    """
     manifest = read_manifest(checkpoint.path)
     samples = int(manifest["samples"])
     if any(data.sources or data.stages for data in (before.config.data, made.config.data)):
@@ -82,10 +85,10 @@ def _compare_order(
 
 
 def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) -> None:
-    """Refuse what would change samples that were drawn.
+    """Refuse a plan that would change samples already drawn.
 
     Raises:
-        TrainctlError: With all that would.
+        TrainctlError: With all such changes.
     """
     from trainctl.data.bins import drawn_tokens
     from trainctl.data.compatibility import changes_of_past
@@ -110,7 +113,7 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
             changes = list(
                 changes_of_past(order_of(before, tokens), order_of(made, tokens), samples)
             )
-    except (KeyError, ValueError):  # a source is missing or too short, which is said elsewhere
+    except (KeyError, ValueError):  # a source is missing or too short, which is reported elsewhere
         return
     if changes:
         raise TrainctlError(
@@ -123,10 +126,10 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
 
 
 def _keep_the_steps(run: RunPaths, manifest: Mapping[str, Any], made: RunPlan) -> None:
-    """Refuse a plan that takes other batches for granted than the run has had, if it has stages.
+    """Refuse a plan with stages whose batches so far differ from those the run has had.
 
-    Where a stage begins is counted in samples, of the plan's batches. Batches that were passed over
-    are in the run's own count of samples, and not in its tokens.
+    The beginning of a stage is counted in samples of the plan's batches. Skipped batches are in
+    the run's count of samples, but not in its tokens.
 
     Raises:
         TrainctlError: A stage is still to come, and the steps so far had other batches.

@@ -1,4 +1,4 @@
-"""Findings and errors in words, on stderr."""
+"""Printing of findings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainctl.explanations.lookup import hint_line
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Each finding: severity, rule, key, message; then what set the key, and the hint.
+    """Print each finding: severity, rule, key and message; then what set the key, and the hint.
 
-    Errors come last, where a screen ends, and then where to read more about all of them.
+    Warnings come first, then errors, then where to read more about all of them.
     """
     findings = sorted(findings, key=lambda finding: finding.is_error)
     for finding in findings:
@@ -32,15 +32,17 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def show_error(message: str, hint: str = "") -> None:
-    """One error and what to do about it."""
+    """Print one error and its hint."""
     say(f"error: {message}", style="error")
     if hint:
         say(f"hint: {hint}")
 
 
 def show_trainctl_error(error: TrainctlError) -> None:
-    """All findings of the error, then its message and hint; of one without findings that is not of
-    what was typed, also where its exit code is explained."""
+    """Print the findings of an error, then its message and hint.
+
+    Without findings, an exit code other than 2 gets a line on where it is explained.
+    """
     show_findings(error.findings)
     show_error(error.message, error.hint)
     if not error.findings and error.exit_code not in (ExitCode.success, ExitCode.bad_input):
@@ -48,12 +50,12 @@ def show_trainctl_error(error: TrainctlError) -> None:
 
 
 def say_more(words: list[str]) -> None:
-    """Where more is said of rules, a cause or an exit code: the last line of a message."""
+    """Print where rules, a cause or an exit code are explained, as the last line of a message."""
     say(f"more: {hint_line(words)}")
 
 
 def findings_to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Findings as JSON objects."""
+    """Return the findings as JSON objects."""
     return [
         {
             "rule": finding.rule,

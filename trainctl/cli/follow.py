@@ -1,4 +1,4 @@
-"""What a launch of the user's own program shows: what its first rank writes, as it writes it."""
+"""Display of a user's own program: a copy of its first rank's log."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ _POLL_SECONDS = 0.1
 
 
 class LiveFollower:
-    """Copies the log of rank 0 of the running attempt to stdout.
+    """Context manager that copies the log of rank 0 of the running attempt to stdout, in a thread.
 
     A reader that goes away (`| head`, a closed terminal) ends the copying, never the program.
-
-    Args:
-        run: The run.
     """
 
     def __init__(self, run: RunPaths) -> None:
@@ -48,12 +45,12 @@ class LiveFollower:
         self._copy()
 
     def __call__(self, event: Event) -> None:
-        """Take notice of a record: a new attempt has a new log."""
+        """Handle a record: a new attempt has a new log."""
         with suppress(OSError):
             if event["event"] == "program":
                 attempt = self._run.attempt(int(event["attempt"]))
                 say(f"logs of all ranks: {attempt.logs}")
-                self._copy()  # the end of the attempt before
+                self._copy()  # the rest of the previous attempt's log
                 with self._lock:
                     self._log, self._copied = attempt.rank_log(0), 0
             for line in event_lines(event):

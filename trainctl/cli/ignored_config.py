@@ -1,4 +1,4 @@
-"""What a run's configuration is not: an edited `config.yaml`, an attempt that failed at once."""
+"""Warnings of settings that a run ignores: in an edited `config.yaml`, or of a failed attempt."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ EDITED, FAILED_AT_START = "TC045", "TC046"
 
 
 def passed_over_findings(run: RunPaths, standing: Standing | None) -> list[Finding]:
-    """Warnings of what a person may take for the run's configuration, and nobody reads.
+    """Return warnings of edits and of failed attempts whose settings have no effect.
 
-    Args:
-        standing: Which attempt was taken, and which were not; None where one was named.
+    `standing` names the attempt that was taken and those passed over; None if the user chose one.
     """
     return [*_edited(run), *(_failed(run, standing) if standing is not None else ())]
 
 
 def changes_text(changes: Sequence[Change]) -> str:
-    """Such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``; secrets are not shown."""
+    """Format changes, such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``; hide
+    secrets.
+    """
     return ", ".join(
         f"{change.key}: {_shown(change.key, change.left)} -> {_shown(change.key, change.right)}"
         for change in changes

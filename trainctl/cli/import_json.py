@@ -68,7 +68,7 @@ def _to_json(imported: Imported) -> dict[str, Any]:
 
 
 def _recipe(imported: Imported, file: Path) -> str:
-    """A recipe that starts from the base."""
+    """Return a recipe that starts from `base`."""
     passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
     settings = {**imported.settings, **passed}
     return recipe_text([f"Imported from {file.name}."], "base", imported.choices, settings)

@@ -31,7 +31,7 @@ from trainctl.runs.directory import is_run, newest_run
 
 
 class ResumeMode(StrEnum):
-    """What `launch` does with a run directory that has a checkpoint."""
+    """Behaviour of `launch` on a run directory that has a checkpoint."""
 
     auto = "auto"
     never = "never"

@@ -1,7 +1,7 @@
-"""A line at the foot of a terminal that is drawn anew; whatever else is printed goes above it.
+"""A live line at the bottom of a terminal; all other output appears above it.
 
-It takes one row at most, whatever the width: a line that wraps cannot be erased by those who do not
-know that it did, and a terminal that is made narrower wraps what stands in it.
+It takes at most one row: a wrapped line cannot be erased without knowing that it was wrapped, and
+a terminal that is made narrower wraps what it shows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 _FALLBACK = 80
-"""Columns where the terminal does not say."""
+"""Columns if the terminal does not report them."""
 
 
 class LiveLine:
-    """The line; a context manager. Meanwhile stdout and stderr write above it.
-
-    Args:
-        stream: The terminal, such as `sys.stdout`.
-    """
+    """Context manager of the live line; inside it stdout and stderr write above the line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -50,21 +46,21 @@ class LiveLine:
 
     @property
     def columns(self) -> int:
-        """Characters that the line may have."""
+        """Greatest length of the line, in characters."""
         try:
             return max(1, os.get_terminal_size(self._stream.fileno()).columns - 1)
         except (OSError, ValueError):
             return _FALLBACK - 1
 
     def show(self, text: str) -> None:
-        """Show this instead; an OSError means that the terminal is gone."""
+        """Replace the line's text; an OSError means that the terminal is gone."""
         with self._lock:
             self._text = text
             self._stream.write(self._erased() + self._fresh())
             self._stream.flush()
 
     def write_above(self, stream: TextIO, text: str) -> None:
-        """Write text of any stream where the line stands, and the line below it."""
+        """Write text of any stream in place of the line, and redraw the line below it."""
         with self._lock:
             self._stream.write(self._erased())
             self._stream.flush()
@@ -75,7 +71,9 @@ class LiveLine:
                 self._stream.flush()
 
     def _erased(self) -> str:
-        """What takes the line away, from the rows that it has got by now."""
+        """Return the escape codes that erase the line, in all rows that it takes at the current
+        width.
+        """
         if not self._drawn:
             return ""
         rows = -(-len(self._drawn) // (self.columns + 1))
@@ -88,7 +86,7 @@ class LiveLine:
 
 
 class _Above:
-    """A stream of the terminal while a line stands at its foot."""
+    """A terminal stream that writes above the live line."""
 
     def __init__(self, stream: TextIO, line: LiveLine) -> None:
         self._stream = stream
@@ -103,12 +101,9 @@ class _Above:
 
 
 class Refresher:
-    """Draws a line anew from time to time, in a thread; a context manager.
+    """Context manager that redraws a line every `seconds`, in a thread.
 
-    Args:
-        line: The line.
-        text: What to show now.
-        seconds: In between.
+    `text` is a function from the available columns to the text.
     """
 
     def __init__(self, line: LiveLine, text: Any, seconds: float = 0.5) -> None:

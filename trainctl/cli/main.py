@@ -35,7 +35,7 @@ _OF_THE_MACHINE = (
     errno.ESTALE,
     errno.ENAMETOOLONG,
 )
-"""Errors of files and disks that anyone may meet: no bugs, wherever they come up."""
+"""File and disk errors that are never bugs, wherever they occur."""
 
 app = typer.Typer(
     name="trainctl",
@@ -72,7 +72,7 @@ def _options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """One command, from its arguments to its exit code; every error ends here."""
+    """Run one command and return its exit code; every error ends here."""
     try:
         command = typer.main.get_command(app)
         with command.make_context("trainctl", list(arguments) or ["--help"]) as context:
@@ -112,23 +112,23 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def entry_point() -> NoReturn:
-    """The console script.
+    """Entry point of the console script.
 
-    A planning command makes many objects at once and then ends. Looking for cycles among them, and
-    taking every module apart at the end, are a quarter of its time: the first is made rare, the
-    second is left to the kernel.
+    A planning command makes many objects at once and then ends. Garbage collection, and tearing
+    down every module at exit, take a quarter of its time: collection is made rare, and `os._exit`
+    skips the teardown.
     """
-    if COMPLETE_VARIABLE in os.environ:  # a shell asks how a line may go on
+    if COMPLETE_VARIABLE in os.environ:  # a shell asks for completions
         _complete()
     gc.set_threshold(200_000)
-    # A closed descriptor (`>&-`) would go to the next file that is opened.
+    # The next file opened would get the descriptor of a closed stream (`>&-`).
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  (to the end)
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
-    # Names of files may hold any bytes, and a terminal may know few characters: LANG=C, say.
+    # File names may hold any bytes, and the terminal's encoding may be ASCII (LANG=C).
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # whoever read it has gone
+        with suppress(OSError):  # the reader has gone
             stream.flush()
     os._exit(code)
 
@@ -159,7 +159,7 @@ def _show_usage_error(error: Exception) -> None:
 
 
 def _has_no_folder() -> bool:
-    """Whether the current folder was removed, which whatever asks for it fails of."""
+    """Return True if the current folder was removed: any use of it fails."""
     try:
         os.getcwd()  # noqa: PTH109
     except FileNotFoundError:

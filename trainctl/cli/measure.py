@@ -1,4 +1,4 @@
-"""`trainctl estimate-memory --measure`: two real steps here, beside what was predicted."""
+"""`trainctl estimate-memory --measure`: two real steps on this machine, beside the prediction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import Event
 
 STEPS = 2
-"""The first allocates what stays, the second has all of it."""
+"""The first step allocates persistent memory; the second runs with all of it."""
 
 SHORT = (
     f"training.stop_after_steps={STEPS}",
@@ -49,7 +49,7 @@ SHORT = (
     "launcher.kind=local",
     "logging.memory_phases=true",
 )
-"""The same configuration, but for two steps and nothing around them."""
+"""Overrides that limit a run to two steps, without evaluations, samples and checkpoints."""
 
 PARTS = {
     "load": ("load",),
@@ -57,18 +57,18 @@ PARTS = {
     "backward": ("backward_start", "backward_end"),
     "optimizer": ("step",),
 }
-"""Parts of a step that are measured, and the phases of a budget that lie in each."""
+"""Measured parts of a step, with the budget's phases in each."""
 
 
 def measure(
     overrides: Sequence[str], config_dir: Path | None, *, force: bool, as_json: bool
 ) -> None:
-    """Train two steps in a folder that is gone afterwards; show and keep what was measured.
+    """Train two steps in a temporary folder; show and save what was measured.
 
     Raises:
         TrainctlError: The configuration cannot be launched here; the launch has said why.
     """
-    # All errors of the configuration before anything starts; without what was measured before.
+    # Find all errors before anything starts; earlier measurements do not count.
     planned = plan(compose(_short(overrides), config_dir), with_files=True, calibrated=False)
     if planned.errors_but_fit or (planned.errors and not force):
         raise TrainctlError.from_findings(planned.findings)
@@ -93,7 +93,7 @@ def measure(
 
 
 def _short(overrides: Sequence[str]) -> list[str]:
-    """The overrides of the short run; what is typed for another launcher has no place in it."""
+    """Return the overrides of the short run, without keys of launchers other than `local`."""
     foreign = {
         key
         for key, leaf in leaves().items()
@@ -105,7 +105,7 @@ def _short(overrides: Sequence[str]) -> list[str]:
 
 
 def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
-    """The record of the memory of a short run; nothing of the run is left."""
+    """Train the short run and return its last `memory` record; the run's folder is removed."""
     ends_with_us = partial(die_with_parent, os.getpid(), death_signal=signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
         run = Path(folder) / "run"
@@ -127,7 +127,7 @@ def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) ->
                 output, talk = process.communicate()
             except BaseException:
                 process.terminate()
-                process.communicate()  # until it has ended it writes into the folder
+                process.communicate()  # it writes into the folder until it has ended
                 raise
         if process.returncode != 0:
             sys.stderr.write(talk)
@@ -142,7 +142,7 @@ def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) ->
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Have the first SIGTERM or SIGHUP end this command as an exception does, cleaning up."""
+    """Turn the first SIGTERM or SIGHUP into an exception, so that the command cleans up."""
 
     def end(number: int, _: FrameType | None) -> None:
         for each in before:
@@ -151,7 +151,7 @@ def _signals_raise() -> Iterator[None]:
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             before[number] = signal.signal(number, end)
     try:
         yield
@@ -168,9 +168,10 @@ def _exit_code(status: int) -> ExitCode:
 
 
 def _rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]:
-    """Part of a step, its phases in the budget, and bytes: predicted and measured.
+    """Return each part of a step with its phases in the budget, and bytes predicted and measured.
 
-    On a device bytes in tensors; on a CPU all that is resident, since nothing tells them apart.
+    On a device these are bytes in tensors; on a CPU all resident memory, since nothing tells
+    tensors apart.
     """
     kind = "allocated_bytes" if on_device else "device_bytes"
     measured, planned = record["phases"]["measured"], record["phases"]["planned"]
@@ -190,11 +191,11 @@ def _rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]
 def _calibration(
     record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str, world_size: int
 ) -> Calibration:
-    """What no formula gives, from the measured peaks."""
+    """Derive the memory that no formula predicts from the measured peaks."""
     peaks = record["measured"]
     allocated, reserved = peaks["allocated_peak_bytes"], peaks["reserved_peak_bytes"]
     if allocated is None:
-        # On a CPU what the tensors leave unexplained; parts differ by what the C library keeps.
+        # On a CPU: resident memory outside tensors. Parts differ by what the C allocator keeps.
         rest = [row["measured_bytes"] - row["predicted_allocated_bytes"] for row in rows]
         outside = max(0, int(median(rest)))
     else:

@@ -1,4 +1,4 @@
-"""`trainctl estimate-memory` of several configurations: a table of them, or a chart."""
+"""`trainctl estimate-memory` of several configurations: a table, or a chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainctl.memory.activations import block_activations, compute_bytes
 from trainctl.plan.shapes import count_parameters
 
 ANY_STEPS = 1_000_000
-"""More than any warmup or decay that is given in steps."""
+"""More steps than any warmup or decay given in steps."""
 
 NO_LENGTH = "TC022"
 
@@ -31,14 +31,14 @@ class Compared:
 
     name: str
     values: Mapping[str, str]
-    """The same, by key."""
+    """Values of the swept keys."""
     planned: Planned | None = None
-    """Its plan and budget; none where it is not legal."""
+    """Plan and budget; None if the configuration is not legal."""
     errors: tuple[str, ...] = ()
-    """Why it is not."""
+    """Messages of the errors that make the configuration illegal."""
 
     def to_json(self) -> dict[str, Any]:
-        """The budget, or the errors."""
+        """Return the swept values with the budget and the errors."""
         budget = self.planned.assessment.budget if self.planned else None
         found = {"budget": budget.to_json()} if budget else {}
         return {
@@ -53,10 +53,10 @@ def compare_memory(
 ) -> list[Compared]:
     """Plan every combination of the values that the overrides list (`zero_stage=1,2,3`).
 
-    A recipe or a run may stand in front of them.
+    A recipe or a run may come before them.
 
     Raises:
-        TrainctlError: There is one configuration only, and it cannot be planned.
+        TrainctlError: There is only one configuration, and it cannot be planned.
     """
     target, rest = split_target(list(overrides))
     points = expand_sweep(rest)
@@ -79,7 +79,10 @@ def compare_memory(
 
 
 def _of_some_length(composed: Composed) -> Composed:
-    """The same with a number of steps, where no step or token says how many: memory needs none."""
+    """Return the configuration with a number of steps if no step or token sets its length.
+
+    Memory does not depend on the length.
+    """
     config, training = composed.config, composed.config.training
     if training.steps is not None or training.tokens is not None:
         return composed
@@ -88,13 +91,15 @@ def _of_some_length(composed: Composed) -> Composed:
 
 
 def _but_length(error: TrainctlError) -> TrainctlError:
-    """The same without what a wrong configuration is told of its length."""
+    """Return the error without the finding that the run has no length."""
     found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
     return TrainctlError.from_findings(found) if found else error
 
 
 def show_comparison(compared: Sequence[Compared]) -> None:
-    """Print what is planned, and a row for each: values, peak, its phase, host memory, verdict."""
+    """Print the model, and for each configuration its values, peak, phase, host memory and
+    verdict.
+    """
     plans = [item.planned.assessment.plan for item in compared if item.planned]
     for subject in dict.fromkeys(plan_subject(each) for each in plans if each):
         put(subject)
@@ -112,10 +117,10 @@ def show_comparison(compared: Sequence[Compared]) -> None:
 
 
 def save_chart(compared: Sequence[Compared], path: Path) -> None:
-    """Write the chart of those that have a budget, and say where it is.
+    """Write a chart of the configurations that have a budget.
 
     Raises:
-        TrainctlError: None has one, too many have, or the file cannot be written.
+        TrainctlError: No configuration has a budget, too many have, or the file cannot be written.
     """
     from trainctl.monitor.report.memory_chart import MOST_CONFIGURATIONS, save_memory_chart
 
@@ -138,7 +143,7 @@ def save_chart(compared: Sequence[Compared], path: Path) -> None:
 
 
 def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
-    """What was traced, each beside the closed form if there is one; empty if nothing was."""
+    """Return traced parameters and activation bytes beside the closed form; empty if untraced."""
     traced, made = planned.traced, planned.assessment.plan
     if traced is None or made is None:
         return {}
@@ -164,7 +169,7 @@ def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
 
 
 def trace_lines(report: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The report in words."""
+    """Return the report as lines of text."""
     names = {
         "parameters": "parameters",
         "block_bytes_per_token": "bytes per token that a block keeps",

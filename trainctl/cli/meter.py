@@ -1,4 +1,4 @@
-"""How far something long has come, on stderr: a bar in a terminal, plain lines elsewhere."""
+"""Progress of long work on stderr: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Self
 from trainctl.cli.console import rich_console, say
 
 LINE_SECONDS = 5.0
-"""Between two plain lines."""
+"""Interval between two plain lines."""
 
 
 class Meter:
-    """Shows one piece of work after the other; a context manager.
+    """Context manager that shows the progress of consecutive pieces of work.
 
-    Work that is done before its first interval is over leaves no plain line.
+    Work that ends within its first interval prints no plain line.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Meter:
             self._live.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` are done of `what`."""
+        """Show that `done` of `total` units of `what` are done."""
         if self._live is not None:
             if what not in self._tasks:
                 self._tasks[what] = self._live.add_task(what)

@@ -1,4 +1,4 @@
-"""The process with torch in which `export`, `sample` and `evaluate` are done."""
+"""The subprocess with torch in which `export`, `sample` and `evaluate` do their work."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trainctl.runs.processes import PARENT_VARIABLE
 
 
 def require_new(out: Path) -> None:
-    """Refuse a folder to make that has something in it, before the work.
+    """Refuse an output path that exists, unless it is an empty folder; called before the work.
 
     Raises:
-        TrainctlError: It has.
+        TrainctlError: The path is a file, or a folder that is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainctlError(
@@ -31,16 +31,17 @@ def require_new(out: Path) -> None:
 
 
 def run_offline(task: str, arguments: Sequence[str | Path], meter: Meter) -> dict[str, Any]:
-    """Do a task of `trainctl.train.offline` in a process of its own; its result.
+    """Run a task of `trainctl.train.offline` in a process of its own and return its result.
 
     Raises:
-        TrainctlError: What the task says, or the process was killed (exit code 4).
+        TrainctlError: The task failed with a message, or the process was killed (exit code 4).
+        RuntimeError: The process ended without an answer, by a bug; its traceback is printed.
     """
     command = [sys.executable, "-P", "-m", "trainctl.train.offline", task, *map(str, arguments)]
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile() as talk,
-        # In a session of its own: Ctrl-C reaches this process, which then asks that one to end.
+        # In a session of its own: Ctrl-C reaches only this process, which then ends that one.
         subprocess.Popen(
             command,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
@@ -76,7 +77,7 @@ def _error(problem: dict[str, Any]) -> TrainctlError:
 
 
 def _failure(task: str, code: int, talk: str) -> Exception:
-    """Why a process ended without an answer: killed, or a bug."""
+    """Return the error of a process that ended without a result: it was killed, or has a bug."""
     if code < 0:
         name = signal.Signals(-code).name
         hint = "the memory of this machine may not suffice" if name == "SIGKILL" else ""

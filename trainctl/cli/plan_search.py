@@ -56,17 +56,17 @@ _PARTS = {
     "offload": "copies to the host",
 }
 _LEAST_SHARE = 0.005
-"""Parts below this are not named."""
+"""Parts of a step below this share are not listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What can be said of plans."""
+    """Facts that decide which figures of a plan are shown."""
 
     rates_are_known: bool
-    """Whether the hardware says how fast it is; else only the order is."""
+    """Whether the hardware's speed is known; otherwise only the order of plans is meaningful."""
     has_length: bool
-    """Whether the configuration says how long it trains."""
+    """Whether the configuration sets the length of the training."""
 
 
 def plan(
@@ -126,13 +126,13 @@ def plan(
 
 
 def _asked(composed: Composed) -> frozenset[str]:
-    """Groups and keys that the user has set; hardware and what is no choice among them."""
+    """Return the groups and keys that the user has set, including those that are not searched."""
     names = {override.partition("=")[0] for override in composed.overrides}
     return frozenset(ALIASES.get(name, name) for name in names)
 
 
 def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown) -> list[str]:
-    """For a person: two lines that matter, then why."""
+    """Return the plans as text: speed and memory first, then the reasons."""
     first = result.found[0]
     batch = first.plan.batch
     lines = [
@@ -172,7 +172,7 @@ def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Sho
 
 
 def _shares(time: StepTime) -> str:
-    """What a step's time goes to, the largest part first."""
+    """List the parts of a step's time by their share, the largest first."""
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     total = time.seconds or 1.0
     named = [f"{_PARTS[name]} {s / total:.0%}" for name, s in parts if s / total >= _LEAST_SHARE]
@@ -180,7 +180,7 @@ def _shares(time: StepTime) -> str:
 
 
 def _why_slower(found: FoundPlan, first: FoundPlan) -> str:
-    """What a plan does longer than the first, and shorter, for each token."""
+    """Compare a plan's time per token with that of the first, part by part."""
     size = found.plan.batch.tokens_per_step / first.plan.batch.tokens_per_step
     before = first.time.seconds * size
     slower = found.time.seconds / before - 1 if before else 0.0
@@ -196,7 +196,7 @@ def _why_slower(found: FoundPlan, first: FoundPlan) -> str:
 
 
 def _next_faster(rejected: Rejected, with_share: bool = True) -> str:
-    """Name the next faster variant, what it would save of each token's time, and what is wrong."""
+    """Describe the next faster variant: the time saved per token, and why it was rejected."""
     what = " ".join(overrides(rejected.values)) or "the same"
     saved = f" ({rejected.saved:.1%} less time a token)" if with_share else ""
     return f"{what}{saved}, but {rejected.reason}"
@@ -217,7 +217,7 @@ def _to_json(
 def _plan_json(
     found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown
 ) -> dict[str, Any]:
-    """One plan; what depends on rates that are not known is null."""
+    """Return one plan as JSON; fields that depend on unknown rates are null."""
     mesh, batch, memory = found.plan.mesh, found.plan.batch, found.budget
     rejected = found.rejected
     speed: dict[str, Any] = {
@@ -262,7 +262,7 @@ def _tokens(found: FoundPlan) -> int:
 
 
 def _cost(found: FoundPlan, price: float) -> float:
-    """Of a billion tokens, in the unit of the price of a device for an hour."""
+    """Return the cost of a billion tokens; `price` is per device and hour."""
     hours = 1e9 / found.tokens_per_second / 3600
     return price * found.plan.mesh.world_size * hours
 
@@ -279,7 +279,7 @@ def _step(seconds: float) -> str:
 
 
 def _check_target(path: Path, is_open: bool, config_dir: Path | None) -> None:
-    """Before the search: what would make the file useless."""
+    """Refuse a target that no recipe can be written to, before the search."""
     if is_open:
         raise TrainctlError(
             "a recipe says how long it trains, and nothing does",

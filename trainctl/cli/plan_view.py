@@ -1,4 +1,4 @@
-"""The plan in a dozen lines: what will run, and the reason of each derived value."""
+"""Summary of a plan: what will run, and the reason of each derived value."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
 
 GROUPS_SHOWN = 8
-"""Parameter groups that are listed; with a learning rate for each block there are very many."""
+"""Parameter groups that are listed; a learning rate for each block makes very many."""
 
 
 GROUPS_IN_BRIEF = 2
 SOURCES_SHOWN = 3
-"""Sources of a mixture that are named; `trainctl data plan` lists them all."""
+"""Sources of a mixture that are listed; `trainctl data plan` lists all."""
 
 AXES = ("data", "tensor", "pipeline", "sequence")
 
@@ -40,10 +40,10 @@ def show_plan(plan: RunPlan, data: DataPlan | None, *, brief: bool = False) -> N
 
 
 def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = False) -> list[str]:
-    """Model, mesh, batch, steps and parameters, then the derived values with their reasons.
+    """Return model, mesh, batch, steps and parameters, then the derived values with their reasons.
 
-    In brief without the latter, so that plan and budget fit a screen of 24 lines. Settings of
-    DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
+    The brief form leaves out the derived values, so that plan and budget fit a screen of 24 lines.
+    Settings of DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
     config, batch, mesh = plan.config, plan.batch, plan.mesh
     parameters, axes = count_parameters(config.model).total, ", ".join(_axes(plan))
@@ -122,13 +122,13 @@ def layout_words(plan: RunPlan) -> str:
 
 
 def _axes(plan: RunPlan) -> list[str]:
-    """Return the mesh's axes that divide something, with their sizes."""
+    """Return the mesh axes larger than 1, and the data axis, with their sizes."""
     sizes = {axis: getattr(plan.mesh, axis) for axis in AXES}
     return [f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data"]
 
 
 def _trained(config: RunConfig) -> Iterator[str]:
-    """What trains, where not everything does."""
+    """Yield the number of trainable parameters, if some are frozen."""
     if not config.trains_itself or not is_partial(config):
         return
     found = trainable(config)
@@ -140,7 +140,7 @@ def _trained(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
-    """What is trained on, its tokens, and the passes over it, as far as they are known."""
+    """Yield the training text, its tokens and its epochs, as far as they are known."""
     if not config.trains_itself:
         return
     if config.data.factory is not None:
@@ -162,7 +162,7 @@ def _data(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
 
 
 def _place(section: DataConfig) -> str:
-    """Where a section's text is from: its kind, and the first path or URL that it names."""
+    """Return the kind of a data section and the first path or URL that it names."""
     paths = getattr(section, "paths", None) or [getattr(section, "url", None)]
     more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
     return f"{section.kind} {paths[0]}{more}" if paths[0] else section.kind
@@ -173,7 +173,7 @@ def _times(epochs: float) -> str:
 
 
 def _weights(config: RunConfig) -> Iterator[str]:
-    """Where the weights of step 0 come from."""
+    """Yield where the initial weights come from."""
     model = config.model
     if not config.trains_itself:
         return
@@ -186,20 +186,20 @@ def _weights(config: RunConfig) -> Iterator[str]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[str]:
-    """Its ids, and what ends a document; nothing where its files cannot be read."""
+    """Yield the vocabulary and end-of-document token; nothing if the tokenizer cannot be read."""
     tokenizer = config.tokenizer
     if not config.trains_itself:
         return
     try:
         facts = tokenizer_facts(tokenizer)
-    except TrainctlError:  # a check of the files says so
+    except TrainctlError:  # reported by the check of the files
         return
     path = tokenizer.path if isinstance(tokenizer, TokenizerFromPath) else None
     yield f"{path or tokenizer.kind}: {facts.in_words(config.model.vocab_size)}"
 
 
 def _groups(plan: RunPlan, most: int) -> Iterator[str]:
-    """The optimizer's parameter groups, with what they hold."""
+    """Yield the optimizer's parameter groups with their sizes, learning rates and weight decay."""
     config = plan.config
     if not config.trains_itself:
         return
@@ -216,7 +216,7 @@ def _groups(plan: RunPlan, most: int) -> Iterator[str]:
 
 
 def _users_code(config: RunConfig) -> Iterator[str]:
-    """The user's own script and functions, as they will be called."""
+    """Yield the user's own script and functions, in the form in which they are called."""
     if config.script is not None:
         yield shlex.join([config.script, *config.script_arguments])
     for key, reference in functions(config):
@@ -224,7 +224,7 @@ def _users_code(config: RunConfig) -> Iterator[str]:
 
 
 def show_commands(commands: Sequence[Sequence[str]]) -> None:
-    """Print the command of each node, as a shell would take it."""
+    """Print the command of each node, quoted for a shell."""
     put("Commands")
     for command in commands:
         put(f"  {shlex.join(command)}")

@@ -1,4 +1,4 @@
-"""From a command's arguments to a plan with its budget: what every command starts with."""
+"""Planning, the first part of every command: from arguments to a plan with its budget."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
 
 UNCOUNTED = "TC067"
-"""The finding that an epoch has not been counted, which follows from files that are not there."""
+"""Rule of an epoch that was not counted; dropped if files are missing, which is the cause."""
 
 FACTORY = "model.factory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A composed configuration and what it amounts to."""
+    """A composed configuration with its plan, budget and findings."""
 
     composed: Composed
-    """The configuration and what set each key."""
+    """Configuration with the sources of each key."""
     hardware: Hardware
-    """Declared or detected machines."""
+    """Machines, declared or detected."""
     assessment: Assessment
-    """Plan, budget and findings; the plan is none when it cannot be made."""
+    """Plan, budget and findings; the plan is None if it cannot be made."""
     findings: tuple[Finding, ...]
-    """Those of the composition and of the assessment, each naming what set its key."""
+    """Findings of the composition and of the assessment, each naming what set its key."""
     traced: TracedModel | None = None
-    """What a trace found of the model, if it was asked for."""
+    """Traced model, if a trace was requested."""
     data: DataPlan | None = None
-    """What the run sees of each source, where files were looked for and can be counted."""
+    """Tokens and epochs of each source in the run; None if files were not looked for or counted."""
 
     @property
     def errors(self) -> list[Finding]:
@@ -70,11 +70,11 @@ class Planned:
 
 
 def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Composed:
-    """Compose what the user asked for.
+    """Compose the configuration that the user requested.
 
     Raises:
-        TrainctlError: With every problem of the configuration: where some of it is wrong, the rest
-            is planned all the same, to say what else is.
+        TrainctlError: With every problem. If part of the configuration is wrong, the rest is
+            planned all the same to find further problems.
     """
     composed = examine(overrides or (), config_dir=config_dir)
     if composed.has_error:
@@ -85,7 +85,7 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
 
 
 def _further(composed: Composed) -> Sequence[Finding]:
-    """What else is wrong with a configuration; of a model that could not be read, by the rules."""
+    """Find further problems of a wrong configuration; by rules alone if its model is unreadable."""
     config = composed.config
     if config.model.is_unread:
         return resolve(config, resolve_hardware(config.hardware)).findings
@@ -104,11 +104,11 @@ def plan(
     """Resolve, check and budget a composed configuration.
 
     Args:
-        tokenize: Read the corpus where the length of the run depends on it.
-        with_files: Also look for the files that it names, as whoever starts from here must.
-        folder: Where the user's own code is looked for; None is the current folder.
+        with_files: Also check that the files it names exist, as before a launch.
+        tokenize: Tokenize the corpus if the run's length depends on it.
+        folder: Folder of the user's own code; None is the current folder.
         exact: Trace the model for its budget, in a process of its own.
-        calibrated: Take what was measured on this machine, for hardware that is here.
+        calibrated: Use measurements of this machine, if the hardware is its own.
     """
     composed, unread = read_factory(composed, folder)
     missing = missing_files(composed.config, folder) if with_files else []
@@ -120,7 +120,7 @@ def plan(
         assessment = Assessment(plan=None, budget=None, findings=wrong)
     else:
         if composed.config.model.factory is not None:
-            with suppress(TrainctlError):  # kept for those who ask without the folder; told there
+            with suppress(TrainctlError):  # cached for callers without the folder, who report it
                 trace_in_child(composed.config, folder)
         assessment = assess(composed.config, hardware)
     traced = None
@@ -151,15 +151,13 @@ def plan(
 def read_factory(
     composed: Composed, folder: Path | None = None
 ) -> tuple[Composed, tuple[Finding, ...]]:
-    """Read the model that `model.factory` makes, so that plan and budget count that model.
+    """Read the model that `model.factory` makes, so that plan and budget count its parameters.
 
-    A saved configuration keeps what was read, unless an override changes the model.
-
-    Args:
-        folder: Where the function is looked for; None is the current folder.
+    A saved configuration keeps what was read, unless an override changes the model. The function is
+    looked for in `folder`, by default the current one.
 
     Returns:
-        The configuration with the sizes of the real model, and why it could not be read.
+        The configuration with the sizes of the real model, and findings if it could not be read.
     """
     config = composed.config
     model = config.model
@@ -199,7 +197,7 @@ def _made_otherwise(key: str, own: Any, made: Any, factory: str, source: str) ->
 
 
 def name_sources(composed: Composed, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, each naming what set its key."""
+    """Return the findings, each naming what set its key."""
     return [
         finding
         if finding.source or not finding.key
@@ -218,10 +216,11 @@ def compose_target(
     """Compose a recipe or the configuration of a run, with overrides on top.
 
     Args:
-        target: Name of a recipe, path of a run directory, or of one of its `attempts/N`; none
+        target: Name of a recipe, path of a run directory, or of one of its `attempts/N`; None
             composes the overrides alone.
-        config_dir: The user's own folder.
-        attempt: Of the run; None is the one that stands for it (`trainctl.runs.attempts`).
+        config_dir: The user's own folder of conf/ and recipes/.
+        attempt: Attempt of the run; None takes the one that stands for it
+            (`trainctl.runs.attempts`).
 
     Raises:
         TrainctlError: The configuration is wrong, the run has no such attempt (exit code 5), or
@@ -244,7 +243,7 @@ def compose_target(
 def _compose_run(
     run: RunPaths, attempt: int | None, overrides: Sequence[str], config_dir: Path | None
 ) -> Composed:
-    """The configuration of a run, with a warning of what else one might take for it."""
+    """Compose the configuration of a run, with warnings of configuration that it ignores."""
     standing = standing_attempt(run)
     number = standing.number if attempt is None else attempt
     composed = recompose(
@@ -258,7 +257,7 @@ def _compose_run(
 
 
 def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
-    """On stderr: overrides with which the configuration would fit."""
+    """Print, on stderr, overrides with which the configuration would fit."""
     suggestions = what_fits(config, hardware)
     if not suggestions:
         say("hint: nothing that trainctl tried makes it fit; use more or larger devices")
@@ -269,7 +268,7 @@ def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
 
 
 def show_slack(config: RunConfig, hardware: Hardware) -> None:
-    """On stderr: what the memory that a configuration leaves free could buy."""
+    """Print, on stderr, what the free memory of a configuration could buy."""
     suggestions = what_slack_buys(config, hardware)
     if suggestions:
         say("what the free memory could buy:")
@@ -278,7 +277,7 @@ def show_slack(config: RunConfig, hardware: Hardware) -> None:
 
 
 def _suggestion(suggestion: Suggestion) -> str:
-    """A change with its memory and its cost in speed."""
+    """Format a suggestion with its memory and its cost in speed."""
     change = suggestion.speed - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} "
     if speed != "as fast":

@@ -1,4 +1,4 @@
-"""What a launch shows while it runs: a live line in a terminal, plain lines elsewhere."""
+"""Display of a running launch: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainctl.runs.stragglers import account
 Event = Mapping[str, Any]
 
 _BAR = 11
+"""Characters of the bar and a space, if there is room for it."""
 _SHOWN = 120
-"""Characters of a record that is of another form."""
-"""Characters of the bar and a space, where there is room for it."""
+"""Characters shown of a record of unknown form."""
 
 PLAIN_TERMINALS = ("dumb", "unknown")
-"""Values of TERM of terminals in which no line can be drawn anew, such as an editor's."""
+"""Values of TERM of terminals that cannot redraw a line, such as an editor's."""
 
 
 class Progress:
-    """Receives the records of a run as they are written; see `trainctl.runs.records`.
+    """Display of a run's records as they are written; see `trainctl.runs.records`.
 
     A reader that goes away (`| head`, a closed terminal) ends the display, never the training.
 
@@ -39,8 +39,8 @@ class Progress:
         stop_step: Step at which this launch ends.
         every_steps: Interval of the plain lines (`logging.every_steps`).
         as_json: Print each record as a line of JSON on stdout, and nothing else there.
-        attempt: The running one, whose signs of life say what goes on between records.
-        run: Its run.
+        run: Run whose heartbeats give the activity between records; None reads none.
+        attempt: Number of its running attempt.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Progress:
             put(step_line(event, stop_step=self._stop_step, seconds_left=self._left))
 
     def _live_text(self, columns: int) -> str:
-        """The last step, and what goes on besides; the step alone where there is no room."""
+        """Return the live line: the last step or the current activity, cut to the columns."""
         doing, seconds = self._activity.now()
         what = f"{doing} {clock(seconds)}" if doing else ""
         if self._step is None:
@@ -128,7 +128,10 @@ class Progress:
         return "#" * done + "." * (width - done)
 
     def _seconds_left(self, event: Event) -> float | None:
-        """From a running mean of the time between records, in which evaluations count too."""
+        """Estimate the seconds left by a running mean of the time between records.
+
+        Evaluations and saves count too.
+        """
         previous, now = self._last_time, float(event["time"])
         self._last_time = now
         if previous is None:
@@ -140,7 +143,7 @@ class Progress:
 
 
 def step_line(event: Event, *, stop_step: int | None, seconds_left: float | None) -> str:
-    """One optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
+    """Format one optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
     loss, rate, norm = (event.get(name) for name in ("loss", "learning_rate", "grad_norm"))
     speed = event.get("tokens_per_second")
     return (
@@ -156,7 +159,7 @@ def step_line(event: Event, *, stop_step: int | None, seconds_left: float | None
 
 
 def _own_values(event: Event) -> str:
-    """Those of a program of the user's: ` accuracy 0.93`."""
+    """Format the values logged by a user's own program, such as ` accuracy 0.93`."""
     own = event.get("values", {}).items()
     return "".join(
         f" {printable(name)} {number(value):.4g}"
@@ -166,9 +169,9 @@ def _own_values(event: Event) -> str:
 
 
 def record_lines(event: Event, *, stop_step: int | None) -> list[str]:
-    """Lines for any record, read after the fact: how long the rest will take is not known.
+    """Return the lines for any record that is read later, without a time left.
 
-    One of another form, changed by hand or written by another version, keeps no other from view.
+    A record of unknown form (edited by hand, or of another version) gives a line that says so.
     """
     try:
         if event["event"] != "step":
@@ -180,7 +183,7 @@ def record_lines(event: Event, *, stop_step: int | None) -> list[str]:
 
 
 def event_lines(event: Event) -> list[str]:
-    """Lines for a record that is not a step; none for those that only a file needs."""
+    """Return the lines for a record that is not a step; empty for records that are not shown."""
     match event["event"]:
         case "start":
             origin = f"resumed from {event['resumed_from']}" if event["resumed_from"] else "start"
@@ -297,11 +300,7 @@ def event_lines(event: Event) -> list[str]:
 
 
 def bad_text_lines(event: Event) -> list[str]:
-    """What `data.on_bad_text` did, and where first; nothing of a corpus that had no bad text.
-
-    Args:
-        event: A record with `bad_text`, if there is any.
-    """
+    """Return what `data.on_bad_text` did, with the first example; empty without bad text."""
     bad = event.get("bad_text")
     if not bad:
         return []
@@ -314,9 +313,9 @@ def bad_text_lines(event: Event) -> list[str]:
 
 
 def _memory_lines(event: Event) -> list[str]:
-    """At the end always; while the run goes on, only when more is used than the plan allows."""
+    """Return the measured and planned peak; before the end only if it exceeds the plan's bound."""
     planned = event["planned"]
-    if planned is None:  # of a model without a closed form, on a machine that has no trace of it
+    if planned is None:  # a model without a closed form or a trace
         return []
     measured, high = event["measured"]["device_peak_bytes"], planned["device_peak_high_bytes"]
     if not event["at_end"] and measured <= high:
@@ -329,7 +328,7 @@ def _memory_lines(event: Event) -> list[str]:
 
 
 def clock(seconds: float | None) -> str:
-    """``01:02``, ``1:02:03`` or, when unknown, ``--:--``."""
+    """Format seconds as ``01:02``, ``1:02:03`` or, when unknown, ``--:--``."""
     if seconds is None:
         return "--:--"
     minutes, second = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""What keeps a plan from being launched from here: one answer for every command that gives one."""
+"""Checks that a plan can be launched from this machine, shared by all commands that say so."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from trainctl.plan.types import RunPlan
 
 
 def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Finding]:
-    """What the launcher finds of the machines, before a run is made in or below the folder.
+    """Return the launcher's findings on the machines, before a run is made in or below the folder.
 
-    With `launcher=ssh` the hosts are asked.
+    With `launcher=ssh` this connects to the hosts.
     """
     found = check(made, folder, checkpoint_bytes(planned))
     return name_sources(planned.composed, [*missing_tool(made.config), *found])
 
 
 def checkpoint_bytes(planned: Planned) -> int | None:
-    """Size of a checkpoint of trainctl's own, for which there must be space; None if unknown."""
+    """Return the size of a checkpoint of trainctl's own trainer; None if unknown or not its own."""
     budget = planned.assessment.budget
     is_ours = planned.composed.config.trains_itself
     return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
 def can_launch(planned: Planned, folder: Path) -> tuple[bool | None, str]:
-    """Whether `launch` would start it from here, as far as can be known without asking others.
+    """Decide whether `launch` would start the plan from here, without connecting to other hosts.
 
     Returns:
-        The verdict, None where it is too close to tell or hangs on other hosts; and the reason of
-        one that is not True.
+        The verdict, None if it is too close to tell or depends on other hosts; and the reason, if
+        the verdict is not True.
     """
     made, budget = planned.assessment.plan, planned.assessment.budget
     if made is None or budget is None or planned.errors:

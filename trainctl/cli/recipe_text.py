@@ -1,4 +1,4 @@
-"""A recipe as text: what it starts from, the options it chooses and the keys it sets."""
+"""Text of a recipe: its base, the options it chooses and the keys it sets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 def recipe_text(
     comment: Sequence[str], base: str, choices: Mapping[str, str], settings: Mapping[str, Any]
 ) -> str:
-    """The YAML file.
+    """Return the recipe as YAML.
 
     Args:
         comment: Lines of the comment on top.
-        base: The recipe that it starts from, or `base`.
-        choices: Option of each group that is another than there.
-        settings: Dotted keys and their values, as plain data.
+        base: Recipe to start from, or `base`.
+        choices: Options by group, where they differ from the base.
+        settings: Plain values by dotted key.
     """
     lines = [f"# {line}" for line in comment] + ["defaults:", f"  - {base}"]
     lines += [f"  - override /{group}: {dumps(option)}" for group, option in choices.items()]

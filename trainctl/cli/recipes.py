@@ -1,4 +1,4 @@
-"""`trainctl recipes`: what there is, for which hardware, and whether it fits this machine."""
+"""`trainctl recipes`: the recipes, their hardware, and whether this machine can launch them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _row(info: RecipeInfo, config_dir: Path | None) -> dict[str, Any]:
 
 
 def _fits(name: str, config_dir: Path | None) -> tuple[bool | None, str]:
-    """Whether this machine has what the recipe plans for, and why not.
+    """Return whether this machine has what the recipe plans for, and the reason if not.
 
-    Data and weights are the user's to name, and are not asked for.
+    Data and weights, which the user must name, are not checked.
     """
     try:
         planned = plan(compose([f"recipe={name}"], config_dir))

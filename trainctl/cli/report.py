@@ -1,4 +1,4 @@
-"""`trainctl report`: the curves and the account of runs as a page, as JSON, or as a table."""
+"""`trainctl report`: curves and summaries of runs as a page, as JSON, or as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = Path("report.html")
 MOST_RUNS = 50
-"""More than that nobody tells apart by colour; `trainctl sweep FOLDER` has them as a table."""
+"""More curves cannot be told apart by colour; `trainctl runs ls FOLDER` lists any number."""
 
 
 class _Form(StrEnum):
@@ -115,10 +115,10 @@ def report(
 
 
 def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
-    """What is asked for, before the work.
+    """Return the requested form of output, before any work.
 
     Raises:
-        TrainctlError: Two forms at once, or there is no such folder (exit code 2).
+        TrainctlError: Two forms are requested, or the output's folder does not exist (exit code 2).
     """
     if as_json and as_csv:
         raise TrainctlError("--json and --csv are two forms: ask for one")
@@ -129,7 +129,7 @@ def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
 
 
 def _title(histories: list[History]) -> str:
-    """Name the runs; those of a sweep, which are called 0, 1, 2, by the sweep."""
+    """Return the names of the runs. Runs of a sweep (0, 1, 2) go by the sweep's name."""
     roots = [history.run.root for history in histories]
     sweeps = {root.parent: None for root in roots if is_sweep(root.parent)}
     others = [root for root in roots if root.parent not in sweeps]
@@ -140,7 +140,7 @@ def _read(runs: list[Path]) -> list[History]:
     """Read the runs, each once.
 
     Raises:
-        TrainctlError: One is no run (exit code 5), or there are too many (exit code 2).
+        TrainctlError: A path is not a run (exit code 5), or there are too many runs (exit code 2).
     """
     from trainctl.monitor.report.history import History
 
@@ -161,7 +161,7 @@ def _read(runs: list[Path]) -> list[History]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        # Bytes of a path that are no UTF-8 become escapes: in JSON they are what they were.
+        # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
         write_bytes(path.absolute(), text.encode(errors="backslashreplace"))
     except OSError as error:
         raise TrainctlError(

@@ -1,4 +1,4 @@
-"""`trainctl resume`: go on from a checkpoint as a new attempt, or begin anew."""
+"""`trainctl resume`: a new attempt from a checkpoint, or from the beginning."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def resume_run(
 ) -> None:
     """Continue a run as a new attempt, from its newest complete checkpoint or an earlier one.
 
-    A run that has never saved anything is started again, as it was.
+    A run that has never saved anything is started again, unchanged.
 
     Args:
-        configure: Gives the attempt's configuration from that of the run.
+        configure: Makes the attempt's configuration from the run's.
         force: Start although the budget does not fit.
-        as_json: Records on stdout as JSON lines, nothing else.
+        as_json: Print records on stdout as JSON lines, and nothing else there.
         verbose: Show the whole plan and budget.
-        step: Of the checkpoint to go on from; those after it are left behind.
-        attempt: Whose configuration it is; None is the one that stands for the run.
-        from_start: Begin anew, leaving all checkpoints behind.
+        step: Step of the checkpoint to resume from; later checkpoints are left behind.
+        attempt: Attempt whose configuration to take; None takes the one that stands for the run.
+        from_start: Begin again, leaving all checkpoints behind.
 
     Raises:
-        TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.
+        TrainctlError: The folder is no run, is in use or has no checkpoint; or the plan is refused.
         typer.Exit: The run did not end well; carries its exit code.
     """
     run = open_run(root)
@@ -67,7 +67,7 @@ def resume_run(
         before = config_of(run, attempt)
         checkpoint = None if from_start or not before.trains_itself else _checkpoint(run, step)
         composed = configure(before if checkpoint is None else next_launch(before))
-        # What a script or function of the user's saves, and goes on from, is its own affair.
+        # A user's own script or function saves and resumes by itself.
         if not composed.config.trains_itself:
             checkpoint = None
         elif checkpoint is None and not from_start:
@@ -93,10 +93,10 @@ def resume_run(
 
 
 def require_nothing_saved(run: RunPaths) -> None:
-    """Refuse to begin anew where checkpoints were saved, and none of them can be gone on from.
+    """Refuse to begin again if checkpoints were saved, and none of them can be resumed from.
 
     Raises:
-        TrainctlError: Exit code 5.
+        TrainctlError: All are damaged or gone (exit code 5).
     """
     problems = [look.problem for look in examine(run) if look.problem]
     saved = [int(event["step"]) for event in read_events(run.events, "checkpoint")]
@@ -114,7 +114,7 @@ def require_nothing_saved(run: RunPaths) -> None:
 
 
 def _leave_behind(run: RunPaths, step: int) -> None:
-    """Let the checkpoint of a step be the newest one; none for step 0."""
+    """Move checkpoints after a step aside, so that the step's own is the newest; all for step 0."""
     for path in leave_behind(run, step, attempt=last_attempt(run) + 1):
         say(f"left behind: {path}")
 
@@ -129,12 +129,12 @@ def _resuming(
 
 
 def next_launch(config: RunConfig) -> RunConfig:
-    """The last attempt's configuration without what belonged to that launch only."""
+    """Return the last attempt's configuration without settings of that launch only."""
     return replace(config, training=replace(config.training, stop_after_steps=None))
 
 
 def _is_done(run: RunPaths, checkpoint: CheckpointInfo, planned: Planned) -> bool:
-    """Whether nothing is left to train; says why, and what would train on."""
+    """Return True if nothing is left to train; says why, and which change would train on."""
     made, patience = planned.assessment.plan, checkpoint.patience
     if made is None:
         return False
@@ -157,7 +157,7 @@ def _is_done(run: RunPaths, checkpoint: CheckpointInfo, planned: Planned) -> boo
 
 
 def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
-    """That of a step, else the newest complete one; says which newer ones are damaged."""
+    """Return the checkpoint of a step, or the newest complete one; warn of damaged newer ones."""
     if step is not None:
         ((_, path), *_) = select(run, [step])
         look = next((look for look in examine(run) if look.step == step), None)
@@ -172,7 +172,7 @@ def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
 
 
 def _show_changes(changes: Sequence[Change], run: RunPaths, attempt: int) -> None:
-    """What the next attempt has otherwise than the one that it goes on from."""
+    """Print the configuration changes since the attempt that the next one continues."""
     since = "the last attempt" if attempt == last_attempt(run) else f"attempt {attempt}"
     if not changes:
         say(f"configuration: unchanged since {since}")

@@ -1,4 +1,4 @@
-"""`trainctl runs`: list, look at, follow, stop and remove runs, by their directories alone."""
+"""`trainctl runs`: list, inspect, follow, stop and remove runs, by their directories alone."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from trainctl.runs.status import State, read_status, write_status
 from trainctl.runs.stragglers import account, still_slow
 
 LINES = 20
-"""Of each log, or of the records."""
+"""Lines shown of each log, and of the records."""
 
 _POLL_SECONDS = 0.2
 _KILL_PATIENCE_SECONDS = 15.0
-"""How long `stop --now` waits, beyond the ranks' own grace, for a launcher that does not answer."""
+"""Time that `stop --now` gives a launcher to answer, beyond the ranks' own grace."""
 _FORCE_PATIENCE_SECONDS = 60.0
-"""And how much longer when it was ended by force: a scheduler takes its time."""
+"""Further time after ending the launcher by force: schedulers are slow."""
 
 app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=False)
 
@@ -163,9 +163,9 @@ def logs(
 
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
-    """What the launch would have shown in its terminal: the last lines of it."""
+    """Print the last lines that a launch shows of the attempt's records."""
     stop_step = _stop_step(attempt)
-    shown: list[str] = []  # the last one first
+    shown: list[str] = []  # newest first
     for event in events_from_end(run.events):
         # A sample's text would push out the rest.
         if event["attempt"] == attempt.number and event["event"] != "sample":
@@ -179,7 +179,7 @@ def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
 
 
 def _stop_step(attempt: AttemptPaths) -> int | None:
-    """Where the attempt's plan ends; None where it cannot be read."""
+    """Return the step at which the attempt's plan ends; None if the plan cannot be read."""
     try:
         return read_plan(attempt.plan).stop_step
     except (OSError, ValueError, TrainctlError):
@@ -275,7 +275,7 @@ def follow(run: Run = None) -> None:
 
 
 def _is_drawn() -> bool:
-    """Whether stdout is a terminal in which a picture can be drawn anew."""
+    """Return True if stdout is a terminal that can be redrawn."""
     return sys.stdout.isatty() and os.environ.get("TERM") not in PLAIN_TERMINALS
 
 
@@ -338,7 +338,7 @@ def _first_failure(events: list[Event], attempt: int) -> Event | None:
     failures = [
         event for event in events if event["event"] == "failure" and event["attempt"] == attempt
     ]
-    # What an agent says that has lost its launcher counts if nobody else says anything.
+    # The report of an agent that lost its launcher counts only if there is no other.
     return min(failures, key=lambda event: "launcher_lost" in event, default=None)
 
 
@@ -349,12 +349,12 @@ def _show_failure(failure: Event) -> None:
 
 
 def _goes_on(run: RunPaths, attempt: AttemptPaths) -> bool:
-    """Whether anything may still be appended to the logs of this attempt."""
+    """Return True if the logs of this attempt may still grow."""
     return last_attempt(run) == attempt.number and summarise(run).is_live
 
 
 def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
-    """Ask the launch of a live run; a job that has not started is taken from its queue."""
+    """Ask the launch of a live run to stop; cancel a job that has not started."""
     summary = summarise(run)
     if summary.holder is None and summary.job is not None:
         cancel(summary.job)
@@ -364,7 +364,7 @@ def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
             write_status(run, before.changed(State.stopped, message=message))
         say(f"{run.root}: job {summary.job.id} is cancelled")
         return
-    # A program of the user's reads no requests to save: its launch ends it.
+    # A user's own program reads no requests to save: its launcher ends it.
     ends = now or not config_of(run).trains_itself
     file_request(run, Request.end if ends else Request.stop, "trainctl runs stop")
     what = "ends now" if ends else "saves at its next step and ends"
@@ -372,10 +372,10 @@ def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
 
 
 def _wait_for_end(run: RunPaths, *, now: bool) -> None:
-    """Wait until nobody holds the run; with `now`, end what does not answer.
+    """Wait until no launcher holds the run; with `now`, end one that does not answer by force.
 
     Raises:
-        TrainctlError: It does not answer, and this machine cannot reach it, or it does not end by
+        TrainctlError: The launcher does not answer and is on another machine, or does not end by
             force either (exit code 5).
     """
     patience = config_of(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
@@ -398,7 +398,7 @@ def _wait_for_end(run: RunPaths, *, now: bool) -> None:
 
 
 def _end_by_force(run: RunPaths) -> None:
-    """A launcher that does not answer: its scheduler ends it, or, on this machine, a signal."""
+    """End a launcher that does not answer: by its scheduler, or on this machine by a signal."""
     summary = summarise(run)
     if summary.holder is None:
         return

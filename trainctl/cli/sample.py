@@ -1,4 +1,4 @@
-"""`trainctl sample`: a text continued, or a message answered, by a checkpoint's model."""
+"""`trainctl sample`: continue a text, or answer a message, with a checkpoint's model."""
 
 from __future__ import annotations
 

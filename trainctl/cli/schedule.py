@@ -1,4 +1,4 @@
-"""`trainctl schedule`: the learning rate over the run, before it is trained."""
+"""`trainctl schedule`: the learning rate over the run, before training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
 
 ROWS = 18
-"""Of a chart in the terminal."""
+"""Height of the chart in the terminal."""
 
 MOST_TURNS = 8
-"""Drops or restarts that are listed."""
+"""Drops or restarts of the learning rate that are listed."""
 
 app = typer.Typer(help="Look at the learning rate over the run.", add_completion=False)
 
@@ -89,7 +89,7 @@ def _document(plan: RunPlan, points: list[CurvePoint]) -> dict[str, object]:
 
 
 def _drawing(plan: RunPlan, points: list[CurvePoint]) -> str:
-    """The curve in characters, as wide as the console (80 columns where there is none)."""
+    """Draw the curve in characters, as wide as the terminal (80 columns if there is none)."""
     import plotext
 
     peak = plan.peak_lr
@@ -110,7 +110,7 @@ def _drawing(plan: RunPlan, points: list[CurvePoint]) -> str:
 
 
 def _phases(plan: RunPlan) -> list[str]:
-    """Where the curve turns, one line each."""
+    """Return a line for each point where the curve turns, and for each batch size."""
     curve, total, peak = Curve.of(plan), plan.total_steps, plan.peak_lr
     if total == 0:
         return ["no step"]

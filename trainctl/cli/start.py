@@ -1,4 +1,4 @@
-"""Starting a run, and what `resume` shares: show, refuse or start, watch, and say how it ended."""
+"""Start of a run, and the steps shared with `resume`: show, check, start, watch, report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def start_run(
     verbose: bool = False,
     detach: bool = False,
 ) -> None:
-    """Start a new run in a new directory; with `detach` only start it.
+    """Start a new run in a new directory; with `detach`, return without watching it.
 
     Raises:
         TrainctlError: The plan is refused, or the directory cannot be used.
@@ -59,7 +59,7 @@ def start_run(
     planned = plan(composed, with_files=True, tokenize=True)
     made = accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
-        if has_scheduler(made.config):  # which is handed files, and looks at no machine
+        if has_scheduler(made.config):  # its check does not look at this machine
             check_machine(planned, made, run_dir or DEFAULT_ROOT)
         show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
         return
@@ -74,10 +74,13 @@ def program_name(config: RunConfig) -> str:
 
 
 def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
-    """Show plan, budget and findings; give the plan, or refuse it.
+    """Show plan, budget and findings; return the plan.
 
-    In brief, that what follows stays on the screen; whole where that is asked for, or it does not
-    fit.
+    The brief form keeps the following output on the screen; the whole is shown with `verbose`, or
+    if the budget does not fit.
+
+    Raises:
+        TrainctlError: The plan has errors, does not fit (unless `force`), or cannot be trained yet.
     """
     made, budget = planned.assessment.plan, planned.assessment.budget
     if made is None or budget is None or planned.errors_but_fit:
@@ -107,7 +110,7 @@ def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> Ru
 
 
 def check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
-    """Refuse to start where the machines are not what the plan needs, or no run could be kept."""
+    """Refuse to start if the machines are not what the plan needs, or the run cannot be stored."""
     findings = machine_findings(planned, made, folder)
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
@@ -117,7 +120,7 @@ def check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
 def run_attempt(
     run: RunPaths, made: RunPlan, *, checkpoint_bytes: int | None, as_json: bool, detach: bool
 ) -> None:
-    """Start the next attempt, show its records, and say how it ended, unless it is detached."""
+    """Start the next attempt; unless detached, show its records and how it ended."""
     every = made.config.logging.every_steps
     with hold(run) as lock:
         attempt = new_attempt(run, made)
@@ -154,7 +157,7 @@ def run_attempt(
         say(outcome.message)
     if not as_json and not outcome.exit_code:
         put(f"run directory: {run.root}")
-    # One that the run's own files refused does not go on from them: its hint says what does.
+    # A run whose own files were refused cannot be resumed: the hint says what to do.
     if outcome.state in (State.failed, State.stopped) and outcome.exit_code != ExitCode.run_state:
         _say_where_it_goes_on(run, made)
     if outcome.exit_code:
@@ -162,7 +165,7 @@ def run_attempt(
 
 
 def _show_warnings(run: RunPaths) -> None:
-    """Repeat what held to the end: it was told when it began, maybe days ago."""
+    """Repeat warnings that still hold at the end: they were first shown maybe days ago."""
     told, attempt = read_events(run.events, "straggler", "divergence"), last_attempt(run)
     diverged = still_diverged(told, attempt)
     if diverged is not None:
@@ -179,7 +182,7 @@ def _detach(
     *,
     as_json: bool,
 ) -> None:
-    """Leave the attempt to a launcher without a terminal."""
+    """Leave the attempt to a background launcher without a terminal."""
     if checkpoint_bytes is not None:
         require_space(run.root, checkpoint_bytes)
     process = start_in_background(run, attempt, lock)
@@ -189,7 +192,7 @@ def _detach(
 
 
 def _show_failure(outcome: Outcome) -> None:
-    """How the attempt ended, and the end of the log that tells more."""
+    """Print how the attempt ended, after the end of the log that explains it."""
     if outcome.log_tail:
         say(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
@@ -199,7 +202,7 @@ def _show_failure(outcome: Outcome) -> None:
 
 
 def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
-    """The last line of a launch that did not come to its end."""
+    """Print, as the last line, how to continue a launch that ended early."""
     if made.config.trains_itself:
         say(GoingOn.of(run).sentence(run))
     else:
@@ -207,7 +210,7 @@ def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
 
 
 def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
-    """The commands of a dry run; with `as_json` the plan and budget too, as one document."""
+    """Print the commands of a dry run; with `as_json` also plan and budget, as one document."""
     attempt = run.attempt(last_attempt(run) + 1)
     start = Start(plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores())
     rendered = render(start)

@@ -1,4 +1,4 @@
-"""`trainctl sweep`: one run for each combination of values, and a table of what came of it."""
+"""`trainctl sweep`: one run for each combination of values, and a table of the results."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def _begin(
     *,
     as_json: bool,
 ) -> None:
-    """Run attempts that were made, here or by a scheduler."""
+    """Run the attempts that were made, here or by a scheduler."""
     if spec_of(plan.config.launcher).submit_sweep:
         _submit(folder, plan, started, parallel)
         return
-    with hold(RunPaths(folder)):  # so that nobody goes on with a sweep that is going on
+    with hold(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
         _run_queue(folder, started, parallel or 1, as_json=as_json)
     say(f"`trainctl sweep {folder}` shows this again")
 
@@ -126,10 +126,10 @@ def _go_on(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Start what was never started of a sweep, resume what was cut off, leave the rest.
+    """Start the runs of a sweep that were never started, resume interrupted ones, leave the rest.
 
     Raises:
-        TrainctlError: It is going on, or a run's plan is refused now.
+        TrainctlError: The sweep is still running, or a run's plan is refused now.
     """
     with hold(RunPaths(folder)):
         left = what_is_left(folder)
@@ -149,7 +149,7 @@ def _go_on(
 
 
 def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
-    """The plan of what is left of a run, by its own directory if it is there."""
+    """Plan the rest of a run, from its own directory if it exists."""
     values = record.points[item.index]
     if item.next is Next.make:
         overrides = _recorded(item, record)
@@ -163,10 +163,10 @@ def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
 
 
 def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
-    """The overrides of a run that is not there.
+    """Return the recorded overrides of a run whose directory does not exist.
 
     Raises:
-        TrainctlError: They were not recorded, or hold a secret, which is never (exit code 5).
+        TrainctlError: The overrides were not recorded, or have a redacted secret (exit code 5).
     """
     overrides = record.runs[item.index] if item.index < len(record.runs) else ()
     if overrides and not any(REDACTED in text for text in overrides):
@@ -199,10 +199,10 @@ def _checked(
     force: bool,
     folder: Path | None = None,
 ) -> RunPlan:
-    """The plan of a run; errors name the run's values.
+    """Return the plan of a run; errors name the run's values.
 
     Raises:
-        TrainctlError: It is refused.
+        TrainctlError: The plan is refused.
     """
     try:
         planned = make_plan(composing(), with_files=True, folder=folder, tokenize=True)
@@ -227,11 +227,11 @@ def _checked(
 
 
 def _check_queue(plans: Sequence[RunPlan]) -> None:
-    """Refuse runs that nothing starts one after another.
+    """Refuse runs that cannot be queued together.
 
     Raises:
-        TrainctlError: They differ in their launcher or, in an array, in what they ask for; or their
-            launcher hands over single runs only.
+        TrainctlError: The runs differ in their launcher or, in an array, in their resources; or the
+            launcher submits single runs only.
     """
     first = plans[0]
     spec = spec_of(first.config.launcher)
@@ -275,7 +275,7 @@ def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None)
 
 
 def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) -> None:
-    """Run all, then show the table.
+    """Run all attempts, then show the table.
 
     Raises:
         typer.Exit: A run failed (its exit code), or a signal ended the queue.
@@ -299,7 +299,7 @@ def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) 
 
 
 def _show(folder: Path, *, as_json: bool) -> None:
-    """The table of results: values, state and losses of each run; the best is marked."""
+    """Print the results: values, state and losses of each run; the best is marked."""
     found = results(folder)
     scores = {r.index: r.held_out_loss for r in found if r.held_out_loss is not None}
     best = min(scores, key=lambda index: scores[index]) if scores else None

@@ -55,7 +55,11 @@ def sync(
 
 
 def _send(run: RunPaths, name: str, again: bool) -> bool:
-    """Send to one logger, and say how far it is; whether it has all, or a launch sends it."""
+    """Send to one logger and print its position.
+
+    Returns:
+        Whether it has all records, or another process is sending them.
+    """
     code = send(run, name, config=config_of(run), again=again)
     if code == ExitCode.run_state:
         say(f"{run.root}: another process sends to {name} now", style="warning")

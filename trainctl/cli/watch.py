@@ -1,4 +1,4 @@
-"""`trainctl watch`: the page of runs while they train, served on this machine from their files."""
+"""`trainctl watch`: a live page of runs, served on this machine from their files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.sweeps import RECORD
 
 MOST_RUNS = 50
-"""Side by side on one page; a folder may have any number."""
+"""Runs named for one page; a folder may have any number."""
 
 
 def watch(
@@ -66,7 +66,7 @@ def watch(
     watching = Watching(opened, folder, price)
     try:
         server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
-    except (OSError, UnicodeError) as error:  # the latter of what is no name at all
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         why = error.strerror if isinstance(error, OSError) else "it is no name"
         raise TrainctlError(
             f"nothing can listen on {host}, port {port}: {why or error}",
@@ -96,10 +96,10 @@ def _explain(server: PageServer) -> None:
 
 
 def _what(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
-    """The runs of one page, or a folder.
+    """Return the runs of one page, or a folder.
 
     Raises:
-        TrainctlError: It is neither a run nor a folder of runs (exit code 5).
+        TrainctlError: A path is no run and no folder (exit code 5), or there are too many runs.
     """
     if len(given) <= 1:
         folder = given[0] if given else DEFAULT_ROOT
@@ -124,7 +124,7 @@ def _what(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
 
 @contextmanager
 def _stopped_by_signals(server: PageServer) -> Iterator[None]:
-    """SIGINT and SIGTERM end the serving, with exit code 0: this is how it ends."""
+    """Let SIGINT and SIGTERM end the server normally, with exit code 0."""
 
     def end(*_: Any) -> None:
         # `shutdown` waits for the loop that this handler has interrupted.

@@ -1,4 +1,4 @@
-"""Why a value is what it is: who set it, what it became, where it comes from."""
+"""Explanation of a value: its sources, what derives from it, and what it derives from."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from trainctl.search.influence import depending_on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The answer to `config why`; values as plain data."""
+    """Answer of `config why`; values are plain data."""
 
     key: str
     """A config key, a key of DeepSpeed's JSON, or a quantity of the plan."""
     value: Any
-    """As it is used."""
+    """Value in effect."""
     reason: str = ""
-    """How it was derived; empty where it was not."""
+    """Derivation of the value; empty if it was not derived."""
     layers: tuple[dict[str, Any], ...] = ()
-    """Each place that set a config key and the value it gave; the last one won."""
+    """Sources that set a config key, each with its value; the last one won."""
     default: Any = None
-    """The schema's value of a config key."""
+    """Default of a config key in the schema."""
     is_key: bool = False
-    """Whether it is a config key."""
     became: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Keys of the JSON, and other derived values, that come from a config key, with their
-    values."""
+    """Keys of the JSON, and other derived values, that follow from a config key, with their
+    values.
+    """
     sources: tuple[Explanation, ...] = ()
-    """The config keys that a derived value follows from, each explained."""
+    """Config keys that a derived value follows from, each explained."""
     doc: str = ""
-    """What a config key means."""
+    """Description of a config key."""
 
     def _origin(self) -> str:
-        """What gave the value: the last place that set it, unless that left it to be derived."""
+        """Return where the value came from: its last source, unless the value was derived."""
         if self.reason and (not self.layers or self.layers[-1]["value"] != self.value):
             return f"derived: {self.reason}"
         return f"set by {self.layers[-1]['source'] if self.layers else 'the default of the schema'}"
 
     def to_json(self) -> dict[str, Any]:
-        """One object, without what does not apply."""
+        """Return a JSON object without fields that do not apply."""
         shown: dict[str, Any] = {
             "key": self.key,
             "value": self.value,
@@ -62,7 +62,7 @@ class Explanation:
         return shown
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the explanation as lines of text."""
         shown = [f"{self.key} = {_text(self.value)}"]
         if self.reason:
             shown.append(f"  because: {self.reason}")
@@ -88,14 +88,9 @@ class Explanation:
 
 
 def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation | None:
-    """What is known of a key or quantity.
+    """Explain a key or a quantity of the plan; None if there is no such name.
 
-    Args:
-        plan: What it amounts to; None where it amounts to nothing, and then only what was typed can
-            be explained.
-
-    Returns:
-        None if there is no such key or quantity.
+    Without a plan, only config keys can be explained, and no derived values.
     """
     derived = {item.key: item for item in plan.derived} if plan else {}
     own = derived.get(key)
@@ -156,7 +151,7 @@ def _text(value: Any) -> str:
 
 
 def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
-    """The error for a key that does not exist, with what was perhaps meant."""
+    """Return the error for a key that does not exist, with similar names."""
     if key in sections():
         inside = [name for name in leaves() if name.startswith(f"{key}.")]
         return TrainctlError(

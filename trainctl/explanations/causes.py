@@ -1,4 +1,4 @@
-"""Why runs fail, and why steps are not made: the words in `failure` and `intervention` records."""
+"""Reasons of `failure` and `intervention` records: why runs fail, and why steps are skipped."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A word of a record."""
+    """Explanation of one word of a record."""
 
     meaning: str
-    """What it stands for."""
     cause: str
-    """What brings it about, the most frequent first."""
+    """Common causes, the most frequent first."""
     example: str
-    """As it is shown, or as a log has it."""
+    """A line of output or of a log."""
     cure: str
 
 
@@ -94,7 +93,7 @@ FAILURES = {
         "What the message says; the same start would end in the same way.",
     ),
 }
-"""By the `cause` of a failure."""
+"""Explanations by the `cause` of a failure."""
 
 INTERVENTIONS = {
     "loss_not_finite": Reason(
@@ -139,7 +138,7 @@ INTERVENTIONS = {
         "The same; gradients.adaptive_clipping takes the edge off.",
     ),
 }
-"""By the `kind` of an intervention."""
+"""Explanations by the `kind` of an intervention."""
 
 POLICIES = {
     "stop": Reason(
@@ -175,4 +174,4 @@ POLICIES = {
         "time.",
     ),
 }
-"""By the `policy` of an intervention."""
+"""Explanations by the `policy` of an intervention."""

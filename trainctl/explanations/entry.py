@@ -1,4 +1,4 @@
-"""What is known of a rule beyond the sentence that says what must hold."""
+"""Explanation of a rule, beyond the sentence in its docstring."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RuleText:
-    """Why a rule is there, a case in which it speaks, and what to do."""
+    """Reason for a rule, an example that violates it, and the remedy."""
 
     cause: str
-    """What would go wrong without it, or how one comes to break it."""
+    """Consequence without the rule, or a common way to violate it."""
     cure: str
-    """What to do; each finding says it with the values at hand."""
+    """Remedy in general; each finding states it with the values at hand."""
     example: str = ""
-    """What is typed after `trainctl validate` to see it; empty where no configuration alone brings
-    it about."""
+    """Arguments of `trainctl validate` that violate the rule; empty if no configuration alone
+    does.
+    """
     title: str = ""
-    """What is found; empty of a rule whose docstring says what must hold."""
+    """Title of the finding; empty if the rule's docstring serves as one."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Files that the example needs beside it, by their path: the text of each."""
+    """Files that the example needs: text by path."""
     situation: str = ""
-    """Without an example, where it comes up."""
+    """Situation in which the rule is violated; only without an example."""
     message: str = ""
-    """Without an example, what is said there."""
+    """Message printed in that situation; only without an example."""

@@ -1,4 +1,4 @@
-"""What each exit code means, and what to do about it."""
+"""Explanations of the exit codes, with what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds what a word stands for: a rule, a kind of record, a cause, a policy, an exit code."""
+"""Lookup of a word: a rule, a kind of record, a cause, a policy, an exit code."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from trainctl.explanations.records import RECORDS, Record
 from trainctl.explanations.shown import ShownRule, rules
 
 SITE = "TRAINCTL_DOCS_URL"
-"""The variable with the address of a copy of the documentation's site."""
+"""Environment variable with the address of a copy of the documentation's site."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a word stands for."""
+    """Explanation of one word, with its place in the documentation."""
 
     word: str
     """The word: ``TC024``, ``intervention``, ``device_memory``, ``6``."""
     kind: str
-    """What it is one of."""
+    """Kind of word, such as `RULE` or `EXIT_CODE`."""
     meaning: str
     cause: str = ""
-    """What brings it about."""
     example: tuple[str, ...] = ()
-    """Lines, as they are typed and shown."""
+    """Lines of input and output."""
     cure: str = ""
-    """What to do; empty where nothing is to be done."""
+    """Remedy; empty where none is needed."""
     fields: dict[str, str] | None = None
-    """Of a record: what each of its fields says."""
+    """Meaning of each field of a record; None for other kinds."""
     page: str
-    """The page of the documentation that has it, without ending."""
+    """Page of the documentation, without file extension."""
 
     @property
     def anchor(self) -> str:
-        """Its place on the page."""
+        """Anchor of the word on its page."""
         if self.kind != EXIT_CODE:
             return self.word.lower()
         return f"exit-code-{self.word}" if self.word in everything() else "exit-codes"
@@ -52,7 +51,7 @@ FAILURE, INTERVENTION, POLICY = "cause of a failure", "reason of an intervention
 
 @cache
 def everything() -> dict[str, Meaning]:
-    """Return all words, in the order in which a list shows them."""
+    """Return all meanings by lower-case word, in the order of the list."""
     found = [_of_rule(name, shown) for name, shown in rules().items()]
     found += [_of_record(name, record) for name, record in RECORDS.items()]
     for kind, table in ((FAILURE, FAILURES), (INTERVENTION, INTERVENTIONS), (POLICY, POLICIES)):
@@ -65,7 +64,10 @@ def everything() -> dict[str, Meaning]:
 
 
 def explain(word: str) -> Meaning | None:
-    """What a word stands for, in any case, an exit code also of a signal; None if it is unknown."""
+    """Return the meaning of a word; None if it is unknown.
+
+    Case does not matter. Exit codes above 128 are explained by their signal.
+    """
     known, word = everything(), word.strip().lower()
     if word not in known and re.fullmatch("[0-9]{3}", word) and int(word) > 128:
         return _of_signal(int(word))
@@ -73,7 +75,7 @@ def explain(word: str) -> Meaning | None:
 
 
 def address(found: Meaning) -> str:
-    """Where the documentation has it: on the site that `TRAINCTL_DOCS_URL` names, or in `docs/`."""
+    """Return the address of a meaning: on the site named by `TRAINCTL_DOCS_URL`, or in `docs/`."""
     site = os.environ.get(SITE, "").rstrip("/")
     if site:
         return f"{site}/{found.page}.html#{found.anchor}"
@@ -131,7 +133,7 @@ def _of_reason(word: str, kind: str, reason: Reason, page: str) -> Meaning:
 
 
 def _of_signal(code: int) -> Meaning | None:
-    """Return an exit code above 128; None where there is no such signal."""
+    """Return the meaning of an exit code above 128; None if there is no such signal."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""What each kind of record in `events.jsonl` says, field by field."""
+"""Fields of each kind of record in `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A kind of record."""
+    """Explanation of one kind of record."""
 
     when: str
-    """Who writes it, and when."""
+    """Event that the record reports, and who writes it."""
     fields: dict[str, str]
-    """What each of its own fields says, with its unit."""
+    """Meaning of each field of its own, with its unit."""
     cure: str = ""
-    """What there is to do about it; empty where it only tells."""
+    """Remedy; empty for a record that only informs."""
 
 
 COMMON = {
@@ -23,7 +23,7 @@ COMMON = {
     "time": "when, seconds since 1970",
     "event": "the kind",
 }
-"""What every record has."""
+"""Fields that all records share."""
 
 RECORDS = {
     "launch": Record(

@@ -1,4 +1,4 @@
-"""What rules say of themselves and print for examples: `shown.json`, written by `make docs`."""
+"""Rules with their texts and the output of their examples: `shown.json`, written by `make docs`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ FILE = Path(__file__).with_name("shown.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRule:
-    """A rule as it presents itself."""
+    """A rule as its documentation shows it."""
 
     title: str
-    """What must hold, or what is found."""
+    """The condition that must hold, or the problem found."""
     severity: str
     """``error``, ``warning``, or both."""
     page: str
-    """The page of the documentation that has it, without ending."""
+    """Page of the documentation, without file extension."""
     cause: str
-    """Why it is there."""
+    """Reason for the rule."""
     cure: str
     situation: str = ""
-    """Where it comes up, where no typed example brings it about."""
+    """Situation in which the rule is violated; only without an example."""
     typed: str = ""
-    """The example, as typed; empty where there is none."""
+    """The example's command; empty without an example."""
     files: dict[str, str]
-    """Files that it needs, by path: their text, cut where it is long."""
+    """Files that the example needs: text by path, cut if long."""
     printed: list[str]
-    """What is printed then, a line each."""
+    """Lines that the example prints."""
 
 
 @cache
 def rules() -> dict[str, ShownRule]:
-    """Return every rule by its identifier, in their order."""
+    """Return every rule by its identifier, in order."""
     read = json.loads(FILE.read_text(encoding="utf-8"))
     return {name: ShownRule(**fields) for name, fields in read.items()}

@@ -1,4 +1,4 @@
-"""Which processors each rank of a machine runs on: sockets, cores and devices by the kernel."""
+"""CPU binding: the cores each local rank runs on, by the kernel's NUMA topology."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SYS = Path("/sys")
 def rank_processors(
     binding: CpuBinding, ranks: int, accelerator: Accelerator, root: Path = _SYS
 ) -> list[list[int]]:
-    """Processors of each local rank; empty where nothing is bound.
+    """Return the logical CPUs of each local rank; empty without a binding.
 
     Args:
-        accelerator: Kind of the ranks' devices; a rank uses the visible device of its number.
-        root: Where the kernel's account is read; for tests.
+        accelerator: Kind of the ranks' devices; local rank i uses visible device i.
+        root: Directory read in place of `/sys`; for tests.
     """
     if binding is CpuBinding.none:
         return []
@@ -32,12 +32,12 @@ def rank_processors(
 
 
 def shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[list[int]]:
-    """Return an equal share of processors for each rank, neighbours together.
+    """Return an equal share of logical CPUs for each rank, adjacent CPUs together.
 
     Args:
-        sockets: Processors of each socket, those of one core side by side.
-        homes: The socket that each rank belongs to; None where that is not known: if it is not
-            for a single one, all ranks share all sockets.
+        sockets: CPUs of each NUMA node, threads of one core side by side.
+        homes: NUMA node of each rank's device; None if unknown. If one is unknown, all ranks share
+            the CPUs of all nodes.
     """
     if any(home not in sockets for home in homes):
         return _cut([cpu for _, cpus in sorted(sockets.items()) for cpu in cpus], len(homes))
@@ -61,7 +61,7 @@ def processors_by_socket(allowed: set[int], root: Path = _SYS) -> dict[int, list
 
 
 def parse_list(text: str) -> list[int]:
-    """Numbers of the kernel's lists, such as ``0-3,8``."""
+    """Parse a list of the kernel's, such as ``0-3,8``, into its numbers."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -71,14 +71,14 @@ def parse_list(text: str) -> list[int]:
 
 
 def _cut(cpus: Sequence[int], parts: int) -> list[list[int]]:
-    """Equal parts, in order; one processor is shared where there are fewer than parts."""
+    """Split into `parts` equal, contiguous slices; some share a CPU if there are too few."""
     size = len(cpus)
     bounds = [(part * size // parts, (part + 1) * size // parts) for part in range(parts)]
     return [list(cpus[first : max(first + 1, last)]) for first, last in bounds]
 
 
 def _core(cpu: int, root: Path) -> int:
-    """Return the first processor of the same core."""
+    """Return the lowest-numbered CPU of the same core, to sort by."""
     path = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:
         return min(parse_list(path.read_text()))
@@ -87,7 +87,7 @@ def _core(cpu: int, root: Path) -> int:
 
 
 def _device_sockets(root: Path) -> list[int | None]:
-    """Return the NUMA node of each visible CUDA device."""
+    """Return the NUMA node of each visible CUDA device; None where the kernel does not know it."""
     text = query_tool(("nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
     buses = {row[0]: row[1].lower() for row in csv.reader(text.splitlines(), skipinitialspace=True)
              if len(row) == 2}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether DeepSpeed can compile what the plan will make it compile, before a rank waits for it.
+"""Checks that DeepSpeed can compile its native operators here, before a rank waits for them.
 
 DeepSpeed builds its native operators when they are first used (deepspeed/ops/op_builder), by
 torch's cpp_extension, and keeps them in a cache.
@@ -34,13 +34,13 @@ from trainctl.options.optimizer import Maker, spec_of
 _COMPILE_SECONDS = 60.0
 
 _LONGEST_BUILD_SECONDS = 3600.0
-"""No operator takes so long: a lock that is older was left by a build that was killed."""
+"""No operator takes an hour to compile: an older lock was left by a killed build."""
 
 
 def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
-    """DeepSpeed's native operators that the run will use, each with the key that asks for it.
+    """Return the DeepSpeed operators that the run must compile, each with the key that requires it.
 
-    Those that DeepSpeed was installed with are left out.
+    Operators that were compiled when DeepSpeed was installed are left out.
     """
     if not engine_of(config).takes_json:
         return {}
@@ -61,27 +61,27 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
         if getattr(config.zero_stage, key):
             wanted["quantizer"] = f"zero_stage.{key}"
     if on_cpu and not config.trains_itself:
-        # Trainctl's own trainer tells DeepSpeed to do without it (engines/deepspeed/process.py).
+        # Trainctl's own trainer disables it (engines/deepspeed/process.py).
         wanted["deepspeed_shm_comm"] = "script" if config.script is not None else "trainer"
     return {name: key for name, key in wanted.items() if not _prebuilt().get(name)}
 
 
 def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Return all that keeps DeepSpeed from compiling them on this machine."""
+    """Find everything that keeps DeepSpeed from compiling its operators on this machine."""
     checks = (compiler_is_here, libaio_is_here, no_build_was_left, toolkit_matches_torch)
     found = (each for check in checks for each in check(config, hardware))
     return [each for each in found if isinstance(each, Finding)]
 
 
 def _prebuilt() -> dict[str, bool]:
-    """Return the operators that were compiled when DeepSpeed was installed."""
+    """Return for each operator whether it was compiled when DeepSpeed was installed."""
     text = packaged_text("deepspeed", "deepspeed/git_version_info_installed.py") or ""
     found = re.search(r"^installed_ops\s*=\s*(\{.*\})", text, re.MULTILINE)
     return dict(ast.literal_eval(found[1])) if found else {}
 
 
 def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Yield a C++ compiler, ninja, and Python's headers."""
+    """Find a missing C++ compiler, ninja or Python.h, if operators have to be compiled."""
     operators = needed_operators(config, hardware)
     if not operators:
         return
@@ -103,13 +103,15 @@ def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
 
 
 def tools_path() -> str:
-    """Return the PATH of ranks: where trainctl is started without its environment being activated,
-    the tools that were installed into that (ninja) are found all the same."""
+    """Return the PATH of ranks, with the folder of this Python's executable at the end.
+
+    Tools of trainctl's environment (ninja) are then found although it is not activated.
+    """
     return os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
 
 
 def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Yield the library that async_io is linked with, and its header."""
+    """Find a missing libaio: async_io needs its library and header."""
     key = needed_operators(config, hardware).get("async_io")
     if key is None or shutil.which(_compiler()) is None:
         return
@@ -125,8 +127,10 @@ def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Find
 
 
 def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Yield a killed build leaves its lock, for which every later one waits without end and a word
-    (torch/utils/file_baton.py)."""
+    """Find stale locks of killed builds.
+
+    Every later build would wait for such a lock forever, silently (torch/utils/file_baton.py).
+    """
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):
             if is_stale_lock(lock):
@@ -143,8 +147,8 @@ def is_stale_lock(lock: Path) -> bool:
     """Return True if the build that made this lock was killed.
 
     Torch holds the lock open while it builds (torch/utils/file_baton.py), and ninja and compilers
-    work in its folder. Processes of other machines and other users are not seen: their locks are
-    stale after an hour.
+    work in its folder. Processes of other machines and other users cannot be seen: their locks
+    count as stale after an hour.
     """
     try:
         made = lock.stat()
@@ -166,9 +170,9 @@ def _is_building(lock: Path) -> bool:
 
 
 def locks_held_by(pid: int) -> set[Path]:
-    """Return the locks of builds that a process of this machine holds open."""
+    """Return the build locks that a process of this machine holds open."""
     held = set()
-    with suppress(OSError):  # it has ended, or is another user's
+    with suppress(OSError):  # the process has ended, or is another user's
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 target = descriptor.readlink()
@@ -178,9 +182,10 @@ def locks_held_by(pid: int) -> set[Path]:
 
 
 def build_folders(operator: str) -> list[Path]:
-    """Where torch's cpp_extension has built an operator, or is building it; `*` is any.
+    """Return the folders where torch's cpp_extension has built an operator, or is building it.
 
-    One for each version of Python and kind of device, unless TORCH_EXTENSIONS_DIR names the place.
+    There is one for each Python version and kind of device, or a single one under
+    TORCH_EXTENSIONS_DIR. `operator` may be a glob pattern: `*` finds all operators.
     """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
@@ -193,7 +198,10 @@ def build_folders(operator: str) -> list[Path]:
 
 
 def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """DeepSpeed refuses a CUDA toolkit of another major version than torch's (builder.py)."""
+    """Find a CUDA toolkit that is missing or of another major version than torch's.
+
+    DeepSpeed refuses the latter (op_builder/builder.py).
+    """
     operators = needed_operators(config, hardware)
     build = torch_build()
     if not operators or hardware.accelerator is not Accelerator.cuda or not (build and build[0]):
@@ -201,7 +209,7 @@ def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str
     names, key = ", ".join(operators), next(iter(operators.values()))
     release = toolkit_release()
     if release is None:
-        # Operators for the host are then built without CUDA, the others cannot be.
+        # Operators for the host are then built without CUDA; others cannot be built.
         if set(operators) <= {"cpu_adam", "cpu_lion", "async_io"}:
             yield f"none here; {names} can do without"
             return
@@ -224,7 +232,7 @@ def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def toolkit_release() -> str | None:
-    """Release of the CUDA toolkit that torch's cpp_extension would find, such as ``12.8``."""
+    """Return the release of the CUDA toolkit that torch's cpp_extension finds, such as ``12.8``."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc")
     nvcc = f"{home}/bin/nvcc" if home else found or "/usr/local/cuda/bin/nvcc"
@@ -251,5 +259,5 @@ def links(source: str, *libraries: str) -> bool:
 
 
 def _compiler() -> str:
-    """What torch's cpp_extension calls."""
+    """Return the C++ compiler that torch's cpp_extension calls."""
     return os.environ.get("CXX", "c++")

@@ -1,8 +1,8 @@
-"""What was measured on this machine, for estimates on it: `trainctl estimate-memory --measure`.
+"""Calibration: memory measured on this machine by `trainctl estimate-memory --measure`.
 
-One JSON file in the user's cache folder (XDG base directories), with an entry for each kind of
-device. It is a help and no more: a file that cannot be read, or that another version of torch was
-measured with, is as good as none.
+One JSON file in the user's cache folder (XDG base directories) has an entry for each kind of
+device. Estimates work without it: an unreadable file, or a measurement with another version of
+torch, is ignored.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ CALIBRATION_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Memory of a process that no formula gives."""
+    """Measured memory of a process that no formula predicts."""
 
     device: str
     """Name of the device, as in a plan."""
     date: str
     """Day of the measurement."""
     torch: str
-    """Version that it was measured with."""
+    """Version of torch during the measurement."""
     runtime_bytes_alone: int | None = None
-    """What a single process has on its device outside of tensors: driver context, loaded kernels;
-    on a CPU the interpreter and its libraries."""
+    """Device memory outside tensors of a single process: driver context, loaded kernels; on a CPU
+    the interpreter and its libraries.
+    """
     runtime_bytes_in_group: int | None = None
-    """The same of one of several, with its communication library."""
+    """Device memory outside tensors of a rank among several, with its communication library."""
     fragmentation: float | None = None
-    """Reserved over allocated, minus one; None where nothing is reserved."""
+    """Reserved over allocated memory, minus one; None on devices that reserve nothing."""
 
     def runtime_bytes(self, world_size: int) -> int | None:
-        """Of a process among so many."""
+        """Return the device memory outside tensors of a rank at this world size."""
         return self.runtime_bytes_alone if world_size == 1 else self.runtime_bytes_in_group
 
 
 def device_name(hardware: Hardware) -> str:
-    """Return the name of a plan's device, without how many there are: ``h100-80g`` of
-    ``8xh100-80g``."""
+    """Return the name of a plan's device without counts: ``h100-80g`` of ``8xh100-80g``."""
     return re.sub(r"^(\d+x)+", "", hardware.name)
 
 
 def calibration_file() -> Path:
-    """Where it is kept; the variable TRAINCTL_CALIBRATION_FILE names another place.
+    """Return the path of the file; the variable TRAINCTL_CALIBRATION_FILE overrides it.
 
     Raises:
-        TrainctlError: This user has no home (exit code 4): in a container he may be a mere number.
+        TrainctlError: The user has no home directory (exit code 4), as in a container that runs
+            under a bare user ID.
     """
     named = os.environ.get("TRAINCTL_CALIBRATION_FILE")
     if named:
@@ -70,7 +71,7 @@ def calibration_file() -> Path:
 
 
 def read_calibration(device: str) -> Calibration | None:
-    """Return the entry of a device, if there is one that holds for what is installed here."""
+    """Return the device's measurement with the installed version of torch; None without one."""
     entry = _entries().get(device)
     if entry is None:
         return None
@@ -82,8 +83,7 @@ def read_calibration(device: str) -> Calibration | None:
 
 
 def with_calibration(new: Calibration) -> dict[str, Any]:
-    """Return the file's content with another measurement: what it did not measure stays as it
-    was."""
+    """Return the file's content with a new measurement; fields that it lacks keep their values."""
     old = read_calibration(new.device)
     entry = asdict(new)
     if old is not None:
@@ -92,7 +92,7 @@ def with_calibration(new: Calibration) -> dict[str, Any]:
 
 
 def installed_torch() -> str:
-    """Version of torch, without importing it; empty if there is none."""
+    """Return torch's version without importing it; empty if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

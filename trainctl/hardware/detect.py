@@ -1,4 +1,4 @@
-"""What this machine has: GPUs by their vendor's own tool, memory by the kernel. No torch."""
+"""Hardware detection: GPUs by the vendor's tool, memory by the kernel, without torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from trainctl.config.schema import Accelerator
 
 TOOL_TIMEOUT_SECONDS = 20.0
-"""A healthy tool takes a second or two; with a broken driver it can hang for ever."""
+"""A healthy tool takes a second or two; with a broken driver it can hang forever."""
 
 BF16_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
-"""First compute capabilities whose matrix units have the type (CUDA C++ Programming Guide)."""
+"""First compute capabilities whose tensor cores have the type (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,11 @@ class Device:
     memory_bytes: int
     """Total memory as the driver reports it."""
     supports_bf16: bool
-    """Whether it computes in bf16."""
     supports_fp8: bool
-    """Whether it computes in fp8."""
 
 
 def visible_devices() -> tuple[Device, ...]:
-    """GPUs of this machine that the environment leaves visible; empty where there is none.
+    """Return the GPUs of this machine that the environment leaves visible; often none.
 
     A tool that is missing, fails or hangs counts as "no such device": the frameworks would not
     find one either.
@@ -54,24 +52,22 @@ def visible_devices() -> tuple[Device, ...]:
 
 
 def all_devices() -> tuple[Device, ...]:
-    """GPUs of this machine, whatever the environment says."""
+    """Return the GPUs of this machine, including those that the environment hides."""
     return _nvidia_devices() or _amd_devices()
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """Return the newest CUDA that NVIDIA's driver supports; None if its tool does not say."""
+    """Return the newest CUDA version that NVIDIA's driver supports; None if unknown."""
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", query_tool(("nvidia-smi",)))
     return (int(found[1]), int(found[2])) if found else None
 
 
 def host_memory_limit(root: Path = Path("/")) -> int:
-    """Return bytes of memory that this process may use: the machine's, or its control group's if
-    less.
+    """Return the bytes of memory that this process may use: the machine's, or its cgroup's if less.
 
-    Args:
-        root: Where `/proc` and `/sys` are looked up; for tests.
+    `root` replaces `/` in paths under `/proc` and `/sys`, for tests.
     """
-    import psutil  # not there in the environment of `logging.python`, which imports this module
+    import psutil  # missing in the environment of `logging.python`, which imports this module
 
     return min([psutil.virtual_memory().total, *_control_group_limits(root)])
 
@@ -131,7 +127,7 @@ def _amd_devices() -> tuple[Device, ...]:
 
 @cache
 def query_tool(command: tuple[str, ...]) -> str:
-    """Standard output of a vendor's tool, asked once; empty when it cannot answer."""
+    """Return the standard output of a vendor's tool, run once per process; empty if it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -144,9 +140,10 @@ def query_tool(command: tuple[str, ...]) -> str:
 
 
 def _visible(devices: tuple[Device, ...], variables: Sequence[str]) -> tuple[Device, ...]:
-    """Return the devices that the first variable which is set names, in its order.
+    """Return the devices that the first variable set in the environment names, in its order.
 
-    As CUDA reads it: indices or (prefixes of) identifiers, up to the first that names nothing.
+    The variable is read as CUDA reads it: indices or (prefixes of) identifiers, up to the first
+    entry that names no device.
     """
     wanted = next((os.environ[name] for name in variables if name in os.environ), None)
     if wanted is None:
@@ -165,7 +162,7 @@ def _visible(devices: tuple[Device, ...], variables: Sequence[str]) -> tuple[Dev
 
 
 def _control_group_limits(root: Path) -> list[int]:
-    """Memory limits of this process's control group and its parents, version 1 and 2."""
+    """Return the memory limits of this process's cgroup and its parents, versions 1 and 2."""
     limits = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

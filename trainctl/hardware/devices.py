@@ -1,4 +1,4 @@
-"""Whether the plan's devices are here, visible, and compute in the plan's number format."""
+"""Checks that the plan's devices exist, are visible, and compute in the plan's number format."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from trainctl.options.precision import precision_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a machine has of what plans count on: this one, or another that was asked."""
+    """Resources of a machine that plans rely on: this one, or a remote host that was probed."""
 
     name: str = "this machine"
-    """As messages call it."""
+    """Name of the machine in messages."""
     devices: Sequence[tuple[str, int]]
-    """Name and bytes of memory of each device that its processes see."""
+    """Name and bytes of memory of each visible device."""
     cores: int
-    """That they may run on."""
+    """Number of CPU cores that its processes may run on."""
     memory_bytes: int
-    """That they may use: the machine's, or their control group's."""
+    """Host memory that its processes may use: the machine's, or their cgroup's."""
     otherwise: str = "hardware=auto"
-    """What to do about it that is no number of the plan's."""
+    """Remedy offered in messages beside changing a number of the plan."""
     hides: str = ""
-    """What may hide devices, in brackets."""
+    """Setting that may hide devices, in parentheses, for messages; empty if there is none."""
 
 
 def this_machine(devices: Sequence[Device] = ()) -> Machine:
-    """This one, with those of its devices that are asked about."""
+    """Return this machine with the given devices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Machine(
         devices=[(each.name, each.memory_bytes) for each in devices],
@@ -49,7 +49,7 @@ def this_machine(devices: Sequence[Device] = ()) -> Machine:
 
 
 def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """As many devices as planned, each with the memory that was planned for."""
+    """Find missing devices, or devices with less memory than planned."""
     machine = this_machine(_of_the_plan(hardware))
     found = list(lacking_devices(hardware, machine, range(hardware.devices_per_node)))
     yield from found
@@ -63,11 +63,11 @@ def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
 def lacking_devices(
     hardware: Hardware, machine: Machine, wanted: Sequence[int]
 ) -> Iterator[Finding]:
-    """What a machine lacks of a plan's devices, or of cores for as many processes.
+    """Find what a machine lacks of a plan's devices; on CPU, of cores for as many processes.
 
     Args:
-        machine: Of the devices, those of the plan's kind.
-        wanted: Numbers of those that the plan uses.
+        machine: The machine, with only its devices of the plan's kind.
+        wanted: Indices of the devices that the plan uses.
     """
     key, shown = "hardware.devices_per_node", len(machine.devices)
     kind, planned = hardware.accelerator.value, hardware.device_memory_bytes or 0
@@ -111,7 +111,10 @@ def lacking_devices(
 
 
 def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """CUDA stops reading its variable at the first entry that names nothing, silently."""
+    """Find entries of CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) that name no device, or one twice.
+
+    CUDA silently ignores everything from the first unknown entry on.
+    """
     if hardware.accelerator is Accelerator.cpu:
         return
     variables = ["CUDA_VISIBLE_DEVICES"]
@@ -145,7 +148,7 @@ def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | 
 
 
 def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """The declared abilities are those of the devices that are here."""
+    """Find devices, or a CPU, that cannot compute in the plan's number format."""
     compute = precision_of(config.precision)
     for device in _of_the_plan(hardware):
         if not compute.runs_on(device):
@@ -159,7 +162,7 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
             return
     narrow = compute.format.value
     if hardware.accelerator is Accelerator.cpu and narrow in lacking_formats():
-        if config.trains_itself:  # it widens them: `trainctl.engines.narrow_products`
+        if config.trains_itself:  # in fp32: `trainctl.engines.narrow_products`
             yield f"{compute.name} on a CPU without instructions for it: products in fp32, rounded"
             return
         yield doubt(
@@ -176,11 +179,10 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def lacking_formats(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return number formats in which torch multiplies matrices without the processor's help: bf16,
-    fp16.
+    """Return the number formats, of bf16 and fp16, in which this CPU has no matrix instructions.
 
-    Empty where the kernel does not say what an x86 processor has. (oneDNN's formats by instruction
-    set, as torch asks for them: aten/src/ATen/native/mkldnn/Utils.h.)
+    Empty where `/proc/cpuinfo` lists no x86 flags. The instruction sets are those that torch
+    requires for oneDNN (aten/src/ATen/native/mkldnn/Utils.h).
     """
     try:
         text = processor.read_text()

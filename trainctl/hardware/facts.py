@@ -1,4 +1,4 @@
-"""The facts about machines and devices that a plan is made for."""
+"""Facts about the machines and devices that a plan is made for."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from trainctl.config.schema import Accelerator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The machines that a plan is for. Sizes in bytes; ``None`` where unknown (then unchecked)."""
+    """Machines that a plan is for. Sizes are in bytes; ``None`` means unknown and unchecked."""
 
     name: str
-    """As written by the user, such as ``4x8xh100-80g``."""
+    """Name in the user's notation, such as ``4x8xh100-80g``."""
     accelerator: Accelerator
     """cuda, rocm or cpu; never auto."""
     nodes: int
     devices_per_node: int
-    """Devices (on cpu: processes) of each."""
+    """Devices (on cpu: processes) of each node."""
     device_memory_bytes: int | None = None
-    """Memory of a device as its driver reports it; on cpu a process's share of the host's
-    memory."""
+    """Memory of a device, as its driver reports it; on cpu a process's share of host memory."""
     host_memory_bytes: int | None = None
-    """Memory of a machine."""
+    """Memory of a node."""
     nvme_bytes: int | None = None
-    """Free space of its NVMe."""
+    """Free space on a node's NVMe."""
     peak_tflops_fp32: float | None = None
     """Dense fp32 throughput (not TF32), TFLOP/s per device."""
     peak_tflops_bf16: float | None = None
@@ -34,35 +33,33 @@ class Hardware:
     peak_tflops_fp8: float | None = None
     """Dense fp8 matrix throughput."""
     memory_bandwidth_gb_per_second: float | None = None
-    """Speed of a device's memory."""
+    """Bandwidth of a device's memory."""
     device_link_gb_per_second: float | None = None
-    """Between devices of a node, one direction."""
+    """Bandwidth between devices of a node, one direction."""
     network_gb_per_second: float | None = None
-    """Between nodes, per device."""
+    """Bandwidth between nodes, per device."""
     host_link_gb_per_second: float | None = None
-    """Between a device and its host, one direction."""
+    """Bandwidth between a device and its host, one direction."""
     matrix_efficiency: float | None = None
     """Share of the peak rates that large matrix products reach."""
     attention_efficiency: float | None = None
-    """Share of the peak rates that attention as one kernel reaches."""
+    """Share of the peak rates that a fused attention kernel reaches."""
     supports_bf16: bool = True
-    """Whether the device computes in bf16."""
     supports_fp8: bool = False
-    """Whether the device computes in fp8."""
     detected: bool = False
-    """Whether the facts were read off this machine."""
+    """Whether the facts were detected on this machine."""
     runtime_bytes: int | None = None
-    """What a process has on its device outside of tensors, where it was measured here."""
+    """Device memory of a process outside tensors, if it was measured here."""
     fragmentation: float | None = None
-    """Reserved over allocated memory, minus one, where it was measured here."""
+    """Reserved over allocated memory, minus one, if it was measured here."""
     calibrated_on: str | None = None
-    """Day of that measurement."""
+    """Date of that measurement."""
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices_per_node
 
     def peak_tflops(self, compute: str) -> float | None:
-        """Dense throughput of a device in a number format, TFLOP/s; None where it is not known."""
+        """Return the dense throughput of a device in a number format, TFLOP/s; None if unknown."""
         peak: float | None = getattr(self, f"peak_tflops_{compute}", None)
         return peak

@@ -1,4 +1,4 @@
-"""How a check of the machine says what is wrong."""
+"""Constructors of the findings of machine checks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from trainctl.errors import ExitCode, Finding, Severity
 
 
 def problem(rule: str, key: str, message: str, hint: str = "") -> Finding:
-    """Something that keeps the run from starting, or from being what the plan says."""
+    """Return an error: the run cannot start, or would not be what the plan says."""
     return Finding(rule=rule, key=key, message=message, hint=hint, exit_code=ExitCode.environment)
 
 
 def doubt(rule: str, key: str, message: str, hint: str) -> Finding:
-    """Something that may go wrong, or be slow."""
+    """Return a warning: something may fail or be slow."""
     return Finding(
         rule=rule,
         key=key,

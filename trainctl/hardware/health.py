@@ -1,4 +1,7 @@
-"""Everything about this machine that a run can fail on, as a list of checks. No torch."""
+"""Checks of everything on this machine that can fail a run, for launches and `trainctl doctor`.
+
+No check imports torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from trainctl.hardware.facts import Hardware
 from trainctl.hardware.kernels import kernels_are_installed
 
 Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
-"""Yields what it found: a text where all is well, a finding where it is not."""
+"""A check yields a text for what is well, and a finding for what is wrong."""
 
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", packages.go_together),
@@ -34,27 +37,21 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("caches", storage.caches_are_roots_own),
     ("network", network.interfaces_exist),
 )
-"""In the order in which they are told."""
+"""Names and checks in the order of their output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What a check found."""
+    """Result of one check; without facts and findings the plan needs nothing of the kind."""
 
     name: str
-    """What the check is called."""
     facts: tuple[str, ...]
-    """What is well; both empty if the plan needs nothing of the kind."""
+    """Texts about what is well."""
     findings: tuple[Finding, ...]
 
 
 def examine_machine(config: RunConfig, hardware: Hardware) -> list[Examined]:
-    """Look at this machine for a plan on that hardware.
-
-    Args:
-        config: What is to run.
-        hardware: Where: as `resolve_hardware` gave it.
-    """
+    """Run all checks of this machine for a plan on `hardware` (from `resolve_hardware`)."""
     examined = []
     for name, check in CHECKS:
         found = list(check(config, hardware))
@@ -65,5 +62,5 @@ def examine_machine(config: RunConfig, hardware: Hardware) -> list[Examined]:
 
 
 def preflight(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """What this machine lacks for a local launch."""
+    """Find what this machine lacks for a local launch."""
     return [finding for each in examine_machine(config, hardware) for finding in each.findings]

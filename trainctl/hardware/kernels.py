@@ -1,4 +1,4 @@
-"""Whether what a plan's kernels need is installed here: packages and a compiler."""
+"""Checks that packages and compilers for the plan's kernels are installed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from trainctl.hardware.finding import problem
 from trainctl.options.adapter import low_rank
 
 COMPILERS = ("g++", "clang++", "c++")
-"""What torch.compile looks for on a CPU, unless CXX names another."""
+"""Compilers that torch.compile looks for on a CPU, unless CXX names another."""
 
 
 def kernels_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """What has to be installed for the plan's kernels, with what would do without it.
-
-    Looks for packages and imports none.
-    """
+    """Find missing packages and compilers that the plan's kernels need; imports none."""
     for key, value, needed, hint in _missing(config, hardware):
         yield problem(
             "TC136", key, f"{key}={value} needs {needed}, which is not installed here", hint
@@ -35,7 +32,7 @@ def kernels_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def _missing(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str, str, str]]:
-    """Key, value, what it needs, and what to do."""
+    """Yield key, value, what it needs, and a hint, for each missing package or compiler."""
     kernels = config.kernels
     flash = AttentionKind.flash_attention_2
     if config.model.attention is flash and find_spec("flash_attn") is None:

@@ -1,4 +1,4 @@
-"""Facts about a detected device that no driver tells: from the options of `hardware`.
+"""Rates of detected devices that no driver reports: from the options of `hardware`.
 
 `conf/hardware/` is the one table of peak rates and bandwidths, each file with its source.
 """
@@ -21,13 +21,13 @@ RATES = (
     "matrix_efficiency",
     "attention_efficiency",
 )
-"""Keys that are taken over; memory and number formats are read off the device itself."""
+"""Keys taken from the option. Memory and number formats are detected on the device itself."""
 
 
 def known_rates(driver_name: str) -> dict[str, float]:
-    """Rates of the option that lists this name in `driver_names`; empty when none does.
+    """Return the rates of the option whose `driver_names` has this name; empty if there is none.
 
-    Only whole names count: a card of the same chip in another form (PCIe, NVL) has other rates.
+    Only whole names match: a card with the same chip in another form (PCIe, NVL) has other rates.
     """
     for option in options("hardware"):
         document = read_document(option.path, option.name)

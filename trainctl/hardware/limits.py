@@ -1,4 +1,4 @@
-"""Limits that the system, or a container, puts on memory."""
+"""Checks of memory limits set by the system or a container."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from trainctl.hardware.resolve import falls_short
 SHARED_MEMORY = Path("/dev/shm")
 
 SHARED_BYTES_PER_PROCESS = 64 * 2**20
-"""What communication between the processes of a node takes at most in its usual settings; a whole
-container has this much by Docker's default."""
+"""Upper bound of shared memory for communication per process at default settings. Docker's default
+is this much for a whole container.
+"""
 
 
 def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """NCCL, gloo and data loaders of one node exchange data through `/dev/shm`."""
+    """Find a missing or too small `/dev/shm`.
+
+    NCCL, gloo and data loaders of a node exchange data through it.
+    """
     processes = hardware.devices_per_node
     if processes < 2:
         return
@@ -52,7 +56,10 @@ def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[st
 
 
 def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Registering memory with a network card, and pinning it for NVMe, counts as locking it."""
+    """Find a low limit of locked memory (ulimit -l).
+
+    Memory registered with a network card, and memory pinned for NVMe, counts against it.
+    """
     offload = config.offload
     to_nvme = OffloadDevice.nvme in (offload.optimizer, offload.parameters)
     if hardware.nodes == 1 and not to_nvme:
@@ -72,14 +79,14 @@ def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str 
 
 
 def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Yield the memory that the plan is budgeted against may be used by this process."""
+    """Find host memory below the plan's budget, by the limit of this process."""
     machine = this_machine()
     found = list(lacking_memory(hardware, machine))
     yield from found or (f"{memory_text(machine.memory_bytes)} may be used",)
 
 
 def lacking_memory(hardware: Hardware, machine: Machine) -> Iterator[Finding]:
-    """What a machine lacks of the memory that a plan is budgeted against."""
+    """Find what a machine lacks of the host memory that a plan is budgeted against."""
     planned, there = hardware.host_memory_bytes, machine.memory_bytes
     if planned is not None and falls_short(there, planned):
         yield problem(

@@ -1,4 +1,4 @@
-"""Whether the network interfaces that the ranks are told to use exist."""
+"""Checks of the network interfaces that ranks are told to use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def interfaces_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Named interfaces are here and up; between nodes, this host's name is no loopback address."""
+    """Find interfaces of NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME that are missing or down.
+
+    With several nodes and neither variable set, the host's own name must not resolve to a loopback
+    address.
+    """
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     own = resolve_variables(config.launcher.environment, os.environ)
     named = False
@@ -44,7 +48,7 @@ def interfaces_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
 
 
 def _own_address(up: list[str]) -> str | Finding:
-    """Gloo binds the address that the host's own name has."""
+    """Check the address of the host's own name, which gloo binds."""
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -63,8 +67,10 @@ def _own_address(up: list[str]) -> str | Finding:
 
 
 def _entries(variable: str, value: str) -> list[str]:
-    """Return the interfaces that must exist. NCCL takes prefixes, ``=name`` and, to exclude,
-    ``^name``."""
+    """Return the interfaces that must exist.
+
+    NCCL accepts prefixes, ``=name``, and ``^name`` to exclude.
+    """
     if value.startswith("^"):
         return []
     entries = [entry.strip() for entry in value.lstrip("=").split(",") if entry.strip()]

@@ -1,4 +1,4 @@
-"""Whether the installed packages go together, by their own metadata: nothing is imported."""
+"""Checks that installed packages are compatible, by their metadata; nothing is imported."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ SLOW_TO_COMPILE = {
     "transformers": "transformers/modeling_utils.py",
     "deepspeed": "deepspeed/__init__.py",
 }
-"""A file of each package with so much source that compiling it takes seconds; all ranks import it.
+"""A file of each package that has so much source that Python takes seconds to compile it. All ranks
+import these packages.
 """
 
 
 def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """What each of these packages requires is installed, in a version that it takes."""
+    """Find requirements of the packages that are missing, or installed in a wrong version."""
     yield from _found_in(tuple(sys.path))
 
 
 @cache
 def _found_in(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
-    """Return the answer for the packages on `sys.path`: no configuration changes it, and it takes
-    long."""
+    """Return the findings for the packages on `path`, cached: they are slow and no plan changes
+    them.
+    """
     return tuple(_compared())
 
 
@@ -75,7 +77,10 @@ def _compared() -> Iterator[str | Finding]:
 
 
 def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """What the loggers of `logging.to` import is there, on the machine that sends to them."""
+    """Find packages that the loggers of `logging.to` import and that are not installed.
+
+    Only the machine that sends to the loggers needs them.
+    """
     names = config.logging.to
     found = [missing(load("logger", name), python_of(name, config)) for name in names]
     if found and not any(found):
@@ -84,12 +89,12 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
 
 
 def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Python keeps what it has compiled of large packages; else each process compiles it again."""
+    """Find large packages whose bytecode cannot be cached: each process compiles them again."""
     for name, file in SLOW_TO_COMPILE.items():
         try:
             source = Path(str(metadata.distribution(name).locate_file(file)))
         except metadata.PackageNotFoundError:
-            continue  # told by the first check
+            continue  # reported by the first check
         if not source.is_file() or Path(cache_from_source(str(source))).is_file():
             continue
         folder = source.parent
@@ -110,10 +115,10 @@ def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
 
 
 def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """Torch was built for the plan's kind of device, and the driver is new enough for it."""
+    """Find a build of torch for another kind of device, or a driver too old for it."""
     build = torch_build()
     if build is None:
-        return  # told by the check above
+        return  # reported by the check above
     cuda, hip = build
     kind = hardware.accelerator
     if kind is Accelerator.cpu:
@@ -141,7 +146,7 @@ def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[
 
 
 def version(name: str) -> str | None:
-    """Return the installed version of a package."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -149,7 +154,9 @@ def version(name: str) -> str | None:
 
 
 def torch_build() -> tuple[str, str] | None:
-    """Versions of CUDA and HIP that torch was built for, empty where not; None without torch."""
+    """Return torch's CUDA and HIP versions, empty for a build without; None if it is not
+    installed.
+    """
     text = packaged_text("torch", "torch/version.py")
     if text is None:
         return None
@@ -162,7 +169,7 @@ def torch_build() -> tuple[str, str] | None:
 
 
 def packaged_text(name: str, file: str) -> str | None:
-    """Return the text of a file of an installed package; None if either is not there."""
+    """Return the text of a file of an installed package; None if package or file is missing."""
     try:
         path = Path(str(metadata.distribution(name).locate_file(file)))
         return path.read_text(encoding="utf-8")

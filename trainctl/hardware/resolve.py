@@ -1,4 +1,4 @@
-"""Which hardware a plan is for: what is declared, completed by what this machine has."""
+"""Resolution of a plan's hardware: declared facts, completed by detection on this machine."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from trainctl.hardware.facts import Hardware
 from trainctl.hardware.known import RATES, known_rates
 
 MEMORY_TOLERANCE = 0.03
-"""Drivers of one kind of card report its memory within this share of each other; of a
-machine's, kernel and firmware keep about as much to themselves."""
+"""Drivers report the memory of one kind of card within this share of each other. Kernel and
+firmware keep about the same share of a machine's memory to themselves.
+"""
 
 
 def falls_short(found: int, planned: int) -> bool:
-    """Whether memory that is there is less than what a plan counts on; both in bytes."""
+    """Return True if `found` bytes are less than `planned`, beyond `MEMORY_TOLERANCE`."""
     return found < planned * (1 - MEMORY_TOLERANCE)
 
 
 def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hardware:
-    """Return the hardware of a plan: declared facts as they are, the others read off this machine.
+    """Return the hardware of a plan: declared facts, and detected ones where nothing is declared.
 
-    What is declared for devices that are not here stays unknown where it is not declared. A
-    declared kind of device without a count means as many as are here, or one.
+    Facts of declared devices that are not in this machine stay unknown unless declared. A declared
+    kind of device without a count means as many as this machine has, or one.
 
     Args:
-        calibrated: Whether to take what was measured on this machine, for devices that are here.
+        calibrated: Whether to use measurements of this machine, if the devices are its own.
     """
     declared = config.accelerator is not Accelerator.auto
     on_cpu = config.accelerator is Accelerator.cpu
@@ -57,7 +58,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
         one = _short_name(found[0]) if found else "cpu"
     prefix = f"{config.nodes}x{devices}x" if config.nodes > 1 else f"{devices}x"
     read_off = not declared and bool(found)
-    # In a mixed machine the rates of one card would be wrong for another.
+    # With different cards, the rates of one would be wrong for another.
     alike = read_off and len({device.name for device in found}) == 1
     known = known_rates(found[0].name) if alike else {}
     declared_rates = {key: getattr(config, key) for key in RATES}
@@ -84,7 +85,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
 
 
 def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
-    """Return the facts that a calibration adds."""
+    """Return the fields of `Hardware` that a calibration sets."""
     if calibration is None:
         return {}
     return {
@@ -95,7 +96,7 @@ def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, A
 
 
 def _are_here(config: HardwareConfig, found: tuple[Device, ...]) -> bool:
-    """Whether the planned machine may be this one: enough devices, of the declared memory."""
+    """Return True if the plan's machine may be this one: enough devices, of the declared memory."""
     if not found or config.nodes > 1 or len(found) < (config.devices_per_node or 1):
         return False
     declared = config.device_memory_bytes
@@ -106,7 +107,7 @@ def _are_here(config: HardwareConfig, found: tuple[Device, ...]) -> bool:
 
 
 def _short_name(device: Device) -> str:
-    """`h100-80g` of "NVIDIA H100 80GB HBM3" with 79.6 GiB."""
+    """Return a short name: `h100-80g` for "NVIDIA H100 80GB HBM3" with 79.6 GiB."""
     noise = {"nvidia", "amd", "geforce", "tesla", "instinct", "quadro", "graphics"}
     words = [word for word in device.name.lower().split() if word not in noise]
     model: list[str] = []

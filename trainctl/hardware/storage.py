@@ -1,4 +1,4 @@
-"""Folders of this machine: the disk for offloaded states, space, and whose the caches are."""
+"""Checks of folders: the disk for offloaded states, free space, and owners of caches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ PROBE_BYTES = 1 << 20
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshfs"})
-"""Types of file systems that other machines use too."""
+"""Types of file systems that other machines share."""
 
 
 def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """A block is written and read back, past the page cache, as DeepSpeed's async_io does."""
+    """Find a faulty `offload.nvme_path`: write and read back a block, as DeepSpeed's async_io does.
+
+    The block bypasses the page cache (O_DIRECT) where the file system allows it.
+    """
     offload = config.offload
     if OffloadDevice.nvme not in (offload.optimizer, offload.parameters) or not offload.nvme_path:
         return
@@ -56,7 +59,7 @@ def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterato
 
 
 def caches_are_roots_own(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
-    """What root reads from a cache, and the operators that it loads, nobody else can change."""
+    """Find root's caches that another user can change: root loads text and operators from them."""
     if os.geteuid() != 0:
         return
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -93,7 +96,7 @@ def _user(uid: int) -> str:
 
 
 def lacking_space(free_bytes: int, needed_bytes: int | None, where: str) -> Iterator[Finding]:
-    """What a disk lacks for a checkpoint, if it is known how much that takes."""
+    """Find a disk with too little free space for a checkpoint; nothing if its size is unknown."""
     if needed_bytes is not None and free_bytes < needed_bytes:
         yield problem(
             "TC196",
@@ -105,20 +108,20 @@ def lacking_space(free_bytes: int, needed_bytes: int | None, where: str) -> Iter
 
 
 def write_and_read_back(folder: Path) -> bool:
-    """Write a block to a new file of the folder and compare what is read; leaves nothing.
+    """Write a block to a temporary file in the folder, read it back, compare, and remove the file.
 
     Returns:
-        Whether both went past the page cache (O_DIRECT), as far as the file system says.
+        Whether both bypassed the page cache (O_DIRECT), as far as the file system says.
 
     Raises:
-        OSError: It cannot be written or read.
-        ValueError: What is read is not what was written.
+        OSError: The folder cannot be written or read.
+        ValueError: The block read is not the block written.
     """
     written = os.urandom(PROBE_BYTES)
     descriptor, name = tempfile.mkstemp(prefix=".trainctl-probe-", dir=folder)
     os.close(descriptor)
     try:
-        # Direct I/O wants an aligned buffer, which an anonymous mapping is.
+        # Direct I/O needs an aligned buffer; an anonymous mapping is one.
         with mmap.mmap(-1, PROBE_BYTES) as buffer:
             descriptor, is_direct = _open(name)
             try:
@@ -145,7 +148,7 @@ def _open(name: str) -> tuple[int, bool]:
 
 
 def filesystem(folder: Path) -> str:
-    """Kind of the file system that a folder lies on; empty if unknown."""
+    """Return the type of the file system that a folder is on; empty if unknown."""
     path = folder.resolve()
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     return next((mounts[each] for each in (path, *path.parents) if each in mounts), "")

@@ -1,5 +1,6 @@
-"""The rules' texts by identifier; those over DeepSpeed's JSON say theirs where they are declared
-(`trainctl.rules.deepspeed`)."""
+"""Explanations of the rules by identifier. Rules over DeepSpeed's JSON have theirs where they are
+declared (`trainctl.rules.deepspeed`).
+"""
 
 from __future__ import annotations
 
@@ -7,4 +8,4 @@ from trainctl.explanations.rules import batch, data, layout, machine, numbers, r
 
 _TABLES = (layout, batch, zero, numbers, run, data, reading, machine)
 ENTRIES = dict(sorted((name, entry) for table in _TABLES for name, entry in table.ENTRIES.items()))
-"""What is known of each, in their order."""
+"""Explanations of all rules, sorted by identifier."""

@@ -1,4 +1,4 @@
-"""Of the batch, the length of the run and its schedule: TC020 to TC027, TC062 to TC067."""
+"""Rules of the batch, the run length and its schedule: TC020 to TC027, TC062 to TC067."""
 
 from __future__ import annotations
 

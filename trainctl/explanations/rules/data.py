@@ -1,4 +1,4 @@
-"""Of sources, stages, filters and samples: TC340 to TC411."""
+"""Rules of sources, stages, filters and samples: TC340 to TC411."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the mesh, of experts on it, and of muP: TC001 to TC018, TC390, TC391, TC400."""
+"""Rules of the mesh, expert parallelism and muP: TC001 to TC018, TC390, TC391, TC400."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Of this machine, launchers and hosts: TC120 to TC137, TC160 to TC197, TC305, TC372, 373, 460."""
+"""Rules of this machine, launchers and hosts: TC120 to TC137, TC160 to TC197, TC305, TC372, 373,
+460.
+"""
 
 from __future__ import annotations
 

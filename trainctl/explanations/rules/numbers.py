@@ -1,4 +1,4 @@
-"""Of number formats, optimizers and gradients: TC050 to TC061, TC069, TC079, TC195."""
+"""Rules of number formats, optimizers and gradients: TC050 to TC061, TC069, TC079, TC195."""
 
 from __future__ import annotations
 

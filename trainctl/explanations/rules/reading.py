@@ -1,4 +1,4 @@
-"""Rules about what is read: overrides, YAML, directories: TC100 to TC119, TC138 to TC159, TC450."""
+"""Rules of input: overrides, YAML, directories: TC100 to TC119, TC138 to TC159, TC450."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the model, launchers, kernels, objectives and what passes through: TC070 to TC430."""
+"""Rules of the model, launchers, kernels, objectives and passthrough keys: TC070 to TC430."""
 
 from __future__ import annotations
 

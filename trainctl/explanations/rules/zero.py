@@ -1,4 +1,4 @@
-"""Of ZeRO, offload and what is saved of a run: TC028 to TC040, TC075, TC076, TC093."""
+"""Rules of ZeRO, offload and checkpoints: TC028 to TC040, TC075, TC076, TC093."""
 
 from __future__ import annotations
 
