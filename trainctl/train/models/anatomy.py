@@ -1,4 +1,5 @@
-"""The anatomy of a transformers model, read from its class and configuration without making weights.
+"""The anatomy of a transformers model, read from its class and configuration without making
+weights.
 
 The model is built on fake tensors, which have shapes and no values, and runs one forward pass over
 two tokens. Its attention function only records the shapes of its inputs. So every architecture
@@ -52,8 +53,8 @@ transformers' modeling_rope_utils.py).
 """
 
 TOKENS = 2
-"""Length of the forward pass. Two, since a sliding window or a chunk of one token takes another code
-path.
+"""Length of the forward pass. Two, since a sliding window or a chunk of one token takes another
+code path.
 """
 
 COUNTED = "trainctl_counted"
@@ -245,8 +246,8 @@ class _Reader:
         self._head = built.get_output_embeddings() or self._last_over_vocabulary()
 
     def _last_over_vocabulary(self) -> nn.Module | None:
-        """Return the last linear layer outside the blocks with one row per token, if there is one: the head
-        of a class whose `get_output_embeddings` returns none.
+        """Return the last linear layer outside the blocks with one row per token, if there is one:
+        the head of a class whose `get_output_embeddings` returns none.
         """
         inside = {module for block in self._blocks for module in block.modules()}
         outside = [module for module in self._modules if module not in inside]
@@ -358,7 +359,7 @@ def _drawn_whole(built: PreTrainedModel) -> str:
         initial_laws(built)
     except NotInParts as found:
         return found.name
-    except Exception:  # the model's own code: the run may start from weights; else its rank reports it
+    except Exception:  # the run may start from weights; else its rank reports this
         return ""
     return ""
 

@@ -273,7 +273,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[Any]]) -> None:
-    """Refuse files whose length or digest differs from the recorded one, and missing or new files."""
+    """Refuse files whose length or digest differs from the recorded one, and missing or new files.
+    """
     for name in sorted({*now, *had}):
         if name not in now or name not in had or list(now[name]) != list(had[name]):
             what = "is gone" if name not in now else "is new" if name not in had else "has changed"

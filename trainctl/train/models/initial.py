@@ -41,7 +41,8 @@ FURTHER = (
 
 
 class NotInParts(TrainctlError):
-    """Error: a parameter is initialised by an operation that cannot be repeated for a part of it."""
+    """Error: a parameter is initialised by an operation that cannot be repeated for a part of it.
+    """
 
     def __init__(self, name: str, operation: str) -> None:
         self.name = name
@@ -158,7 +159,8 @@ def _innermost_first(
 class Undrawn(TorchDispatchMode):
     """Dispatch mode that skips the initialisation of meta parameters.
 
-    Without it, torch runs these operations through Python decompositions, some milliseconds for each.
+    Without it, torch runs these operations through Python decompositions, some milliseconds for
+    each.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

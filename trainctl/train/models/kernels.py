@@ -19,8 +19,8 @@ from trainctl.train.models.tiles import tile_feed_forward
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
     """Apply the configured kernels to a model whose blocks are already wrapped for recomputation.
 
-    The loss kernel is not among them (`train.objectives.loss`), nor is DeepCompile, which belongs to
-    the engine.
+    The loss kernel is not among them (`train.objectives.loss`), nor is DeepCompile, which
+    belongs to the engine.
     """
     if config.liger:
         _use_liger(model)
@@ -48,7 +48,8 @@ def compile_blocks(model: nn.Module) -> int:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a block's call with its function compiled; the call is bound by `functools.partial`."""
+    """Return a block's call with its function compiled; the call is bound by `functools.partial`.
+    """
     assert isinstance(forward, partial)
     return partial(_compiled_function(forward.func), *forward.args, **forward.keywords)
 

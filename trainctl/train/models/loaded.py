@@ -43,7 +43,8 @@ class LoadedModel:
     """Objective it was trained on; None for the next token."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """Return summed loss, counted positions and summed measures of a batch, as an engine does."""
+        """Return summed loss, counted positions and summed measures of a batch, as an engine does.
+        """
         logits, labels = self.logits(batch), batch.labels.to(self.device)
         if self.objective is None:
             return float(summed_cross_entropy(logits, labels)), batch.num_counted
@@ -56,7 +57,8 @@ class LoadedModel:
         return self.logits(MicroBatch.of_context(ids))[0, -1].float().cpu()
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the logits, (samples, length, vocabulary), as the training engine computes them."""
+        """Return the logits, (samples, length, vocabulary), as the training engine computes them.
+        """
         try:
             flash = has_flash_attention(self.model)
             output = self.model(**batch.model_inputs(self.device, flash_attention=flash))
@@ -76,7 +78,8 @@ def load(
     *,
     weights: str = MASTER,
 ) -> LoadedModel:
-    """Return the model of a plan with the weights of a checkpoint, in the weight format of training.
+    """Return the model of a plan with the weights of a checkpoint, in the weight format of
+    training.
 
     Args:
         checkpoint: A committed checkpoint of the plan's run.

@@ -41,7 +41,8 @@ def transformers_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def directory_config(model: ModelConfig) -> PretrainedConfig:
-    """Return the transformers config in the model's directory, whatever the shape in `model` says."""
+    """Return the transformers config in the model's directory, whatever the shape in `model` says.
+    """
     return AutoConfig.from_pretrained(
         model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
@@ -87,8 +88,8 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 def require_all_to_train(model: nn.Module) -> None:
     """Refuse a model with frozen parameters, before training starts.
 
-    Either the optimizer would still decay them, or DeepSpeed leaves them out of its own tensors; then
-    every checkpoint lacks them, and none can be read again.
+    Either the optimizer would still decay them, or DeepSpeed leaves them out of its own
+    tensors; then every checkpoint lacks them, and none can be read again.
 
     Raises:
         TrainctlError: Some parameters have `requires_grad` off; names the first.

@@ -66,8 +66,8 @@ def add_tokens(
 ) -> Grown:
     """Write a copy of a directory with more special tokens to a new folder.
 
-    The row of a new token, in the embedding and in the output projection, is the mean of the old rows.
-    transformers' `resize_token_embeddings` does the same and adds noise.
+    The row of a new token, in the embedding and in the output projection, is the mean of the
+    old rows. transformers' `resize_token_embeddings` does the same and adds noise.
 
     Args:
         folder: A transformers directory, whose tokenizer has a `tokenizer.json`.
@@ -120,8 +120,8 @@ def add_tokens(
 def _with_tokens(
     folder: Path, tokens: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int], list[str]]:
-    """Return the directory's tokenizer with the tokens added, the new tokens' ids, and the tokens that
-    it had before.
+    """Return the directory's tokenizer with the tokens added, the new tokens' ids, and the tokens
+    that it had before.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -169,8 +169,8 @@ def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
 
 
 def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[str]:
-    """Return the stored names of all tensors with a row per token: embedding, output projection and its
-    bias.
+    """Return the stored names of all tensors with a row per token: embedding, output projection
+    and its bias.
 
     Raises:
         TrainctlError: The files do not match the model in `config.json`, or one of these tensors is

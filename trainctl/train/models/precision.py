@@ -13,10 +13,10 @@ from trainctl.train.models.model import blocks
 def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
     """Convert the linear layers of the decoder blocks to fp8 products; return the number converted.
 
-    Inputs, weights and gradients are rounded with one scale per tensor, computed on use (torchao's
-    dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so ZeRO, checkpoints and
-    exports see no difference. Embeddings, norms and the output projection are left alone: the output
-    projection decides the loss.
+    Inputs, weights and gradients are rounded with one scale per tensor, computed on use
+    (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
+    ZeRO, checkpoints and exports see no difference. Embeddings, norms and the output projection
+    are left alone: the output projection decides the loss.
 
     Args:
         model: The model or its skeleton.

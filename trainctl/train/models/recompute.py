@@ -68,7 +68,8 @@ def wrap_blocks(
     config: ActivationCheckpointingConfig,
     tensor_group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Let every k-th decoder block be recomputed in the backward pass; return the number of these blocks.
+    """Let every k-th decoder block be recomputed in the backward pass; return the number of these
+    blocks.
 
     Args:
         model: The whole model, before pipeline stages are cut from it.
@@ -107,8 +108,8 @@ class Recompute:
     """
 
     contexts: Contexts = noop_context_fn
-    """Makes the contexts of the forward pass and of the recomputation, which keep results besides the
-    input.
+    """Makes the contexts of the forward pass and of the recomputation, which keep results besides
+    the input.
     """
     offload: bool = False
     """Whether the input waits in host memory."""
@@ -136,8 +137,8 @@ class Recompute:
     def _where_it_waits(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """Return hooks that offload or slice the block's input.
 
-        Other tensors that the checkpoint saves, such as a mask, are shared by all blocks and stay where
-        they are.
+        Other tensors that the checkpoint saves, such as a mask, are shared by all blocks and
+        stay where they are.
         """
         if not self.offload and self.group is None:
             return nullcontext()
@@ -222,10 +223,10 @@ class _Kept:
 class _Keep(TorchDispatchMode):
     """Dispatch mode that keeps the results of `KEPT_OPERATIONS`.
 
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts` keeps such results too. But a product
-    that is then summed over ranks in place is kept there with the sum in it, and the recomputation sums
-    it again: tensor-parallel gradients are silently wrong. Here, an operation that writes to a kept
-    tensor leaves a copy of it behind.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` keeps such results too. But a
+    product that is then summed over ranks in place is kept there with the sum in it, and the
+    recomputation sums it again: tensor-parallel gradients are silently wrong. Here, an
+    operation that writes to a kept tensor leaves a copy of it behind.
     """
 
     def __init__(self, kept: deque[_Kept]) -> None:
@@ -279,8 +280,8 @@ class _GiveBack(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation changes. A collective yields all its tensors, since its schema
-    does not say which ones it changes.
+    """Yield the tensors that an operation changes. A collective yields all its tensors, since its
+    schema does not say which ones it changes.
     """
     if getattr(func, "namespace", "") == "c10d":
         yield from _tensors((args, kwargs))

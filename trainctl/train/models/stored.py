@@ -116,7 +116,8 @@ class StoredModel:
         return said
 
     def _shapes(self, group: Converted) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that a group becomes, by running its conversion on meta tensors.
+        """Return the shapes of the tensors that a group becomes, by running its conversion on meta
+        tensors.
 
         If the conversion fails, the failure is added to `differing`.
         """

@@ -30,8 +30,8 @@ class Buffer:
 
 
 def persistent_buffers(model: nn.Module) -> list[Buffer]:
-    """Return the floating-point buffers in the model's state dict: a router's bias, but not a table of
-    rotary angles.
+    """Return the floating-point buffers in the model's state dict: a router's bias, but not a
+    table of rotary angles.
     """
     kept = model.state_dict().keys()
     found = []

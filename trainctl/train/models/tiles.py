@@ -26,8 +26,8 @@ def tile_feed_forward(model: nn.Module, tiles: int) -> int:
 
     Args:
         model: The model, or the part of it on a pipeline stage.
-        tiles: Number of tiles per micro-batch, the same on every rank: where weights are partitioned
-            (ZeRO-3), each tile gathers them.
+        tiles: Number of tiles per micro-batch, the same on every rank: where weights are
+            partitioned (ZeRO-3), each tile gathers them.
 
     Raises:
         TrainctlError: A block has no feed-forward layer that is a module of its own.
@@ -42,7 +42,7 @@ def tile_feed_forward(model: nn.Module, tiles: int) -> int:
                 "that is a module of its own",
                 hint="kernels.mlp_tiles=1",
             )
-        # Set on the instance: the module's hooks, which gather and reduce, run once around all tiles.
+        # On the instance: the module's hooks, which gather and reduce, run once around all tiles.
         (module,) = found
         module.forward = _tiled(module, module.forward, tiles)
     return len(layers)

@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
                     yield child.register_forward_hook(self._leave_child)
 
     def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        # Tensors that all blocks share (positions, a mask) are kept once, whatever the number of blocks.
+        # What all blocks share (positions, a mask) is kept once, whatever their number.
         hidden, *shared = _tensors_in((args, kwargs))
         for tensor in shared:
             self._ignore(tensor)
@@ -186,8 +186,8 @@ class Recorder(TorchDispatchMode):
 def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
     """Keep transformers from looking for packed documents, unless documents are masked.
 
-    The search looks at the positions, which have no values here. In training, transformers finds one
-    document without masking; with masking it builds the mask in any case.
+    The search looks at the positions, which have no values here. In training, transformers
+    finds one document without masking; with masking it builds the mask in any case.
     """
     original = masking_utils.find_packed_sequence_indices
     if not config.data.mask_documents:
@@ -202,8 +202,8 @@ def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
 def _experts_of_any_format() -> Iterator[None]:
     """Let transformers multiply experts that are not in bf16 one after the other.
 
-    torch's grouped product accepts other formats on devices, but computes the shapes of fake tensors
-    for bf16 only. Both ways save the same tensors.
+    torch's grouped product accepts other formats on devices, but computes the shapes of fake
+    tensors for bf16 only. Both ways save the same tensors.
     """
     original = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: (
@@ -244,10 +244,10 @@ def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> Attent
 def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
     """Return the mean of all blocks, in bytes per token.
 
-    The gradients that live within a block are taken from the closed form. Without one, the gradient of
-    attention is as large as its saved tensors. The gradient of the feed-forward layer is half as large
-    as its saved tensors: gate and up, out of gate, up, silu and product. Both also include the
-    gradients of the block's input and output.
+    The gradients that live within a block are taken from the closed form. Without one, the
+    gradient of attention is as large as its saved tensors. The gradient of the feed-forward
+    layer is half as large as its saved tensors: gate and up, out of gate, up, silu and product.
+    Both also include the gradients of the block's input and output.
     """
     places = sum(block.blocks for block in recorder.blocks) * config.training.sequence_length
     element = BYTES[precision_of(config.precision).format]

@@ -43,9 +43,10 @@ class WeightSource(Protocol):
 class SeedWeights:
     """Initial weights as a pure function of (seed, canonical name, shape).
 
-    Each parameter starts as the model's own code draws it (`initial`). Parameters without a law are
-    normal if they are matrices, one if they are vectors and zero if they are biases. Normals are drawn
-    in chunks, each from its own generator, so that a range costs only its own length.
+    Each parameter starts as the model's own code draws it (`initial`). Parameters without a law
+    are normal if they are matrices, one if they are vectors and zero if they are biases.
+    Normals are drawn in chunks, each from its own generator, so that a range costs only its own
+    length.
 
     Args:
         std: Standard deviation of matrices without a law.
@@ -75,7 +76,8 @@ class SeedWeights:
 
     @property
     def laws_digest(self) -> str:
-        """SHA-256 of all initialisation laws. With other laws, the same seed draws other weights."""
+        """SHA-256 of all initialisation laws. With other laws, the same seed draws other weights.
+        """
         laws = {
             name: [[each.start, each.stop, each.law.named] for each in stretches]
             for name, stretches in self._laws.items()

@@ -16,9 +16,10 @@ from trainctl.train.optimizers.partitioned import AdamLike
 
 
 class Lamb(AdamLike):
-    """AdamW's step, scaled to each tensor: by the norm of the weights over that of the step.
+    """LAMB: AdamW's step, scaled per parameter by the norm of the weights over the norm of the
+    step.
 
-    As in the authors' own code norms and biases are not scaled. The paper's phi is the identity.
+    As in the authors' own code, norms and biases are not scaled. The paper's phi is the identity.
     """
 
     def update(
