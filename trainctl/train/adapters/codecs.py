@@ -99,7 +99,7 @@ class Nf4(Codec):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        shape = torch.Size((scales.numel(), BLOCK))  # bitsandbytes' AVX-512 code ends blocks at row ends
+        shape = torch.Size((scales.numel(), BLOCK))  # its AVX-512 code ends blocks at row ends
         state = QuantState(scales, shape=shape, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
         return dequantize_4bit(codes.view(-1, 1), state).view(-1)
 

@@ -58,7 +58,7 @@ class AdamW8bit(AdamLike):
         group: dict[str, Any],
     ) -> None:
         for moment in MOMENTS:
-            self.elementwise(tensor, f"{moment}.codes")  # a checkpoint expects codes of every tensor
+            self.elementwise(tensor, f"{moment}.codes")  # a checkpoint expects them of every tensor
         betas, eps, step = group["betas"], group["eps"], self.state[tensor]["step"]
         corrections = [1 - beta**step for beta in betas]
         lr, decay = group["lr"], group["weight_decay"]

@@ -35,7 +35,7 @@ SMALLEST_NORM = 1e-7
 class MatrixOptimizer(PartitionedOptimizer):
     """Muon for groups with `uses_muon`, AdamW for the others.
 
-    The name avoids «Muon», since DeepSpeed treats any class with Muon in its name as its own.
+    Its name is not Muon, since DeepSpeed treats any class with Muon in its name as its own.
 
     Args:
         groups: Parameter groups with `lr`, `weight_decay` and `uses_muon`.
