@@ -43,9 +43,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes of whole blocks of weights, as bytes, and the scale of each block in
-        fp32.
-        """
+        """Return the codes of whole blocks, as bytes, and each block's scale in fp32."""
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +97,7 @@ class Nf4(Codec):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        shape = torch.Size((scales.numel(), BLOCK))  # its AVX-512 code ends blocks at row ends
+        shape = torch.Size((scales.numel(), BLOCK))  # bitsandbytes' AVX-512 ends blocks with rows
         state = QuantState(scales, shape=shape, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
         return dequantize_4bit(codes.view(-1, 1), state).view(-1)
 

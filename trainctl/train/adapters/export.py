@@ -152,10 +152,10 @@ def peft_config(
 
 
 def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> list[str]:
-    """Return the last parts of the layers' names, if no other layer of the blocks has them; else
-    whole names.
+    """Return the last parts of the adapted layers' names; whole names if that would be ambiguous.
 
-    PEFT adapts every module whose name ends so, also outside of the blocks.
+    PEFT adapts every module whose name ends so, also outside of the blocks. The last parts are
+    ambiguous if other linear layers of the blocks share them.
     """
     ends = sorted({layer.name.rpartition(".")[2] for layer in layers})
     chosen = {layer.name for layer in layers}

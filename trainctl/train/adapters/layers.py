@@ -71,8 +71,7 @@ class WithMagnitude(Adapted):
     lora_magnitude: nn.Parameter
 
     def lengths(self, merged: torch.Tensor) -> torch.Tensor:
-        """Return the row lengths of W + s B A; a subclass may sum parts of rows over tensor ranks.
-        """
+        """Return the row lengths of W + s B A; tensor ranks may hold parts of the rows."""
         return torch.linalg.norm(merged, dim=1)
 
     def scaled(
@@ -241,9 +240,7 @@ class _Initial:
 def weight_of(
     source: WeightSource, layer: LinearLayer, shapes: Mapping[str, list[int]], first: int, last: int
 ) -> torch.Tensor:
-    """Return rows [first, last) of a layer's weight as (outputs, inputs), also if stored
-    transposed.
-    """
+    """Return rows [first, last) of a layer's weight, (outputs, inputs) however it is stored."""
     name = f"{layer.name}.weight"
     shape = torch.Size(shapes[name])
     if layer.inputs_first:

@@ -130,9 +130,7 @@ class _Source:
     def _encoded(
         self, name: str, codec: Codec, start: int, end: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield codes and scales of the blocks that contain weights [start, end), about `CHUNK` at
-        a time.
-        """
+        """Yield codes and scales of the blocks with weights [start, end), chunk by chunk."""
         shape, block = torch.Size((codec.outputs, codec.inputs)), codec.block
         step = max(CHUNK // block, 1) * block
         last = -(-end // block) * block
@@ -171,9 +169,7 @@ class Quantized(_Source):
 
 
 class Dequantized(_Source):
-    """Weight source that gives the fp32 values of quantized matrices, as the model computes with
-    them.
-    """
+    """Weight source that gives quantized matrices as fp32 values, as the model sees them."""
 
     _last: tuple[str, torch.Tensor] | None = None
 
@@ -192,9 +188,7 @@ class Dequantized(_Source):
         return torch.cat(parts)[start - offset : end - offset]
 
     def _scales(self, name: str, codec: Codec) -> torch.Tensor:
-        """Return all scales of a matrix. The last matrix's scales are cached for neighbouring
-        ranges.
-        """
+        """Return all scales of a matrix, cached for reads of neighbouring ranges."""
         if self._last is None or self._last[0] != name:
             self._last = name, codec.read_scales(self._header(name, codec))
         return self._last[1]
@@ -211,15 +205,12 @@ def codecs_of(model: ModelConfig, adapter: LowRank | None) -> dict[str, Codec]:
 
 
 def quantized(source: WeightSource, config: RunConfig, device: torch.device) -> WeightSource:
-    """Return the source that fills a quantized skeleton; `source` itself if nothing is quantized.
-    """
+    """Return the source of a skeleton's bytes; `source` itself if nothing is quantized."""
     codecs = codecs_of(config.model, low_rank(config.adapter))
     return Quantized(source, codecs, device) if codecs else source
 
 
 def dequantized(source: WeightSource, model: ModelConfig, adapter: LowRank | None) -> WeightSource:
-    """Return the base weights as the adapter was trained on them; `source` itself if not
-    quantized.
-    """
+    """Return the base that the adapter was trained on; `source` itself if not quantized."""
     codecs = codecs_of(model, adapter)
     return Dequantized(source, codecs, torch.device("cpu")) if codecs else source

@@ -58,9 +58,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the average into the model's weights within the context; no update or save may
-        happen there.
-        """
+        """Swap the average into the model within the context; do not update or save there."""
         self._change_places()
         try:
             yield

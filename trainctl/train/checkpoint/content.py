@@ -135,9 +135,7 @@ class Checkpoint:
         return self._read(name, self._weights, start, end)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return a persistent buffer, flat; None if it was not saved, as by older versions of
-        trainctl.
-        """
+        """Return a persistent buffer, flat; None if an older version did not save it."""
         for entry in self.manifest.get("buffers", []):
             if entry["name"] == name:
                 values: torch.Tensor = self._slice(entry["file"], entry["key"])[:]
@@ -200,9 +198,7 @@ class Checkpoint:
         self._open.clear()
 
     def _read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of the whole, flattened parameter, from any number of
-        shards.
-        """
+        """Return elements [start, end) of a whole, flattened parameter from its shards."""
         parts = {
             shard: partial(self._read_fragments, parameter, state, fragments)
             for shard, fragments in self._fragments.get(parameter, {}).items()

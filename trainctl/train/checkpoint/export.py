@@ -232,9 +232,7 @@ def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -
 def _write_config(
     model: PreTrainedModel, config: RunConfig, dtype: torch.dtype, folder: Path
 ) -> None:
-    """Write `config.json`; of a model from a directory, copy the generation config and own code
-    too.
-    """
+    """Write `config.json`; copy generation config and code of a model directory."""
     written = model.config
     written.architectures = [type(model).__name__]
     written.dtype = dtype
@@ -253,8 +251,7 @@ def _write_config(
 
 
 def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list[str]:
-    """Write the chat template of a run on conversations and the ids that end an answer; return
-    notes.
+    """Write the chat template and the ids that end an answer; return notes.
 
     The template is written only if the run names one; the ids go to `generation_config.json`.
     """

@@ -94,9 +94,7 @@ class OptimizerState:
         return names.union(*(self.sides(fragment) for fragment in self.fragments))
 
     def sides(self, fragment: Fragment) -> dict[str, SideState]:
-        """Return the states of a fragment that are not as large as it; writing to them changes
-        them.
-        """
+        """Return the states of a fragment that are not elementwise; they are writable views."""
         if not isinstance(self.optimizer, PartitionedOptimizer):
             return {}
         return self.optimizer.sides(self.tensors[fragment.tensor], fragment.name)
@@ -129,9 +127,7 @@ class OptimizerState:
         return self._states.resident(index, changes=changes)
 
     def tensor(self, index: int, state: str) -> torch.Tensor:
-        """Return an optimizer tensor or one of its states, flat; writing to it changes the
-        engine's.
-        """
+        """Return a writable view of an optimizer tensor or of one of its states, flat."""
         master = self.tensors[index]
         if state == AVERAGE:
             return self._averages[index].view(-1)
@@ -141,9 +137,7 @@ class OptimizerState:
         return value.detach().view(-1)
 
     def create(self, index: int, scalars: dict[str, float]) -> None:
-        """Create the states that the optimizer would create at its first step, to load values
-        into.
-        """
+        """Create the states of the optimizer's first step, to load values into."""
         tensor, updater = self.tensors[index], self._states.updater(index)
         numbers = {name: updater.step_count(tensor, value) for name, value in scalars.items()}
         kept_in = updater.state_type(tensor)
@@ -166,9 +160,7 @@ class OptimizerState:
         self._states.catch_up(scalars)
 
     def _parts(self) -> dict[torch.Tensor, list[ParameterPart]]:
-        """Return the parts of parameters in each tensor, on all replicas; all replicas call this
-        together.
-        """
+        """Return the parameter parts in each tensor; all replicas call this together."""
         pieces = {piece.name: piece for piece in self._engine.pieces.values()}
         mine = [(f.tensor, f.name, f.start, f.start + f.numel) for f in self.fragments]
         offsets = {(f.tensor, f.name): f.offset for f in self.fragments}

@@ -100,9 +100,7 @@ def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Pa
 
 
 def _damage(path: Path, process: Process) -> Sequence[str]:
-    """Return the problems of a checkpoint; all ranks call this together, each reads its share of
-    files.
-    """
+    """Return the problems of a checkpoint; all ranks together, each for its share of files."""
     try:
         manifest = read_manifest(path)
         mine = manifest["files"][process.rank :: process.world_size]

@@ -1,6 +1,4 @@
-"""Writing checkpoints: every rank writes its fragments, then all ranks commit together or not at
-all.
-"""
+"""Writing checkpoints: every rank writes its fragments, then all commit together or not at all."""
 
 from __future__ import annotations
 
@@ -190,9 +188,7 @@ def write_checkpoint(
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raise OSError before anything is written if the disk is too full; a quota shows only in
-    writing.
-    """
+    """Raise OSError if the disk is too full. A quota is noticed only while writing."""
     usage = shutil.disk_usage(folder)
     if usage.total > 0 and usage.free < needed:  # some network file systems report nothing
         raise OSError(
@@ -205,9 +201,7 @@ def _check_space(folder: Path, needed: int) -> None:
 def _write_part(
     folder: Path, rank: int, part: RankPart, reached: checkpoints.Reached
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Write this rank's file; return the manifest entries of the file, its fragments and its
-    buffers.
-    """
+    """Write this rank's file; return manifest entries of file, fragments and buffers."""
 
     def tensors() -> Iterator[torch.Tensor]:
         for index, tensor in enumerate(part.tensors()):
@@ -242,8 +236,7 @@ def _nothing() -> None:
 
 
 def _on_all(process: Process, folder: Path, work: Callable[[], Result]) -> list[Result]:
-    """Run each rank's share of a phase and return the results by rank; all ranks call this
-    together.
+    """Run each rank's share of a phase and return the results by rank; on all ranks together.
 
     Raises:
         TrainctlError: A rank failed, on all ranks; the unfinished checkpoint is removed.

@@ -1,5 +1,4 @@
-"""Asynchronous checkpoints: copied to host memory, then written by a thread while training
-continues.
+"""Asynchronous checkpoints: copied to host memory, then written while training continues.
 
 The loop waits only for the copy. One thread on each rank writes and commits, over a process group
 of its own, so that its collectives never mix with the loop's.
@@ -117,9 +116,7 @@ class Saver:
         return [self._saved.get() for _ in range(self._saved.qsize())]
 
     def _copy(self, part: RankPart) -> RankPart:
-        """Return the part with its tensors copied to host buffers, which are reused by the next
-        save.
-        """
+        """Return the part with its tensors in host buffers, which the next save reuses."""
         some_on_device = False  # a partly offloaded optimizer has both kinds
         for name, tensor in zip(part.layout, part.tensors(), strict=True):
             on_device = tensor.device.type != "cpu"

@@ -1,5 +1,4 @@
-"""The anatomy of a transformers model, read from its class and configuration without making
-weights.
+"""The anatomy of a transformers model, from its class and configuration, without weights.
 
 The model is built on fake tensors, which have shapes and no values, and runs one forward pass over
 two tokens. Its attention function only records the shapes of its inputs. So every architecture
@@ -121,9 +120,7 @@ class ForwardNotes:
     def attend(
         self, module: nn.Module, query: Any, key: Any, value: Any, *_: Any, **settings: Any
     ) -> Any:
-        """Record the shapes of an attention call and return an uninitialised output of the right
-        shape.
-        """
+        """Record the shapes of an attention call; return an empty output of its shape."""
         window = settings.get("sliding_window")
         found = Attention(query.shape[1], query.shape[-1], value.shape[-1], window)
         self.attention[module] = found
@@ -352,9 +349,7 @@ class _Reader:
 
 
 def _drawn_whole(built: PreTrainedModel) -> str:
-    """Return the first parameter whose initial values cannot be drawn in parts, or an empty
-    string.
-    """
+    """Return the first parameter that cannot be drawn in parts, or an empty string."""
     try:
         initial_laws(built)
     except NotInParts as found:
@@ -365,17 +360,13 @@ def _drawn_whole(built: PreTrainedModel) -> str:
 
 
 def _turns_by_length(module: nn.Module) -> bool:
-    """Return True if the module is a rotary embedding whose frequencies depend on the sequence
-    length.
-    """
+    """Whether the module is a rotary embedding that depends on the sequence length."""
     kinds = getattr(module, "rope_type", None)  # some modules have one per layer type
     return not {*(kinds.values() if isinstance(kinds, dict) else [kinds])}.isdisjoint(BY_LENGTH)
 
 
 def kinds_of(built: PreTrainedModel) -> list[int]:
-    """Return the kind number of each block. Blocks with equal tensor shapes and settings share a
-    kind.
-    """
+    """Return each block's kind; blocks with equal tensor shapes and settings share one."""
     known: dict[Hashable, int] = {}
     types = getattr(built.config, "layer_types", None) or ()
     return [

@@ -69,9 +69,7 @@ def materialise(
 
 
 def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
-    """Copy a source's values into persistent buffers. Buffers that the source lacks stay as they
-    are.
-    """
+    """Copy a source's values into persistent buffers, where the source has them."""
     for buffer in buffers:
         values = source.buffer(buffer.name)
         if values is not None:

@@ -30,7 +30,7 @@ def in_words(model: ModelConfig, done: str) -> Iterator[None]:
     Raises:
         TrainctlError: In place of any other exception.
     """
-    # torch logs what we say in a sentence.
+    # torch would log the error that is reported in a sentence below.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)

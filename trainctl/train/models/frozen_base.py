@@ -61,7 +61,7 @@ class Whole:
 
     @classmethod
     def of(cls, config: ModelConfig, skeleton: PreTrainedModel) -> Whole:
-        """Build the entry from a whole skeleton."""
+        """Build a `Whole` from a whole skeleton."""
         shapes = {name: list(each.shape) for name, each in skeleton.named_parameters()}
         return cls(config, skeleton, shapes)
 
@@ -273,8 +273,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[Any]]) -> None:
-    """Refuse files whose length or digest differs from the recorded one, and missing or new files.
-    """
+    """Refuse files that have changed since they were recorded, and missing or new ones."""
     for name in sorted({*now, *had}):
         if name not in now or name not in had or list(now[name]) != list(had[name]):
             what = "is gone" if name not in now else "is new" if name not in had else "has changed"
@@ -282,7 +281,7 @@ def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[An
 
 
 def _keep(kept: Path, checkpoint: Checkpoint) -> None:
-    """Write the digests in the manifest of a checkpoint whose files have just been verified."""
+    """Cache the digests from the manifest of a checkpoint whose files were just verified."""
     folder, files = checkpoint.path, dict[str, list[Any]]()
     with suppress(OSError):  # without the cache the files are hashed once more
         for each in checkpoint.manifest["files"]:

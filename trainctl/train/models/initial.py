@@ -41,8 +41,7 @@ FURTHER = (
 
 
 class NotInParts(TrainctlError):
-    """Error: a parameter is initialised by an operation that cannot be repeated for a part of it.
-    """
+    """Error: an initialisation cannot be repeated for a part of its parameter."""
 
     def __init__(self, name: str, operation: str) -> None:
         self.name = name
@@ -117,8 +116,8 @@ class Stretch:
 
 
 Laws = dict[str, list[Stretch]]
-"""Stretches of each parameter that the model's own code initialises. A later stretch overrides an
-earlier one.
+"""Stretches of each parameter that the model's own code initialises. Later ones override earlier
+ones.
 """
 
 

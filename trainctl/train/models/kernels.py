@@ -48,8 +48,7 @@ def compile_blocks(model: nn.Module) -> int:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a block's call with its function compiled; the call is bound by `functools.partial`.
-    """
+    """Return a block's call, bound by `functools.partial`, with its function compiled."""
     assert isinstance(forward, partial)
     return partial(_compiled_function(forward.func), *forward.args, **forward.keywords)
 

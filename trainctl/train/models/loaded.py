@@ -30,7 +30,7 @@ from trainctl.train.objectives.base import ObjectiveLoss, loss_of
 from trainctl.train.objectives.loss import log_probabilities, summed_cross_entropy
 
 _ROOM = 1.25
-"""Free memory that a device must have to be chosen, over the size of the weights."""
+"""Free device memory that `auto` requires, as a multiple of the weights' size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,7 @@ class LoadedModel:
     """Objective it was trained on; None for the next token."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """Return summed loss, counted positions and summed measures of a batch, as an engine does.
-        """
+        """Return summed loss, counted positions and summed measures, as an engine does."""
         logits, labels = self.logits(batch), batch.labels.to(self.device)
         if self.objective is None:
             return float(summed_cross_entropy(logits, labels)), batch.num_counted
@@ -57,8 +56,7 @@ class LoadedModel:
         return self.logits(MicroBatch.of_context(ids))[0, -1].float().cpu()
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the logits, (samples, length, vocabulary), as the training engine computes them.
-        """
+        """Return the logits, (samples, length, vocabulary), as the training engine does."""
         try:
             flash = has_flash_attention(self.model)
             output = self.model(**batch.model_inputs(self.device, flash_attention=flash))
@@ -78,8 +76,7 @@ def load(
     *,
     weights: str = MASTER,
 ) -> LoadedModel:
-    """Return the model of a plan with the weights of a checkpoint, in the weight format of
-    training.
+    """Return the model of a plan with the weights of a checkpoint, in training's weight format.
 
     Args:
         checkpoint: A committed checkpoint of the plan's run.

@@ -41,8 +41,7 @@ def transformers_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def directory_config(model: ModelConfig) -> PretrainedConfig:
-    """Return the transformers config in the model's directory, whatever the shape in `model` says.
-    """
+    """Return the transformers config in the model's directory, whatever the shape says."""
     return AutoConfig.from_pretrained(
         model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
@@ -75,7 +74,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     with _parameters_on_meta(), Undrawn():
         built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
-    for buffer in persistent_buffers(built):  # state, such as a router's bias, in fp32 as published
+    for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias
         if buffer.tensor.is_floating_point():
             setattr(buffer.module, buffer.key, buffer.tensor.float())
     apply_multipliers(built, model)

@@ -44,8 +44,7 @@ def _multiplied_input(factor: float) -> Any:
 def folded(
     model: ModelConfig, name: str, shape: torch.Size, start: int, values: torch.Tensor
 ) -> torch.Tensor:
-    """Return weights with the multipliers folded in, so that a model without multipliers computes
-    the same.
+    """Return weights for the same model without multipliers, with these folded in.
 
     The factor of the logits goes into the norm before the head, so it does not matter whether
     the head is tied to the embedding. The factor of attention goes into the query projection

@@ -120,9 +120,7 @@ def add_tokens(
 def _with_tokens(
     folder: Path, tokens: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int], list[str]]:
-    """Return the directory's tokenizer with the tokens added, the new tokens' ids, and the tokens
-    that it had before.
-    """
+    """Return the directory's extended tokenizer, the new tokens' ids and the known tokens."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise TrainctlError(
@@ -169,12 +167,13 @@ def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
 
 
 def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[str]:
-    """Return the stored names of all tensors with a row per token: embedding, output projection
-    and its bias.
+    """Return the stored names of the tensors with a row per token.
+
+    These are the embedding, the output projection and its bias.
 
     Raises:
         TrainctlError: The files do not match the model in `config.json`, or one of these tensors is
-            stored in a converted form.
+            missing or stored in a converted form.
     """
     found = StoredModel(model, stored)
     if found.problems:

@@ -115,9 +115,7 @@ class _Group:
         }
 
     def _rows(self, names: list[str]) -> list[list[str]] | None:
-        """Return the published names of each row (an expert), or None if rows cannot be converted
-        alone.
-        """
+        """Return the published names of each row (expert); None if rows are not separable."""
         *others, last = self.converter.operations
         apart = isinstance(last, SplitModulelist) and last.dim == 0 and len(self.sources) == 1
         if not (apart and all(map(_leaves_rows, others))):

@@ -68,8 +68,7 @@ def wrap_blocks(
     config: ActivationCheckpointingConfig,
     tensor_group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Let every k-th decoder block be recomputed in the backward pass; return the number of these
-    blocks.
+    """Let every k-th decoder block be recomputed in the backward pass; return their number.
 
     Args:
         model: The whole model, before pipeline stages are cut from it.
@@ -103,14 +102,13 @@ def wrap_blocks(
 
 @dataclass(frozen=True)
 class Recompute:
-    """Checkpoint function that transformers calls for a wrapped block, as
-    `recompute(forward, hidden, *others)`.
+    """Checkpoint function of a wrapped block.
+
+    transformers calls it as `recompute(forward, hidden, *others)`.
     """
 
     contexts: Contexts = noop_context_fn
-    """Makes the contexts of the forward pass and of the recomputation, which keep results besides
-    the input.
-    """
+    """Makes the contexts of forward pass and recomputation, which keep further results."""
     offload: bool = False
     """Whether the input waits in host memory."""
     group: dist.ProcessGroup | None = None
@@ -196,9 +194,7 @@ class _Waiting:
 
 
 def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a copy of this rank's equal share of the elements, flat; the end is padded with
-    zeros.
-    """
+    """Return a copy of this rank's equal share of the elements, flat and zero-padded."""
     size = -(-tensor.numel() // dist.get_world_size(group))
     part = tensor.reshape(-1)[size * dist.get_rank(group) :][:size]
     own = tensor.new_zeros(size)
@@ -207,9 +203,7 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the dispatch modes of a block's forward pass and of its recomputation under
-    `selective`.
-    """
+    """Return the dispatch modes of forward pass and recomputation under `selective`."""
     kept: deque[_Kept] = deque()
     return _Keep(kept), _GiveBack(kept)
 

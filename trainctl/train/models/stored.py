@@ -116,8 +116,7 @@ class StoredModel:
         return said
 
     def _shapes(self, group: Converted) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that a group becomes, by running its conversion on meta
-        tensors.
+        """Return the shapes that a group's conversion gives, by running it on meta tensors.
 
         If the conversion fails, the failure is added to `differing`.
         """

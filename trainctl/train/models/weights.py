@@ -32,9 +32,7 @@ class WeightSource(Protocol):
     """Source of a model's tensors, by canonical name."""
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of the flattened parameter, fp32 on the CPU; the range is
-        not empty.
-        """
+        """Return elements [start, end) of a flattened parameter, at least one; fp32 on the CPU."""
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """Return a persistent buffer; None leaves it as the model was built."""
@@ -76,8 +74,7 @@ class SeedWeights:
 
     @property
     def laws_digest(self) -> str:
-        """SHA-256 of all initialisation laws. With other laws, the same seed draws other weights.
-        """
+        """SHA-256 of all initialisation laws: other laws give a seed other weights."""
         laws = {
             name: [[each.start, each.stop, each.law.named] for each in stretches]
             for name, stretches in self._laws.items()
@@ -162,9 +159,7 @@ class SafetensorsWeights:
         return self._converted(joined, None)[name]
 
     def _converted(self, joined: Converted, row: int | None) -> dict[str, torch.Tensor]:
-        """Return the tensors that stored tensors become. The last result is cached for
-        neighbouring ranges.
-        """
+        """Return the tensors of a conversion, cached for reads of neighbouring ranges."""
         key = joined.first, row
         if self._last is None or self._last[0] != key:
             self._last = None  # free it before the next one is made

@@ -98,8 +98,7 @@ class ObjectiveLoss:
     def __call__(
         self, log_probabilities: torch.Tensor, labels: torch.Tensor, beside: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss, and the measures of each sample, (samples, names), without a
-        gradient.
+        """Return the summed loss, and each sample's measures, (samples, names), without a gradient.
 
         The measures of a pair end with the log-probabilities of its chosen and its rejected answer.
 
@@ -139,7 +138,5 @@ class ObjectiveLoss:
 
 
 def loss_of(section: ObjectiveConfig) -> ObjectiveLoss | None:
-    """Return the loss of an objective; None for next-token prediction, which the model computes
-    itself.
-    """
+    """Return the loss of an objective; None for next-token prediction, the model's own."""
     return ObjectiveLoss(section) if objective_of(section).build else None

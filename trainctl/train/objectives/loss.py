@@ -47,8 +47,7 @@ def summed_losses(
     *,
     z_loss: float,
 ) -> torch.Tensor:
-    """Return the cross entropy and the z loss, each summed over the positions with a label; (2,),
-    fp32.
+    """Return cross entropy and z loss, each summed over the labelled positions; (2,), fp32.
 
     The z loss is `z_loss` times the squared log-normalisers. It keeps the logits from drifting
     (arXiv:2204.02311, section 5).
@@ -64,9 +63,7 @@ def summed_losses(
 def log_probabilities(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
 ) -> torch.Tensor:
-    """Return the log-probabilities of the labels, in nats, (samples, length), fp32; 0 without a
-    label.
-    """
+    """Return the labels' log-probabilities in nats, (samples, length), fp32; 0 without a label."""
     if vocabulary is not None:
         found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
         return -found[0]
@@ -101,9 +98,7 @@ class WithLoss(nn.Module):
         return summed_losses(logits, labels, self._vocabulary, z_loss=self._z_loss)
 
     def of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary; without a gradient if the vocabulary is
-        split.
-        """
+        """Return the logits of the whole vocabulary; without a gradient if it is split."""
         return logits if self._vocabulary is None else gather_vocabulary(logits, self._vocabulary)
 
 

@@ -34,8 +34,7 @@ def dpo(config: DpoConfig, pairs: SeenPairs) -> Measured:
 
 
 def simpo(config: SimpoConfig, pairs: SeenPairs) -> Measured:
-    """Return the SimPO loss, -log sigmoid(reward margin - gamma), equation 6 of arXiv:2405.14734.
-    """
+    """Return the SimPO loss, -log sigmoid(margin - gamma), equation 6 of arXiv:2405.14734."""
     chosen = config.beta * pairs.chosen / pairs.chosen_tokens
     rejected = config.beta * pairs.rejected / pairs.rejected_tokens
     losses = -F.logsigmoid(chosen - rejected - config.gamma_ratio * config.beta)

@@ -78,9 +78,7 @@ def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, A
 
 
 def read_reference(run: RunPaths, of: str) -> Reference | None:
-    """Return the reference that a run keeps; None if it is missing, damaged or of another
-    identity.
-    """
+    """Return the reference that a run keeps; None if missing, damaged or of other pairs."""
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
             if str(arrays["of"]) != of:
@@ -123,8 +121,7 @@ def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedData
 
 
 def _sides(session: Session) -> dict[str, PackedDataset]:
-    """Return the datasets of a run by side; a run on pairs has one source and one sequence length.
-    """
+    """Return a run's datasets by side; pairs have one source and one sequence length."""
     (training,) = session.training.datasets.values()
     return {"train": training, "held_out": session.held_out[SOLE]}
 

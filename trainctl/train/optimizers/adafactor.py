@@ -81,9 +81,7 @@ class Adafactor(PartitionedOptimizer):
     def _statistics(
         part: ParameterPart, weights: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return this replica's share of the mean squared gradients and of the weights' sum of
-        squares.
-        """
+        """Return this replica's share of mean squared gradients and squared weight norm."""
         weight_square = part.of(weights).double().square().sum()
         squares = part.of(gradient).square()
         if len(part.shape) == 1:
@@ -105,9 +103,7 @@ class Adafactor(PartitionedOptimizer):
         parts: Iterable[ParameterPart],
         statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]],
     ) -> None:
-        """Sum the statistics of split parts over the replicas, in place; all replicas call this
-        together.
-        """
+        """Sum the statistics of split parts over the replicas, in place and together."""
         cut = [index for index, part in enumerate(parts) if part.is_cut]
         sums = self.reduce(torch.stack([statistics[i][1] for i in cut])) if cut else ()
         for index, total in zip(cut, sums, strict=True):
@@ -132,9 +128,7 @@ class Adafactor(PartitionedOptimizer):
 
 
 def _whole_rows(part: ParameterPart, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
-    """Return the rows [first, last) that a part touches, and these rows with zeros outside of the
-    part.
-    """
+    """Return the rows [first, last) that a part touches, with zeros outside of the part."""
     width = part.shape[-1]
     first, last = part.start // width, -(-part.end // width)
     if part.numel == (last - first) * width:

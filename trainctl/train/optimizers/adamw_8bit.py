@@ -138,9 +138,7 @@ class AdamW8bit(AdamLike):
     def _shared_scales(
         self, tensor: torch.Tensor, gradient: torch.Tensor, betas: Sequence[float]
     ) -> dict[tuple[str, str, int], torch.Tensor]:
-        """Return the largest moment of each block that is split over replicas; they call this
-        together.
-        """
+        """Return the largest moment of each block split over replicas, by all-reduce."""
         blocks = [(part, block) for part in self.parts(tensor) for block in _cut_blocks(part)]
         if not blocks:
             return {}

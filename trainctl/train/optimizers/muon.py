@@ -1,5 +1,4 @@
-"""Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for all other
-parameters.
+"""Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for the rest.
 
 The update of a matrix is torch.optim.Muon's. The matrices that ZeRO splits are shared out over the
 replicas: each gathers its share of them, orthogonalises these and sends the results back. No matrix
@@ -93,8 +92,7 @@ class MatrixOptimizer(PartitionedOptimizer):
     def _share(
         self, parts: Sequence[ParameterPart], directions: torch.Tensor
     ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
-        """Orthogonalise up to one split matrix per replica; yield the parts on this replica with
-        results.
+        """Orthogonalise up to one split matrix per replica; yield this replica's results.
 
         All replicas call this together.
         """

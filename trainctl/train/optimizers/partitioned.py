@@ -23,7 +23,7 @@ from trainctl.engines.mesh import Axis
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A parameter in one of the optimizer's tensors, and the range of it on this replica."""
+    """A parameter in one of the optimizer's tensors, with its range on each replica."""
 
     name: str
     shape: torch.Size
@@ -66,9 +66,7 @@ class ParameterPart:
         return self.is_here and self.start == 0
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of its elements in one of the optimizer's tensors, or in a state of that
-        size.
-        """
+        """Return a view of its elements in an optimizer tensor or an elementwise state."""
         return flat[self.offset : self.offset + self.numel]
 
 
@@ -79,14 +77,15 @@ class SideState:
     start: int
     """Index of its first value within the state of the whole parameter."""
     values: torch.Tensor
-    """fp32, of one dimension."""
+    """Values in fp32, one-dimensional."""
     is_saved_here: bool
     """Whether this replica saves it; another replica may have the same values."""
 
 
 class PartitionedOptimizer(Optimizer):
-    """Base of optimizers that see whole parameters. Elementwise states are in `state`, flat as the
-    tensors are.
+    """Base of optimizers that see whole parameters.
+
+    Elementwise states are in `state`, flat as the tensors are.
 
     Args:
         groups: Parameter groups; their `lr` is set before each step.
@@ -158,9 +157,7 @@ class PartitionedOptimizer(Optimizer):
         return {}
 
     def sides(self, tensor: torch.Tensor, name: str) -> dict[str, SideState]:
-        """Return the side states of a parameter in a tensor, by name; writing to them changes
-        them.
-        """
+        """Return the side states of a parameter in a tensor, by name, as writable views."""
         part = next(part for part in self.parts(tensor) if part.name == name)
         ranges = self.side_ranges(part)
         return {
@@ -192,9 +189,7 @@ class PartitionedOptimizer(Optimizer):
     def reduce(
         self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """Reduce over the replicas, in place, and return the values; without ZeRO they stay as
-        they are.
-        """
+        """Reduce over the replicas in place; without ZeRO, leave the values as they are."""
         if self.replicas is not None and values.numel():
             dist.all_reduce(values, op=op, group=self.replicas.group)
         return values

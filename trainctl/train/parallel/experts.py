@@ -25,9 +25,7 @@ EXCHANGED = "trainctl_exchanged"
 """Name of `exchanged_experts` among transformers' implementations of experts."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
-"""Process groups of this process's expert axes, by name: a custom operator cannot take a group as
-an argument.
-"""
+"""Process groups of this process's expert axes, by name: a custom operator takes no group."""
 
 
 def expert_modules(model: nn.Module) -> list[Any]:

@@ -22,8 +22,7 @@ from trainctl.train.parallel.tensor import vocabulary_of
 
 
 def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
-    """Cut a skeleton to a stage: its blocks, the embedding on the first stage, the head on the
-    last.
+    """Cut a skeleton to a stage: its blocks, the first stage's embedding, the last stage's head.
 
     Args:
         blocks: Indices of the stage's blocks.
@@ -58,8 +57,7 @@ class _NoPositions(nn.Module):
 
 
 class PipelineStage(WithLoss):
-    """A pipeline stage: from token ids or hidden states to hidden states or, on the last stage,
-    logits.
+    """A pipeline stage: token ids or hidden states in, hidden states or (last stage) logits out.
 
     If documents are masked, the positions travel with the hidden states.
 

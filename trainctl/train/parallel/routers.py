@@ -131,8 +131,7 @@ class Routers:
         return logits.float().softmax(dim=-1)
 
     def added_loss(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """Return the term to add to the summed loss of a micro-batch; it has a gradient and the
-        value 0.
+        """Return the term to add to a micro-batch's summed loss: a gradient with value 0.
 
         For each sequence, the term is the mean over the layers of E sum_e f_e P_e
         (arXiv:2101.03961, equation 4) and of the mean squared log-normaliser (arXiv:2202.08906,

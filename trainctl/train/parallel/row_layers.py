@@ -43,8 +43,9 @@ class RowConv1D(Conv1D):
 
 
 class LoraRow(Adapted):
-    """LoRA mixin of a layer split by inputs, placed before the layer's class. A is split by
-    inputs, B is whole.
+    """LoRA mixin of a layer split by inputs, placed before the layer's class.
+
+    A is split by inputs, B is whole.
     """
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from trainctl.options.model import Family, Region, of_type
 COLUMN, GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 PER_HEAD, EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts"
-"""Names of transformers' styles (distributed/tensor_parallel.py) that are understood."""
+"""Supported names of transformers' tensor-parallel styles (distributed/tensor_parallel.py)."""
 
 MULTIPLIERS = ("embedding_multiplier",)
 """Decoder attributes that scale the input embeddings; stages after the first must set them to 1."""
@@ -129,8 +129,7 @@ def cut_of(model: PreTrainedModel) -> Cut:
 
 
 def shares_of(model: PreTrainedModel) -> dict[str, int]:
-    """Return the number of equal units of each parameter that tensor ranks divide, by canonical
-    name.
+    """Return the number of equal units that tensor ranks divide, by canonical parameter name.
 
     Units are attention heads, columns of a feed-forward layer or of each expert, or tokens of
     the vocabulary. Parameters that every rank holds whole are left out. A model that cannot be

@@ -128,9 +128,7 @@ def shard_model(
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens of the vocabulary on a tensor rank. The last rank has fewer if they do not divide
-    evenly.
-    """
+    """This tensor rank's tokens of the vocabulary; the last rank may have fewer."""
 
     axis: Axis
     size: int
@@ -172,8 +170,7 @@ def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
 def vocabulary_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, *, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cross entropy and softmax log-normalisers of logits that are split over the
-    vocabulary.
+    """Return cross entropy and log-normalisers of logits that are split over the vocabulary.
 
     Both are in nats, fp32, (samples, length), and 0 at positions that do not count.
 
@@ -307,9 +304,7 @@ def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
 
 
 def _norm_across_ranks(norm: nn.Module, axis: Axis) -> None:
-    """Let a norm over all heads see the heads of all ranks; each rank keeps its own heads
-    afterwards.
-    """
+    """Let a norm over all heads see all ranks' heads; each rank keeps its own of the result."""
     norm.register_forward_pre_hook(lambda _, args: (GatherWidth.apply(args[0], axis), *args[1:]))
     norm.register_forward_hook(
         lambda _, args, output: output.chunk(axis.size, dim=-1)[axis.index].contiguous()
