@@ -1,7 +1,7 @@
-"""Matrices as bytes, by bitsandbytes: a header with scales, then a code for each weight.
+"""Quantized matrices by bitsandbytes: a header with scales, then a code for each weight.
 
-What is written and read here is a range of a flattened matrix that begins and ends where blocks
-do, so that whoever keeps a part of a matrix reads and quantizes that part alone.
+Codecs convert ranges of a flattened matrix that begin and end at block borders, so a rank that
+keeps a part of a matrix reads and quantizes only that part.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from trainctl.plan.trainable import LinearLayer
 
 
 class Codec(ABC):
-    """Of one matrix.
-
-    Args:
-        kind: How it is held.
-        layer: Whose it is.
+    """Quantizer of one matrix.
 
     Attributes:
-        outputs: Its rows.
-        inputs: Its columns.
-        header: Bytes of its scales.
-        weights_per_byte: Weights in a byte of its codes.
+        outputs: Rows of the matrix.
+        inputs: Columns of the matrix.
+        header: Size of the header, in bytes.
+        total: Size of header and codes, in bytes.
+        weights_per_byte: Weights in one byte of codes.
     """
 
     block: int
@@ -46,29 +43,29 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes as bytes, and the scale of each block in fp32, of whole blocks of weights."""
+        """Return the codes of whole blocks, as bytes, and each block's scale in fp32."""
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights of codes, flat."""
+        """Return the weights of whole blocks of codes, flat."""
 
     def write_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return the header of a matrix, whose scales are all of these."""
+        """Return the header of a matrix from all of its scales."""
         return scales.contiguous().view(torch.uint8)
 
     def read_scales(self, header: torch.Tensor) -> torch.Tensor:
-        """Return the scales of a header."""
-        # A part of what ZeRO gathers begins at any byte.
+        """Return the scales in a header."""
+        # A slice of ZeRO's gathered buffer may be unaligned.
         return header.clone().view(torch.float32)
 
     def matrix(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(outputs, inputs), anew."""
+        """Return a new dequantized matrix, (outputs, inputs)."""
         scales = self.read_scales(packed[: self.header])
         return self.decode(packed[self.header :], scales, dtype).view(self.outputs, self.inputs)
 
 
 class Int8(Codec):
-    """A scale for each row: the largest of its weights is 127."""
+    """int8 with one scale per row, by which the row's largest weight becomes 127."""
 
     def __init__(self, kind: BaseWeights, layer: LinearLayer) -> None:
         super().__init__(kind, layer)
@@ -86,7 +83,7 @@ class Int8(Codec):
 
 
 class Nf4(Codec):
-    """The 16 quantiles of a normal distribution, times a scale for each block of 64."""
+    """NF4: 16 quantiles of a normal distribution, with a scale for each block of 64 weights."""
 
     block = BLOCK
     weights_per_byte = 2
@@ -100,13 +97,13 @@ class Nf4(Codec):
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        shape = torch.Size((scales.numel(), BLOCK))  # its AVX-512 code ends blocks with rows
+        shape = torch.Size((scales.numel(), BLOCK))  # bitsandbytes' AVX-512 ends blocks with rows
         state = QuantState(scales, shape=shape, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
         return dequantize_4bit(codes.view(-1, 1), state).view(-1)
 
 
 class Nf4Double(Nf4):
-    """The same, with the blocks' scales in 8 bits around their mean."""
+    """NF4 with double quantization: the block scales are kept in 8 bits around their mean."""
 
     def write_scales(self, scales: torch.Tensor) -> torch.Tensor:
         from bitsandbytes.functional import quantize_blockwise
@@ -131,7 +128,7 @@ _maps: dict[torch.device, torch.Tensor] = {}
 
 
 def _map_of(device: torch.device) -> torch.Tensor:
-    """Return the 256 values of a code of 8 bits."""
+    """Return the 256 values of bitsandbytes' dynamic 8-bit map, on a device."""
     if device not in _maps:
         from bitsandbytes.functional import create_dynamic_map
 

@@ -1,7 +1,7 @@
 """An adapter as PEFT's directory: `adapter_config.json` and `adapter_model.safetensors`.
 
-`PeftModel.from_pretrained` loads it on the base that it was trained on. Names are those that PEFT
-gives its own modules: `base_model.model.`, the layer's, and `lora_A.weight`.
+`PeftModel.from_pretrained` loads it on the base that it was trained on. Tensors have PEFT's names:
+`base_model.model.`, the layer's name, and `lora_A.weight`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainctl.train.models.frozen_base import adapter_of
 
 PREFIX = "base_model.model."
 ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-"""What PEFT's files call the tensors of a layer."""
+"""PEFT's names of the adapter tensors of a layer."""
 ROOT = 0.5
 """Power of the rank that rank-stabilised LoRA divides by."""
 
@@ -52,15 +52,15 @@ def export_adapter(
     """Write the adapter of a checkpoint to a new folder.
 
     Args:
-        checkpoint: A committed checkpoint of it.
+        checkpoint: A committed checkpoint of the run.
         out: The folder; missing or empty.
-        dtype: Of the written weights.
+        dtype: Type of the written weights.
         weights: `MASTER`, or `AVERAGE` for their moving average.
-        progress: Called with the bytes of weights written and their number.
+        progress: Called with the bytes of weights written and their total.
 
     Raises:
-        TrainctlError: The checkpoint has no adapter (5), PEFT's form has no place for what else
-            was trained, or the folder cannot be written.
+        TrainctlError: The checkpoint has no adapter (5), PEFT's format has no place for another
+            trained tensor, or the folder cannot be written.
     """
     source = Checkpoint(checkpoint, weights=weights)
     adapter = low_rank(adapter_of(source.manifest))
@@ -124,12 +124,12 @@ def peft_config(
     every: Collection[LinearLayer],
     base: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """PEFT's configuration of an adapter.
+    """Return PEFT's configuration of an adapter.
 
     Args:
-        layers: Those that have it.
+        layers: Layers with the adapter.
         every: All linear layers of the blocks.
-        base: What the manifest says of its base.
+        base: Entry `base` of the manifest.
     """
     spec = spec_of(adapter)
     alpha = adapter.alpha
@@ -152,9 +152,10 @@ def peft_config(
 
 
 def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> list[str]:
-    """Ends of names, where these are the layers' alone; their whole names otherwise.
+    """Return the last parts of the adapted layers' names; whole names if that would be ambiguous.
 
-    PEFT takes every module whose name ends so, outside of the blocks too: there, whole names tell.
+    PEFT adapts every module whose name ends so, also outside of the blocks. The last parts are
+    ambiguous if other linear layers of the blocks share them.
     """
     ends = sorted({layer.name.rpartition(".")[2] for layer in layers})
     chosen = {layer.name for layer in layers}
@@ -163,7 +164,7 @@ def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> l
 
 
 def _notes(base: Mapping[str, Any]) -> Iterator[str]:
-    """What whoever loads it has to have."""
+    """Yield what a user of the adapter must know about its base."""
     if base["kind"] == "directory":
         yield f"its base is {base['path']}"
     elif base["kind"] == "checkpoint":

@@ -1,7 +1,7 @@
-"""Adapters on a rank: linear layers of a skeleton that add a product of two narrow matrices.
+"""Adapters on a rank: linear layers of a skeleton that add a low-rank product.
 
-The layer stays the same object under the same name, with another class, so that canonical names,
-tensor cuts and checkpoints know its weight as before; `lora_A`, `lora_B` and, of DoRA,
+A layer stays the same object under the same name and only changes its class. So canonical names,
+tensor cuts and checkpoints still find its weight. `lora_A`, `lora_B` and, for DoRA,
 `lora_magnitude` are parameters beside it. Formulas and scales are PEFT's (peft/tuners/lora).
 """
 
@@ -29,7 +29,7 @@ from trainctl.train.models.weights import SeedWeights, WeightSource
 
 
 class Adapted(nn.Module):
-    """Of a layer with an adapter: what is added to it. To go before the class of the layer."""
+    """Mixin of a layer with an adapter, placed before the layer's class."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -37,41 +37,41 @@ class Adapted(nn.Module):
     lora_dropout: float
 
     def added(self, inputs: torch.Tensor) -> torch.Tensor:
-        """s B A x."""
+        """Return s B A x."""
         return F.linear(F.linear(inputs, self.lora_A), self.lora_B) * self.lora_scale
 
     def dropped(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the adapter's inputs: in training a share of them is zero.
+        """Return the adapter's inputs, with dropout in training.
 
-        They are drawn by torch's generator, which each step seeds (`session.seed_step`).
+        The mask is drawn by torch's generator, which each step seeds (`session.seed_step`).
         """
         return F.dropout(inputs, self.lora_dropout, self.training)
 
 
 class LoraLinear(Adapted, nn.Linear):
-    """W x + b + s B A x."""
+    """Linear layer with LoRA: W x + b + s B A x."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self.weight, self.bias) + self.added(self.dropped(input))
 
 
 class LoraConv1D(Adapted, Conv1D):
-    """The same for gpt2's layers, whose weight is (inputs, outputs)."""
+    """gpt2's Conv1D with LoRA; its weight is (inputs, outputs)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.added(self.dropped(x))
 
 
 class WithMagnitude(Adapted):
-    """DoRA: the rows of W + s B A are scaled to lengths that train (arXiv:2402.09353).
+    """DoRA mixin: the rows of W + s B A are scaled to trainable magnitudes (arXiv:2402.09353).
 
-    The lengths that they have are constants to the gradient (section 4.3 there).
+    The rows' own lengths are constants for the gradient (section 4.3 there).
     """
 
     lora_magnitude: nn.Parameter
 
     def lengths(self, merged: torch.Tensor) -> torch.Tensor:
-        """Of the rows of W + s B A, of which a tensor rank may have a part of each."""
+        """Return the row lengths of W + s B A; tensor ranks may hold parts of the rows."""
         return torch.linalg.norm(merged, dim=1)
 
     def scaled(
@@ -80,7 +80,8 @@ class WithMagnitude(Adapted):
         """Return the layer's outputs without its bias.
 
         Args:
-            plain: W x, of all inputs.
+            plain: W x, of inputs without dropout.
+            weight: W, (outputs, inputs).
         """
         with torch.no_grad():
             lengths = self.lengths(weight + (self.lora_B @ self.lora_A) * self.lora_scale)
@@ -91,12 +92,12 @@ class WithMagnitude(Adapted):
         return plain + (factor - 1) * self.plain(dropped, weight) + factor * self.added(dropped)
 
     def plain(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """W x of other inputs than the layer's."""
+        """Return W x of inputs with dropout."""
         return F.linear(inputs, weight)
 
 
 class DoraLinear(WithMagnitude, nn.Linear):
-    """A linear layer of DoRA."""
+    """Linear layer with DoRA."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.scaled(F.linear(input, self.weight), input, self.weight)
@@ -104,7 +105,7 @@ class DoraLinear(WithMagnitude, nn.Linear):
 
 
 class DoraConv1D(WithMagnitude, Conv1D):
-    """The same for gpt2's layers."""
+    """gpt2's Conv1D with DoRA."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(x @ self.weight, x, self.weight.T) + self.bias
@@ -116,14 +117,14 @@ _CLASSES: dict[tuple[type, bool], type] = {
     (nn.Linear, True): DoraLinear,
     (Conv1D, True): DoraConv1D,
 }
-"""By the class of a layer, and whether magnitudes train."""
+"""Adapted class by the class of a layer and by whether magnitudes train."""
 
 
 def choose_trained(model: PreTrainedModel, config: RunConfig) -> None:
-    """Add the adapter of a run to a whole skeleton, and let train what the plan says trains.
+    """Add a run's adapter to a whole skeleton, and set `requires_grad` as the plan says.
 
     Raises:
-        TrainctlError: The plan knows other tensors than the model has.
+        TrainctlError: The trainable tensors of the model differ from the plan's.
     """
     if not is_partial(config):
         return
@@ -150,7 +151,7 @@ def attach(model: PreTrainedModel, section: LowRank, layers: Sequence[LinearLaye
     """Add adapters to layers of a skeleton.
 
     Raises:
-        TrainctlError: One of them is no linear layer of a class that is known.
+        TrainctlError: A layer is not of a supported linear class.
     """
     spec = spec_of(section)
     for layer in layers:
@@ -172,13 +173,13 @@ def attach(model: PreTrainedModel, section: LowRank, layers: Sequence[LinearLaye
         for name, shape in shapes.items():
             empty = torch.empty(shape, dtype=dtype, device="meta")
             module.register_parameter(name, nn.Parameter(empty))
-        # The same object, which its block calls under the same name.
+        # Change the class in place: the block calls this object by its name.
         module.__class__ = adapted
         module.lora_scale, module.lora_dropout = spec.scale(section), section.dropout
 
 
 def added_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a layer that are its adapter's; none without one."""
+    """Return the adapter parameters of a layer; empty without an adapter."""
     found = (getattr(layer, name, None) for name in (LORA_A, LORA_B, MAGNITUDE))
     return [parameter for parameter in found if parameter is not None]
 
@@ -186,14 +187,15 @@ def added_parameters(layer: nn.Module) -> list[nn.Parameter]:
 def initial_adapter(
     seed: int, config: RunConfig, base: WeightSource, shapes: Mapping[str, list[int]]
 ) -> WeightSource:
-    """Return the values that an adapter starts with: PEFT's, as a function of seed and name.
+    """Return a source of an adapter's initial values: PEFT's, as a function of seed and name.
 
-    A is uniform within 1 / sqrt(inputs), Kaiming's with a = sqrt(5); B is zero, so that the model
-    is its base at step 0; a magnitude is the length of its row, in the format that it computes in.
+    A is uniform within 1 / sqrt(inputs), which is Kaiming's with a = sqrt(5). B is zero, so
+    that the model equals its base at step 0. A magnitude is the length of its row in the
+    compute format.
 
     Args:
-        base: Of the model's own weights.
-        shapes: Theirs, by canonical name.
+        base: Source of the model's own weights.
+        shapes: Shapes of the model's own weights, by canonical name.
     """
     laws: Laws = {}
     lengths: dict[str, LinearLayer] = {}
@@ -209,7 +211,7 @@ def initial_adapter(
 
 
 class _Initial:
-    """Matrices that are drawn, and magnitudes that are measured."""
+    """Weight source of drawn matrices and of magnitudes measured on the base."""
 
     def __init__(
         self,
@@ -231,14 +233,14 @@ class _Initial:
         return torch.linalg.norm(weight.to(self._dtype).float(), dim=1)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """It has none."""
+        """Return None: an adapter has no buffers."""
         return None
 
 
 def weight_of(
     source: WeightSource, layer: LinearLayer, shapes: Mapping[str, list[int]], first: int, last: int
 ) -> torch.Tensor:
-    """Rows [first, last) of a layer's weight as (outputs, inputs), whichever way it is kept."""
+    """Return rows [first, last) of a layer's weight, (outputs, inputs) however it is stored."""
     name = f"{layer.name}.weight"
     shape = torch.Size(shapes[name])
     if layer.inputs_first:
@@ -248,14 +250,13 @@ def weight_of(
 
 
 class Merged:
-    """A model's weights with an adapter in them: W + s B A, of DoRA with its rows' lengths.
+    """Weights of a model with an adapter merged in: W + s B A, for DoRA scaled to the magnitudes.
 
     Args:
-        own: Of the adapter.
-        base: Of the model.
-        layers: Those with an adapter.
-        section: What the adapter is.
-        shapes: Of the model's parameters, by canonical name.
+        own: Source of the adapter's tensors.
+        base: Source of the model's own weights.
+        layers: Layers with an adapter.
+        shapes: Shapes of the model's parameters, by canonical name.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class Merged:
         layer = self._layers.get(name)
         if layer is None:
             return self._base.read(name, shape, start, end)
-        if layer.inputs_first:  # its rows lie across, so all of it is merged
+        if layer.inputs_first:  # stored transposed, so all of it is merged
             return self._rows(layer, 0, layer.outputs).T.reshape(-1)[start:end]
         width = layer.inputs
         first, last = start // width, -(-end // width)
@@ -289,7 +290,7 @@ class Merged:
         return self._base.buffer(name) if values is None else values
 
     def _rows(self, layer: LinearLayer, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of the merged weight, a row for each output."""
+        """Return rows [first, last) of the merged weight, (outputs, inputs)."""
         a = self._whole(f"{layer.name}.{LORA_A}", (self._rank, layer.inputs))
         b = self._whole(f"{layer.name}.{LORA_B}", (layer.outputs, self._rank))
         rows = weight_of(self._base, layer, self._shapes, first, last)

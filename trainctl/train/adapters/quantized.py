@@ -1,8 +1,8 @@
-"""A frozen base in 8 or 4 bits on a rank: layers that expand their matrix, and its bytes.
+"""A frozen base in 8 or 4 bits: layers that dequantize their matrix, and sources of its bytes.
 
-A layer's `weight` is a tensor of bytes under the name that it had (`trainctl.plan.quantized`),
-which ZeRO 3 shares out like any frozen parameter. It is expanded in the forward pass and again in
-the backward pass, and kept for neither.
+A layer's `weight` is a tensor of bytes under its usual name (`trainctl.plan.quantized`), which
+ZeRO-3 partitions like any frozen parameter. It is dequantized in the forward pass and again in the
+backward pass, and not kept between them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trainctl.train.adapters.layers import Adapted, DoraLinear, LoraLinear, With
 from trainctl.train.models.weights import WeightSource
 
 CHUNK = 1 << 24
-"""Weights that are quantized at once, about: 64 MiB in fp32."""
+"""Approximate number of weights quantized at once: 64 MiB in fp32."""
 
 
 class QuantizedLinear(nn.Linear):
-    """W x + b, with W made of bytes."""
+    """Linear layer W x + b with a quantized W."""
 
     codec: Codec
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """W x."""
+        """Return W x."""
         result: torch.Tensor = _Product.apply(inputs, self.weight, self.codec)
         return result
 
@@ -42,14 +42,14 @@ class QuantizedLinear(nn.Linear):
 
 
 class LoraQuantized(Adapted, QuantizedLinear):
-    """W x + b + s B A x."""
+    """Quantized linear layer with LoRA: W x + b + s B A x."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + self.added(self.dropped(input))
 
 
 class DoraQuantized(WithMagnitude, QuantizedLinear):
-    """A layer of DoRA."""
+    """Quantized linear layer with DoRA."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -58,17 +58,17 @@ class DoraQuantized(WithMagnitude, QuantizedLinear):
         return output if self.bias is None else output + self.bias
 
     def plain(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.product(inputs)  # which keeps no expanded matrix
+        return self.product(inputs)  # keeps no dequantized matrix
 
 
 class _Product(torch.autograd.Function):
-    """Inputs times a matrix that is expanded for each of the two passes, and has no gradient."""
+    """Product with a matrix that is dequantized in both passes and gets no gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, codec: Codec
     ) -> torch.Tensor:
-        # The parameter itself is saved, which ZeRO 3 gathers anew for the backward pass.
+        # Save the parameter itself, which ZeRO-3 gathers anew for the backward pass.
         ctx.save_for_backward(packed)
         ctx.codec = codec
         return F.linear(inputs, codec.matrix(packed, inputs.dtype))
@@ -84,14 +84,14 @@ _CLASSES: dict[type, type] = {
     LoraLinear: LoraQuantized,
     DoraLinear: DoraQuantized,
 }
-"""By the class of a layer."""
+"""Quantized class by the class of a layer."""
 
 
 def quantize(model: nn.Module, config: RunConfig) -> None:
-    """Let the frozen matrices of a skeleton, which has its adapter, be of bytes.
+    """Turn the frozen matrices of a skeleton into bytes, after its adapter is attached.
 
     Raises:
-        TrainctlError: One is of no linear layer.
+        TrainctlError: A matrix belongs to no linear layer.
     """
     for name, codec in codecs_of(config.model, low_rank(config.adapter)).items():
         layer = name.removesuffix(".weight")
@@ -103,19 +103,19 @@ def quantize(model: nn.Module, config: RunConfig) -> None:
                 hint="adapter.base_weights=compute",
             )
         packed = torch.empty(codec.total, dtype=torch.uint8, device="meta")
-        # The same object, which its block calls under the same name.
+        # Change the class in place: the block calls this object by its name.
         module.__class__ = _CLASSES[type(module)]
         module.codec = codec
         module.weight = nn.Parameter(packed, requires_grad=False)
 
 
 class _Source:
-    """Weights of which some matrices are another's.
+    """Base of weight sources in which some matrices are quantized.
 
     Args:
-        source: Of all of them, as they were.
-        codecs: Of those matrices, by name.
-        device: Where they are quantized.
+        source: Source of all weights, unquantized.
+        codecs: Codecs of the quantized matrices, by name.
+        device: Device that quantizes.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Source:
     def _encoded(
         self, name: str, codec: Codec, start: int, end: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes and scales of the blocks that have weights [start, end), a few at a time."""
+        """Yield codes and scales of the blocks with weights [start, end), chunk by chunk."""
         shape, block = torch.Size((codec.outputs, codec.inputs)), codec.block
         step = max(CHUNK // block, 1) * block
         last = -(-end // block) * block
@@ -139,16 +139,16 @@ class _Source:
             yield codec.encode(values.to(self._device))
 
     def _header(self, name: str, codec: Codec) -> torch.Tensor:
-        """Of a whole matrix, of which all is read."""
+        """Return the header of a matrix, for which the whole matrix is read."""
         scales = [scales for _, scales in self._encoded(name, codec, 0, codec.weights)]
         return codec.write_scales(torch.cat(scales))
 
 
 class Quantized(_Source):
-    """The bytes of quantized matrices, and all other tensors as they are."""
+    """Weight source that gives the bytes of quantized matrices and all other tensors unchanged."""
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of a parameter: of a quantized one its bytes."""
+        """Return elements [start, end) of a parameter; of a quantized one, its bytes."""
         codec = self._codecs.get(name)
         if codec is None:
             return self._source.read(name, shape, start, end)
@@ -169,7 +169,7 @@ class Quantized(_Source):
 
 
 class Dequantized(_Source):
-    """Weights as a model computes with them whose matrices are quantized, in fp32."""
+    """Weight source that gives quantized matrices as fp32 values, as the model sees them."""
 
     _last: tuple[str, torch.Tensor] | None = None
 
@@ -188,14 +188,14 @@ class Dequantized(_Source):
         return torch.cat(parts)[start - offset : end - offset]
 
     def _scales(self, name: str, codec: Codec) -> torch.Tensor:
-        """Return all scales of a matrix; those of the last one are kept for the ranges beside."""
+        """Return all scales of a matrix, cached for reads of neighbouring ranges."""
         if self._last is None or self._last[0] != name:
             self._last = name, codec.read_scales(self._header(name, codec))
         return self._last[1]
 
 
 def codecs_of(model: ModelConfig, adapter: LowRank | None) -> dict[str, Codec]:
-    """Of the matrices that an adapter stands on; none where they are not quantized."""
+    """Return the codecs of the base matrices, by name; empty if they are not quantized."""
     layers = quantized_layers(model, adapter)
     return {
         name: codec_of(adapter.base_weights, layer)
@@ -205,12 +205,12 @@ def codecs_of(model: ModelConfig, adapter: LowRank | None) -> dict[str, Codec]:
 
 
 def quantized(source: WeightSource, config: RunConfig, device: torch.device) -> WeightSource:
-    """What a skeleton is filled from that has been quantized."""
+    """Return the source of a skeleton's bytes; `source` itself if nothing is quantized."""
     codecs = codecs_of(config.model, low_rank(config.adapter))
     return Quantized(source, codecs, device) if codecs else source
 
 
 def dequantized(source: WeightSource, model: ModelConfig, adapter: LowRank | None) -> WeightSource:
-    """Return the base as an adapter was trained beside it."""
+    """Return the base that the adapter was trained on; `source` itself if not quantized."""
     codecs = codecs_of(model, adapter)
     return Dequantized(source, codecs, torch.device("cpu")) if codecs else source

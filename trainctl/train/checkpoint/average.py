@@ -1,8 +1,8 @@
-"""The exponential moving average of the weights, kept where and as the master weights are.
+"""Exponential moving average of the weights, kept beside the master weights.
 
-It is one more state of the optimizer's tensors (`state.AVERAGE`): sharded, saved and loaded with
-them, under the same canonical names. Where the model is to compute with it, its values and those of
-the master weights change places, and afterwards back again: both are fp32, so nothing is rounded.
+The average is one more state of the optimizer's tensors (`optimizer_state.AVERAGE`): it is sharded,
+saved and loaded with them, under the same canonical names. For an evaluation, its values are
+swapped with the master weights, and swapped back afterwards. Both are fp32, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from trainctl.plan.average import decay_of
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER, OptimizerState
 
 _AT_ONCE = 1 << 22
-"""Elements that change places at a time: the only memory that it takes."""
+"""Elements swapped at a time, which bounds the extra memory."""
 
 
 class WeightAverage:
-    """The average of a run's weights; all ranks call the same methods in the same order.
+    """Moving average of a run's weights; all ranks call the same methods in the same order.
 
     Args:
-        state: The optimizer's, which keeps the average from now on.
-        decay: The most that one update leaves of it.
-        every_steps: Accepted optimizer steps from one update of it to the next.
+        state: State of the optimizer, which keeps the average from now on.
+        decay: Upper bound of the decay; the first updates use less (`decay_of`).
+        every_steps: Accepted optimizer steps between two updates of the average.
 
     Attributes:
-        steps: Accepted optimizer steps that it has seen.
+        steps: Accepted optimizer steps so far.
     """
 
     def __init__(self, state: OptimizerState, *, decay: float, every_steps: int) -> None:
@@ -38,16 +38,16 @@ class WeightAverage:
         state.keep_average()
 
     def restore(self, saved: Mapping[str, int]) -> None:
-        """Go on from what a checkpoint says; its values are loaded with the other states."""
+        """Restore the step count from a checkpoint; the values are loaded with the other states."""
         self.steps = saved.get("steps", 0)
 
     def saved(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Return the entry for a checkpoint's manifest."""
         return {"steps": self.steps}
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take in the weights after an update that was made."""
+        """Count an accepted optimizer step; every `every_steps` steps, update the average."""
         self.steps += 1
         if self.steps % self._every_steps:
             return
@@ -58,7 +58,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model has the average for its weights; nothing may be updated or saved."""
+        """Swap the average into the model within the context; do not update or save there."""
         self._change_places()
         try:
             yield

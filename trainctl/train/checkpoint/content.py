@@ -1,8 +1,8 @@
-"""The whole state of a run, in a form that knows nothing of the layout.
+"""The whole state of a run, stored independently of the layout.
 
 Each rank writes the optimizer tensors that it holds (master weights and every state) to one
-safetensors file; the manifest says which elements of which parameter lie where. A loader on any
-layout reads the ranges that it needs. No file is ever unpickled. Writing is in `save`.
+safetensors file. The manifest records which elements of which parameter lie where, so a loader on
+any layout reads the ranges that it needs. No file is ever unpickled. `save` writes checkpoints.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from trainctl.train.optimizers.partitioned import SideState
 
 @dataclass(slots=True)
 class RunProgress:
-    """Where the run is: what a resume needs besides the tensors."""
+    """Progress counters of a run, which a resume needs besides the tensors."""
 
     step: int = 0
     """Optimizer steps done."""
     samples: int = 0
-    """The next sample counter; not step x batch, since batches may be skipped or grow."""
+    """Next sample counter; not step x batch, since batches may be skipped or grow."""
     tokens: int = 0
     """Tokens trained on."""
 
@@ -47,15 +47,14 @@ class RunProgress:
 class Checkpoint:
     """A committed checkpoint, read by ranges.
 
-    Also a source of weights: the master weights under their canonical names, or their average.
+    It is also a weight source, of the master weights or of their average.
 
     Args:
-        path: Its folder.
-        passed_over: What is wrong with the newer ones that it is read instead of.
-        weights: Which weights `read` gives: `MASTER` or `AVERAGE`.
+        passed_over: Problems of newer checkpoints that were skipped for this one.
+        weights: Weights that `read` returns: `MASTER` or `AVERAGE`.
 
     Raises:
-        TrainctlError: It has no average, and that is asked for.
+        TrainctlError: `weights` is `AVERAGE`, and the checkpoint has no average.
     """
 
     def __init__(
@@ -89,28 +88,28 @@ class Checkpoint:
         return RunProgress(self.manifest["step"], self.manifest["samples"], self.manifest["tokens"])
 
     def check(self, model: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
-        """Refuse it unless it is of a model, and every tensor of it is one of the model's.
+        """Refuse a checkpoint of another model, or one with tensors that the model lacks.
 
-        Whoever loads it asks for what the model has, and would never miss what is left over.
+        Loading reads the tensors of the model and would not notice others in the checkpoint.
 
         Args:
-            model: The model that is to have its weights.
-            shapes: Of its parameters, by canonical name.
+            model: The model to be loaded.
+            shapes: Shapes of its parameters, by canonical name.
 
         Raises:
-            TrainctlError: It is of another model (exit code 5); says what differs.
+            TrainctlError: The checkpoint is of another model (exit code 5); says what differs.
         """
         check_model(model, self.path.name, self.manifest)
         check_shapes(self.path.name, self.manifest, shapes)
 
     def check_states(self, wanted: Collection[str]) -> None:
-        """Refuse it unless its optimizer's states are those that are wanted.
+        """Refuse a checkpoint whose optimizer states differ from the wanted ones.
 
         Args:
-            wanted: Names of the states of all ranks, of whatever size; not the master weights.
+            wanted: Names of the states on all ranks, of any size, without the master weights.
 
         Raises:
-            TrainctlError: It has others (exit code 5).
+            TrainctlError: The checkpoint has other states (exit code 5).
         """
         had = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
         for fragment in self.manifest["fragments"]:
@@ -120,7 +119,7 @@ class Checkpoint:
 
     @property
     def was_updated(self) -> bool:
-        """Whether it is of a time after the first update, and has its optimizer's states."""
+        """Whether it was taken after the first update, and so has optimizer states."""
         states = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
         return bool(states) or bool(self.manifest["scalars"])
 
@@ -136,8 +135,7 @@ class Checkpoint:
         return self._read(name, self._weights, start, end)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return a persistent buffer, flat; None if it was not saved, as before trainctl kept
-        them."""
+        """Return a persistent buffer, flat; None if an older version did not save it."""
         for entry in self.manifest.get("buffers", []):
             if entry["name"] == name:
                 values: torch.Tensor = self._slice(entry["file"], entry["key"])[:]
@@ -147,12 +145,12 @@ class Checkpoint:
     def load_into(self, state: OptimizerState) -> None:
         """Fill the master weights and every optimizer state that this rank holds.
 
-        An average that the checkpoint does not have begins at its master weights.
+        If the checkpoint has no average, the average starts from its master weights.
         """
         fragments: dict[int, list[Fragment]] = defaultdict(list)
         for fragment in state.fragments:
             fragments[fragment.tensor].append(fragment)
-        for index in range(len(state.tensors)):  # also one that is nothing but padding here
+        for index in range(len(state.tensors)):  # even a tensor that holds only padding here
             with state.resident(index, changes=True):
                 if self.was_updated:
                     state.create(index, self.manifest["scalars"])
@@ -175,7 +173,7 @@ class Checkpoint:
             target.copy_(values.view(target.shape))
 
     def _read_side(self, parameter: str, state: str, side: SideState) -> torch.Tensor:
-        """Return the values of a state that is not of the parameter's size."""
+        """Return the values of a state whose size differs from the parameter's."""
         result = torch.empty_like(side.values, device="cpu")
         missing = torch.ones_like(result, dtype=torch.bool)
         end = side.start + side.values.numel()
@@ -196,12 +194,11 @@ class Checkpoint:
         return result
 
     def close(self) -> None:
-        """Close the files: what was read of a mapped file stays in memory until then."""
+        """Close the files. Pages that were read from a mapped file stay in memory until then."""
         self._open.clear()
 
     def _read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of the whole, flattened parameter, whatever shards it is
-        in."""
+        """Return elements [start, end) of a whole, flattened parameter from its shards."""
         parts = {
             shard: partial(self._read_fragments, parameter, state, fragments)
             for shard, fragments in self._fragments.get(parameter, {}).items()

@@ -1,7 +1,7 @@
-"""A checkpoint as a transformers directory: sharded safetensors, config and tokenizer files.
+"""Export of a checkpoint as a transformers directory: safetensors shards, config and tokenizer.
 
-Parameters go from the checkpoint to the files a piece at a time, so neither the model nor a shard
-is ever in memory. They have the names and the form that transformers publishes the architecture in
+Parameters are copied a piece at a time, so neither the model nor a shard is ever in memory. They
+have the names and the layout in which transformers publishes the architecture
 (`trainctl.train.models.published_names`).
 """
 
@@ -42,24 +42,24 @@ from trainctl.train.models.weights import WeightSource
 from trainctl.train.prompts import first_source, prompts_of
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file of weights, unless one parameter alone is larger."""
+"""Largest weight file; only a single larger parameter exceeds it."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What `config.json` says of special tokens: not of the shape, and of use to whoever samples."""
+"""Special token ids in `config.json`. They are not part of the shape, but sampling needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote."""
+    """Result of an export."""
 
     files: list[str]
     """Names of the files in the folder, sorted."""
     size_bytes: int
-    """Length of the weights."""
+    """Size of the weights."""
     num_parameters: int
-    """Tied ones count once."""
+    """Number of parameters; tied ones count once."""
     notes: list[str]
-    """What a person should know about it."""
+    """Remarks to show the user."""
 
 
 def export(
@@ -74,21 +74,21 @@ def export(
 ) -> Exported:
     """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads.
 
-    An adapter is merged into its base, which must be what it was.
+    An adapter is merged into its base, which must not have changed.
 
-    The folder is written under another name and renamed when it is complete.
+    The folder is written under a temporary name and renamed when it is complete.
 
     Args:
-        checkpoint: A committed checkpoint of it.
+        checkpoint: A committed checkpoint of the run.
         out: The folder; missing or empty.
-        dtype: Of the written weights.
+        dtype: Type of the written weights.
         weights: `MASTER`, or `AVERAGE` for their moving average.
-        shard_bytes: Largest file of weights.
-        progress: Called with the bytes of weights written and their number.
+        shard_bytes: Largest weight file.
+        progress: Called with the bytes of weights written and their total.
 
     Raises:
-        TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is not one of
-            this model, or has no such weights (5). Nothing is left.
+        TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is of another
+            model or has no such weights (5). No files are left behind.
     """
     model = skeleton(portable(config.model), dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -147,7 +147,11 @@ def export(
 
 @contextmanager
 def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` at the end, or goes again if something fails."""
+    """Yield a temporary folder, which is renamed to `out` on success and removed on failure.
+
+    Raises:
+        TrainctlError: `out` exists and is not empty, or it cannot be written (exit code 4).
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(out)
@@ -165,7 +169,7 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         sync_directory(out.parent)
-    except FileNotFoundError:  # the checkpoint: it was rotated away
+    except FileNotFoundError:  # the checkpoint was rotated away
         raise
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -179,7 +183,7 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Remove what killed exports to the same folder left."""
+    """Remove the temporary folders of killed exports to the same folder."""
     for path in out.parent.iterdir():
         match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.tmp", path.name)
         if match is not None and not is_alive(int(match[1])):
@@ -187,7 +191,7 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def _split(units: list[Unit], dtype: torch.dtype, shard_bytes: int) -> dict[str, list[Unit]]:
-    """What is written by the file that it goes to, in the model's order."""
+    """Return the units of each weight file, in the model's order."""
     shards: list[list[Unit]] = [[]]
     room = shard_bytes
     for unit in units:
@@ -211,7 +215,7 @@ def _bytes(unit: Unit, dtype: torch.dtype) -> int:
 
 
 def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -> Read:
-    """Return the tensors of a checkpoint, as a model without multipliers has them."""
+    """Return a reader of a checkpoint's tensors with the muP multipliers folded in."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     built = {buffer.name: buffer.tensor for buffer in persistent_buffers(model)}
 
@@ -228,14 +232,14 @@ def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -
 def _write_config(
     model: PreTrainedModel, config: RunConfig, dtype: torch.dtype, folder: Path
 ) -> None:
-    """`config.json`, and what a model that came from a directory has beside it."""
+    """Write `config.json`; copy generation config and code of a model directory."""
     written = model.config
     written.architectures = [type(model).__name__]
     written.dtype = dtype
     written.use_cache = True  # off while training
     for name, number in _source_ids(config.model).items():
         setattr(written, name, number)
-    if getattr(written, "eos_token_id", None) is None:  # a class of the user's may lack it
+    if getattr(written, "eos_token_id", None) is None:  # a user's own class may lack it
         written.eos_token_id = load_tokenizer(config.tokenizer).end_of_document
     written.save_pretrained(folder)
     if config.model.path is not None:
@@ -247,13 +251,16 @@ def _write_config(
 
 
 def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list[str]:
-    """Of a run on conversations: the template that was named, and what ends an answer; notes."""
+    """Write the chat template and the ids that end an answer; return notes.
+
+    The template is written only if the run names one; the ids go to `generation_config.json`.
+    """
     is_named = getattr(first_source(config.data), "chat_template", None) is not None
     try:
         prompts = prompts_of(
             config.data, load_tokenizer(config.tokenizer), chat=True if is_named else None
         )
-    except TrainctlError as error:  # a file of the user's: the weights need none
+    except TrainctlError as error:  # the user's template file; weights do not need it
         return [f"without the chat template of the run: {error.message}"]
     template = prompts.template
     if template is None:
@@ -277,7 +284,10 @@ def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list
 
 
 def _source_ids(model: ModelConfig) -> dict[str, Any]:
-    """Special token ids of the directory that a model of ours was read from, if it is there."""
+    """Return the special token ids of the directory that a closed-form model was read from.
+
+    Empty if the model is from no such directory, or the directory is gone.
+    """
     if model.path is None or not model.has_closed_form:
         return {}
     try:
@@ -288,7 +298,7 @@ def _source_ids(model: ModelConfig) -> dict[str, Any]:
 
 
 def _copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
-    """Copy the tokenizer's files; what to say about it."""
+    """Copy the tokenizer's files; return notes if it has none to publish."""
     spec = spec_of(config)
     if spec.published is None:
         return [f"no tokenizer files: {spec.why_not_published}"]

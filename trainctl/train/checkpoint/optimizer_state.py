@@ -1,9 +1,8 @@
-"""What the optimizer holds, by the names that a checkpoint has for it.
+"""The optimizer's tensors and states, by the names that checkpoints use.
 
-Where it lies is the engine's business (`trainctl.engines.protocol.States`): a rank holds some flat
-tensors that the optimizer updates, and fragments of parameters in them. Here are the names of the
-states, those that are one number, the average of the weights, and what an optimizer of trainctl's
-own keeps beside.
+The engine decides where they lie (`trainctl.engines.protocol.States`): a rank holds flat tensors
+that the optimizer updates, with fragments of parameters in them. This module knows the names of the
+states, scalar states, the average of the weights, and the states of trainctl's own optimizers.
 """
 
 from __future__ import annotations
@@ -25,22 +24,18 @@ MASTER = "master"
 AVERAGE = "average"
 """Name of the moving average of the master weights, where the run keeps one."""
 CODES = ".codes"
-"""End of the names of states that are bytes."""
+"""Suffix of the names of states that are bytes."""
 
 
 class OptimizerState:
     """The flat tensors of this rank's optimizer and the fragments in them.
 
-    Args:
-        engine: The engine.
-        config: Of the optimizer.
-
     Attributes:
-        optimizer: The one that makes the update.
-        tensors: Those that it updates, flat.
-        fragments: Which elements of which parameters lie where in them.
-        is_swapped: Whether some of them lie on NVMe between uses: their values are there only
-            within `resident`.
+        optimizer: The optimizer that makes the update.
+        tensors: The flat tensors that it updates.
+        fragments: Positions of parameters' elements in the tensors.
+        is_swapped: Whether some tensors lie on NVMe between uses; their values are then available
+            only within `resident`.
     """
 
     def __init__(self, engine: Engine, config: OptimizerConfig) -> None:
@@ -54,7 +49,7 @@ class OptimizerState:
             self.optimizer.bind(self._parts(), replicas)
 
     def keep_average(self) -> None:
-        """Keep an average of the master weights from now on: of each tensor, one more state."""
+        """Keep an average of the master weights from now on: one more state of each tensor."""
         self._averages = [tensor.detach().to(torch.float32, copy=True) for tensor in self.tensors]
 
     def settle(self) -> None:
@@ -62,11 +57,11 @@ class OptimizerState:
         self._states.settle()
 
     def publish(self) -> None:
-        """Let the model's parameters follow the master weights, as an update does; on all ranks."""
+        """Copy the master weights to the model's parameters, as an update does; on all ranks."""
         self._states.publish()
 
     def saved(self, index: int, state: str) -> torch.Tensor:
-        """What a checkpoint holds of an optimizer's tensor, or of one of its states; flat."""
+        """Return an optimizer tensor, or one of its states, as a checkpoint stores it; flat."""
         tensor = self.tensor(index, state)
         turned = [f for f in self.fragments if f.tensor == index and f.columns]
         if not turned:
@@ -78,10 +73,10 @@ class OptimizerState:
         return copy
 
     def state_names(self, index: int) -> list[str]:
-        """Return names of the states of one of the tensors that are as large as it, such as
-        exp_avg.
+        """Return the names of a tensor's states that are as large as the tensor, such as exp_avg.
 
-        They are the same whoever makes the update. Before the first step at most the average.
+        The names do not depend on which code makes the update. Before the first step there is
+        at most the average.
         """
         self._states.check_readable()
         states = self._states.updater(index).optimizer.state.get(self.tensors[index], {})
@@ -89,23 +84,23 @@ class OptimizerState:
         return [name for name in self.wanted_names(index) if name in states] + kept
 
     def wanted_names(self, index: int) -> tuple[str, ...]:
-        """Those that it has once there was a step."""
+        """Return the names of the states that a tensor has after the first step."""
         uses_muon = bool(self._states.group(index).get("uses_muon", False))
         return spec_of(self._config).states_of(self._config, is_matrix=uses_muon)
 
     def all_names(self) -> set[str]:
-        """Return names of all states that this rank has once there was a step, of whatever size."""
+        """Return the names of all states of this rank after the first step, of any size."""
         names = {name for index in range(len(self.tensors)) for name in self.wanted_names(index)}
         return names.union(*(self.sides(fragment) for fragment in self.fragments))
 
     def sides(self, fragment: Fragment) -> dict[str, SideState]:
-        """States of a fragment that are not as large as it; writing to them changes them."""
+        """Return the states of a fragment that are not elementwise; they are writable views."""
         if not isinstance(self.optimizer, PartitionedOptimizer):
             return {}
         return self.optimizer.sides(self.tensors[fragment.tensor], fragment.name)
 
     def scalars(self) -> dict[str, float]:
-        """States that are one number for the whole optimizer, such as its step count."""
+        """Return the states that are one number for the whole optimizer, such as its step count."""
         found: dict[str, float] = {}
         for index, tensor in enumerate(self.tensors):
             updater = self._states.updater(index)
@@ -120,11 +115,11 @@ class OptimizerState:
         return found
 
     def numel(self, index: int) -> int:
-        """Return elements of one of the optimizer's tensors, wherever it lies."""
+        """Return the number of elements of an optimizer tensor, wherever it lies."""
         return self._states.numel(index)
 
     def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
-        """Within it one of the optimizer's tensors and its states are in memory.
+        """Return a context within which an optimizer tensor and its states are in memory.
 
         Args:
             changes: Whether to write them back to NVMe, if they come from there.
@@ -132,8 +127,7 @@ class OptimizerState:
         return self._states.resident(index, changes=changes)
 
     def tensor(self, index: int, state: str) -> torch.Tensor:
-        """Return an optimizer's tensor or one of its states, flat; writing to it changes the
-        engine's."""
+        """Return a writable view of an optimizer tensor or of one of its states, flat."""
         master = self.tensors[index]
         if state == AVERAGE:
             return self._averages[index].view(-1)
@@ -143,7 +137,7 @@ class OptimizerState:
         return value.detach().view(-1)
 
     def create(self, index: int, scalars: dict[str, float]) -> None:
-        """Make the states that the optimizer would make at its first step, to be loaded into."""
+        """Create the states of the optimizer's first step, to load values into."""
         tensor, updater = self.tensors[index], self._states.updater(index)
         numbers = {name: updater.step_count(tensor, value) for name, value in scalars.items()}
         kept_in = updater.state_type(tensor)
@@ -153,7 +147,7 @@ class OptimizerState:
         }
         held = updater.optimizer.state.get(tensor)
         if held and kinds.keys() <= held.keys():
-            # In a running engine: DeepSpeed's swapper goes on with the tensors that it knows.
+            # In a running engine DeepSpeed's swapper keeps using the tensors that it knows.
             held.update(numbers)
             return
         updater.optimizer.state[tensor] = {
@@ -162,11 +156,11 @@ class OptimizerState:
         }
 
     def catch_up(self, scalars: dict[str, float]) -> None:
-        """Bring the optimizer where its steps would have brought it, beyond the states."""
+        """Bring the optimizer to where its steps would have brought it, apart from the states."""
         self._states.catch_up(scalars)
 
     def _parts(self) -> dict[torch.Tensor, list[ParameterPart]]:
-        """What each of the tensors has of which parameter, on all replicas."""
+        """Return the parameter parts in each tensor; all replicas call this together."""
         pieces = {piece.name: piece for piece in self._engine.pieces.values()}
         mine = [(f.tensor, f.name, f.start, f.start + f.numel) for f in self.fragments]
         offsets = {(f.tensor, f.name): f.offset for f in self.fragments}

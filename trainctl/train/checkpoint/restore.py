@@ -1,4 +1,4 @@
-"""Which checkpoint to read: the newest one that is intact, chosen by all ranks together."""
+"""Choice of the checkpoint to read: the newest intact one, by agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from trainctl.train.checkpoint.content import Checkpoint
 
 
 def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:
-    """Return the newest checkpoint of a run whose every byte is as it was written; None if it has
-    none.
+    """Return a run's newest checkpoint with intact content; None if the run has no checkpoint.
 
-    The first rank lists the folder, so that all read the same one. Those passed over are named in
-    its log and in what is returned; those whose size is right but not their content are set aside,
-    since they would count as the newest ones otherwise.
+    The first rank lists the folder, so that all ranks read the same checkpoint. Skipped
+    checkpoints are named in its log and in the result. A skipped checkpoint with the right
+    sizes but wrong content is set aside, since it would otherwise count as the newest.
 
     Raises:
-        TrainctlError: There are checkpoints and none is intact: to start anew silently would throw
-            the run away.
+        TrainctlError: There are checkpoints and none is intact. Starting from scratch without being
+            told to would throw the run away.
     """
     candidates: list[Path] = []
     passed_over: list[str] = []
@@ -58,16 +57,15 @@ def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:
 
 
 def weights_of(path: Path, process: Process) -> Checkpoint | None:
-    """Return the checkpoint to take only weights from: a run's newest, or the one in the folder
-    itself.
+    """Return the checkpoint to take only weights from: the folder itself, or the newest of a run.
 
-    One of the weights alone is as good as any.
+    A weights-only checkpoint is as good as a full one.
 
     Returns:
         None if the folder is neither a run nor a checkpoint.
 
     Raises:
-        TrainctlError: It is one, and damaged or empty.
+        TrainctlError: The checkpoint is damaged, or the run has none.
     """
     if (path / MANIFEST).is_file():
         problems = _damage(path, process)
@@ -86,13 +84,15 @@ def weights_of(path: Path, process: Process) -> Checkpoint | None:
 
 
 def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Path], list[str]]:
-    """Checkpoints that are whole by names and sizes, and what is wrong with the others.
+    """Return the complete checkpoints, newest first, and the problems of the others.
+
+    Only names and sizes of the files are checked.
 
     Args:
-        weights_only: Those of the weights alone as well.
+        weights_only: Whether to include weights-only checkpoints.
     """
     looks = checkpoints.examine(run)
-    if weights_only:  # the full one of a step comes first, which has more digits
+    if weights_only:  # a step's full checkpoint comes first: its weights are more precise
         looks = [*checkpoints.examine(run, weights_only=True), *looks]
     looks = sorted(looks, key=lambda look: look.step)[::-1]
     whole = [look.path for look in looks if look.info is not None]
@@ -100,7 +100,7 @@ def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Pa
 
 
 def _damage(path: Path, process: Process) -> Sequence[str]:
-    """What is wrong with a checkpoint: each rank reads its share of the files."""
+    """Return the problems of a checkpoint; all ranks together, each for its share of files."""
     try:
         manifest = read_manifest(path)
         mine = manifest["files"][process.rank :: process.world_size]

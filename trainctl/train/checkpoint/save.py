@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its fragments, then all of them together commit it or none."""
+"""Writing checkpoints: every rank writes its fragments, then all commit together or not at all."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ from trainctl.train.models.tensors import Buffer
 Result = TypeVar("Result")
 
 MANIFEST_BYTES = 512
-"""Of the manifest, for each fragment; generous."""
+"""Generous estimate of the manifest's size per tensor and per fragment."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank writes."""
+    """Part of a checkpoint that one rank writes."""
 
     states: list[str]
     """Names of the optimizer's tensor states."""
     scalars: dict[str, float]
-    """Its states that are one number."""
+    """Optimizer states that are one number."""
     fragments: list[Fragment]
-    """Those that this rank owns."""
+    """Fragments that this rank owns."""
     sides: list[dict[str, tuple[int, int, str]]]
-    """States of each of them that are not as large as it, by name: the first of its values among
-    those of the parameter, their number, and the tensor's name in the file."""
+    """States of each fragment that are not as large as it, by name: index of the first value
+    within the parameter's whole state, number of values, and the tensor's name in the file.
+    """
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Type and shape of each tensor in the file, by name."""
     tensors: Callable[[], Iterator[torch.Tensor]]
-    """The tensors in that order, each valid until the next is taken."""
+    """Yields the tensors in the order of `layout`, each valid until the next is taken."""
     buffers: dict[str, str]
-    """Names of the model's buffers among them, by what they are called in the file."""
+    """Canonical names of the model's buffers, by their tensor's name in the file."""
 
     @property
     def num_bytes(self) -> int:
-        """On disk: tensors and this rank's share of the manifest."""
+        """Bytes on disk: tensors and this rank's share of the manifest."""
         tensors = sum(math.prod(shape) * kind.itemsize for kind, shape in self.layout.values())
         return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
 
@@ -63,11 +64,11 @@ class RankPart:
 def part_of(
     state: OptimizerState, buffers: Iterable[Buffer] = (), weights_in: torch.dtype | None = None
 ) -> RankPart:
-    """This rank's part of a checkpoint of the optimizer as it stands.
+    """Return this rank's part of a checkpoint of the optimizer's current state.
 
     Args:
-        buffers: Of the model, which this rank writes as they are.
-        weights_in: The weights alone, in this format; None saves everything as it is.
+        buffers: Buffers of the model that this rank writes, unchanged.
+        weights_in: Type of a weights-only checkpoint; None saves everything in its own type.
     """
     state.settle()
     fragments = [fragment for fragment in state.fragments if fragment.owned]
@@ -95,7 +96,7 @@ def part_of(
             with state.resident(index):
                 for name in names[index]:
                     values = state.saved(index, name)
-                    # On the host: a device may have no room for another copy.
+                    # Convert on the host: the device may have no room for another copy.
                     yield values if everything else values.cpu().to(weights_in)
         yield from beside.values()
 
@@ -128,21 +129,20 @@ def write_checkpoint(
     keep: int | None,
     best_of: str | None = None,
 ) -> Path:
-    """Write a checkpoint aside, commit it, then rotate the older ones; every rank takes part.
+    """Write a checkpoint to a temporary folder, commit it, then rotate older ones; on all ranks.
 
     Args:
         process: This rank, with a control group that no other thread uses.
-        part: What this rank writes.
-        facts: Of the manifest: what does not depend on who writes which fragment; `weights_only`
-            among them says which kind it is.
-        keep: Number of newest checkpoints of that kind to keep; None, for the weights alone, all.
-        best_of: Metric of the one that is also kept.
+        facts: Manifest entries that do not depend on the ranks' fragments, `weights_only` among
+            them.
+        keep: Number of newest checkpoints of this kind to keep; None keeps all weights-only ones.
+        best_of: Metric whose best checkpoint is also kept.
 
     Returns:
         The committed folder.
 
     Raises:
-        TrainctlError: A rank could not write; nothing is left of this checkpoint, older ones stay.
+        TrainctlError: A rank could not write. Nothing is left of this checkpoint; older ones stay.
     """
     step: int = facts["step"]
     weights_only: bool = facts["weights_only"]
@@ -182,15 +182,15 @@ def write_checkpoint(
             else:
                 checkpoints.rotate(run, keep=keep or 1, best_of=best_of, reached=reached)
         except OSError as error:
-            # This one is safe: a disk that fills up stops the next save, with its own message.
+            # This checkpoint is safe. If the disk fills up, the next save fails and says so.
             print(f"an old checkpoint could not be deleted: {error}", flush=True)
     return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only)
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Fail before anything is written; what a quota leaves only the writing tells."""
+    """Raise OSError if the disk is too full. A quota is noticed only while writing."""
     usage = shutil.disk_usage(folder)
-    if usage.total > 0 and usage.free < needed:  # some network file systems tell nothing
+    if usage.total > 0 and usage.free < needed:  # some network file systems report nothing
         raise OSError(
             errno.ENOSPC,
             f"it needs {disk_text(needed)} and {disk_text(usage.free)} are free",
@@ -201,7 +201,7 @@ def _check_space(folder: Path, needed: int) -> None:
 def _write_part(
     folder: Path, rank: int, part: RankPart, reached: checkpoints.Reached
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Write this rank's file: its entry in the manifest, and those of its fragments and buffers."""
+    """Write this rank's file; return manifest entries of file, fragments and buffers."""
 
     def tensors() -> Iterator[torch.Tensor]:
         for index, tensor in enumerate(part.tensors()):
@@ -232,15 +232,14 @@ def _write_part(
 
 
 def _nothing() -> None:
-    """What a rank does while the first one works."""
+    """Do nothing: the work of the other ranks while the first rank works."""
 
 
 def _on_all(process: Process, folder: Path, work: Callable[[], Result]) -> list[Result]:
-    """Return each rank's share of a phase, and its results by rank; fails on all if it fails on
-    one.
+    """Run each rank's share of a phase and return the results by rank; on all ranks together.
 
     Raises:
-        TrainctlError: One failed; what there was of the checkpoint is removed.
+        TrainctlError: A rank failed, on all ranks; the unfinished checkpoint is removed.
     """
     result, problem = None, ""
     try:

@@ -1,7 +1,7 @@
-"""Saving while the training goes on: copied to host memory, then written by a thread.
+"""Asynchronous checkpoints: copied to host memory, then written while training continues.
 
-The copy is all that the loop waits for. One thread on each rank writes and commits, over a process
-group of their own, so that its collectives and the loop's never mix.
+The loop waits only for the copy. One thread on each rank writes and commits, over a process group
+of its own, so that its collectives never mix with the loop's.
 """
 
 from __future__ import annotations
@@ -32,26 +32,23 @@ class Saved:
     """Optimizer steps done when it was taken."""
     path: Path
     weights_only: bool
-    """Whether it has the weights alone."""
+    """Whether it is a weights-only checkpoint."""
     seconds: float
     """Time from the start of the save to the end of the rotation."""
     stall_seconds: float
-    """What of these the loop waited for, an earlier save included."""
+    """Time that the training loop waited, also for an earlier save."""
 
 
 class Saver:
     """Saves the optimizer's state; all ranks call the same methods in the same order.
 
-    What NVMe holds may be more than host memory does, so it is not copied: such a state is written
-    while the loop waits.
+    States on NVMe may be larger than host memory, so they are not copied: such a state is
+    written while the loop waits.
 
     Args:
-        run: The run.
-        process: This rank.
-        state: What is saved.
-        config: Whether to write behind the training, and what to keep.
-        weights_in: Format of the weights where they are saved alone.
-        buffers: Of the model, which this rank writes.
+        config: Whether to write asynchronously, and which checkpoints to keep.
+        weights_in: Type of the weights in weights-only checkpoints.
+        buffers: Buffers of the model that this rank writes.
     """
 
     def __init__(
@@ -78,14 +75,14 @@ class Saver:
         return self._error is not None
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Save, or begin to; waits for the last save first.
+        """Wait for the last save, then save, or start to if saves are asynchronous.
 
         Args:
-            facts: Of the manifest, not to be changed afterwards; `step` among them, and
-                `weights_only`, by which nothing but the weights is saved.
+            facts: Manifest entries, not to be changed afterwards; `step` and `weights_only`
+                among them.
 
         Raises:
-            TrainctlError: The last save failed, or this one when it is not written behind.
+            TrainctlError: The last save failed, or this one if saves are synchronous.
         """
         started = time.monotonic()
         self.wait()
@@ -115,13 +112,12 @@ class Saver:
             raise error
 
     def take_saved(self) -> list[Saved]:
-        """Those committed since the last call."""
+        """Return the checkpoints committed since the last call."""
         return [self._saved.get() for _ in range(self._saved.qsize())]
 
     def _copy(self, part: RankPart) -> RankPart:
-        """Return the part with its tensors copied to host memory, which is kept for the next
-        save."""
-        some_on_device = False  # of a partly offloaded optimizer not all are
+        """Return the part with its tensors in host buffers, which the next save reuses."""
+        some_on_device = False  # a partly offloaded optimizer has both kinds
         for name, tensor in zip(part.layout, part.tensors(), strict=True):
             on_device = tensor.device.type != "cpu"
             some_on_device |= on_device

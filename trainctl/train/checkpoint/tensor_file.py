@@ -1,7 +1,7 @@
-"""Writing safetensors in one pass: tensor by tensor, with the checksum of what is written.
+"""Single-pass safetensors writer: tensor by tensor, with a checksum of the written bytes.
 
-The library's own writer first makes a second copy of every tensor in host memory, and gives no
-checksum. Reading is the library's.
+safetensors' own writer first copies every tensor in host memory, and gives no checksum. Reading
+uses the library.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def write_stream(
     """Write tensors to a new safetensors file as they come, and sync it.
 
     Args:
-        path: The file, which must not be there.
+        path: The file, which must not exist.
         layout: Type and shape by name.
-        tensors: The tensors in that order, whole or in pieces; each is written before the next is
-            taken.
+        tensors: The tensors in the order of `layout`, whole or in pieces; each is written before
+            the next is taken.
 
     Returns:
         Size in bytes and SHA-256 of the file.
@@ -65,7 +65,7 @@ def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the start of a safetensors file, up to the first tensor.
+    """Return the bytes of a safetensors file up to the first tensor.
 
     Args:
         tensors: Type and shape by name, in the order in which their bytes follow.
@@ -85,5 +85,5 @@ def encode_header(
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's elements as they lie in a file."""
+    """Return the tensor's elements as the bytes of a safetensors file."""
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,8 +1,9 @@
-"""The anatomy of a model of transformers, from its class and configuration; no weights are made.
+"""The anatomy of a transformers model, from its class and configuration, without weights.
 
-The model is built on fake tensors, which have shapes and no values, and goes forward once over two
-tokens with an attention that only notes what it is given: so every architecture whose attention
-goes through transformers' interface is counted by what it multiplies, whatever it is called.
+The model is built on fake tensors, which have shapes and no values, and runs one forward pass over
+two tokens. Its attention function only records the shapes of its inputs. So every architecture
+whose attention goes through transformers' `AttentionInterface` is counted by what it multiplies,
+whatever its name.
 """
 
 from __future__ import annotations
@@ -46,30 +47,34 @@ from trainctl.train.parallel.experts import expert_modules, routers_of
 from trainctl.train.parallel.shard_plan import shares_of
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embeddings in transformers (modeling_rope_utils.py, dynamic_rope_update)."""
+"""Rotary embedding types whose frequencies depend on the sequence length (`dynamic_rope_update` in
+transformers' modeling_rope_utils.py).
+"""
 
 TOKENS = 2
-"""A window or a chunk of one token would be another code path."""
+"""Length of the forward pass. Two, since a sliding window or a chunk of one token takes another
+code path.
+"""
 
 COUNTED = "trainctl_counted"
-"""Name of the attention that notes what it is given, in transformers' table."""
+"""Name under which the recording attention is registered in transformers' `AttentionInterface`."""
 
 SHARED = ("shared_expert", "shared_mlp")
 ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")
-"""Parts of the names of what stands beside experts."""
+"""Name parts of the modules beside routed experts: shared experts and routers."""
 
 
 def anatomy(model: ModelConfig) -> Anatomy:
-    """What a model is made of, by its directory or function (`trainctl.config.anatomy`).
+    """Return the anatomy of the model in a directory, or of the one that `model.factory` makes.
 
     Raises:
-        TrainctlError: It is no decoder, or its code cannot build or run it: says why.
+        TrainctlError: The model is no decoder, or its code cannot build or run it.
     """
     declared.require(RunConfig(model=model), {At.trace})
     if model.factory is None:
         return _read(model)
     found = _read(model)
-    # Ranks give the function the sizes of what it made, which must be the same model again.
+    # Ranks call the function with the sizes of the model it made; that must give the same model.
     table = found.to_table()
     again = replace(model, **shape_in(table))
     if again != model and _read(again).to_table() != table:
@@ -105,17 +110,17 @@ def _read(model: ModelConfig) -> Anatomy:
 
 @dataclass(frozen=True, slots=True)
 class ForwardNotes:
-    """What a forward pass was seen to do."""
+    """Attention shapes and expert counts recorded during a forward pass."""
 
     attention: dict[nn.Module, Attention] = field(default_factory=dict)
-    """What each attention was given to multiply, by the module that called it."""
+    """Heads and head sizes of each attention call, by the module that made it."""
     chosen: dict[nn.Module, int] = field(default_factory=dict)
-    """How many experts a token went to, by the module that has them."""
+    """Number of experts per token (top-k), by the module that holds the experts."""
 
     def attend(
         self, module: nn.Module, query: Any, key: Any, value: Any, *_: Any, **settings: Any
     ) -> Any:
-        """Attention that gives a result of the right shape, and is noted."""
+        """Record the shapes of an attention call; return an empty output of its shape."""
         window = settings.get("sliding_window")
         found = Attention(query.shape[1], query.shape[-1], value.shape[-1], window)
         self.attention[module] = found
@@ -123,13 +128,17 @@ class ForwardNotes:
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
     def choose(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hook of experts: their second argument has the numbers of those that are chosen."""
+        """Record the top-k of a module of experts (a forward pre-hook).
+
+        The second argument of transformers' experts holds the indices of the chosen experts,
+        (tokens, top-k).
+        """
         if len(args) > 1:
             self.chosen[module] = args[1].shape[-1]
 
 
 def require_blocks(built: PreTrainedModel, model: ModelConfig) -> None:
-    """Raise TrainctlError if nothing tells a model's decoder blocks."""
+    """Raise TrainctlError if the model's decoder blocks cannot be found."""
     if not decoder_blocks(built):
         raise TrainctlError(
             f"{type(built).__name__} has no decoder blocks that transformers knows of",
@@ -138,7 +147,9 @@ def require_blocks(built: PreTrainedModel, model: ModelConfig) -> None:
 
 
 def decoder_blocks(built: nn.Module) -> list[nn.Module]:
-    """Return the blocks: those that transformers marks, else the modules of the largest list."""
+    """Return the decoder blocks: the modules that transformers marks as such
+    (`GradientCheckpointingLayer`), else the children of the `ModuleList` with the most parameters.
+    """
     marked = blocks(built)
     if marked:
         return list(marked)
@@ -151,7 +162,7 @@ def decoder_blocks(built: nn.Module) -> list[nn.Module]:
 
 
 def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> None:
-    """Refuse what a function made that has no head over the vocabulary."""
+    """Refuse a model of `model.factory` whose output has no logits of every token."""
     logits = getattr(output, "logits", None)
     has_each = logits is not None and logits.dim() == 3 and logits.shape[1] == TOKENS
     if model.factory is None or has_each:
@@ -164,7 +175,7 @@ def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> 
 
 
 def _run(built: PreTrainedModel, seen: ForwardNotes) -> Any:
-    """Return one forward pass."""
+    """Run one forward pass and return its output."""
     for module in _experts(built):
         module.register_forward_pre_hook(seen.choose)
     one_of_each_kind(built)
@@ -174,7 +185,7 @@ def _run(built: PreTrainedModel, seen: ForwardNotes) -> Any:
 def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
         config,
-        dtype=torch.bfloat16,  # torch has shapes of a grouped product for it alone
+        dtype=torch.bfloat16,  # torch computes fake shapes of a grouped product for bf16 only
         attn_implementation=attention,
         trust_remote_code=model.trust_remote_code,
     )
@@ -183,15 +194,15 @@ def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreT
 def structure(
     built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes | None = None
 ) -> Anatomy:
-    """What a model that has been built is made of.
+    """Return the anatomy of a model that has been built.
 
     Args:
-        built: The model, on whatever device.
-        model: Where it is from.
-        seen: What a forward pass did; where none has been its settings say it.
+        built: The model, on any device.
+        seen: Records of a forward pass. Without one, attention and top-k are read from the
+            configuration.
 
     Raises:
-        TrainctlError: Nothing tells its blocks, or how many experts a token goes to.
+        TrainctlError: Its blocks cannot be found, or nothing says how many experts a token goes to.
     """
     return _Reader(built, model, seen or ForwardNotes()).anatomy()
 
@@ -211,7 +222,7 @@ def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
 
 
 def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: ForwardNotes) -> None:
-    """Refuse an encoder: its tokens see those that they are to predict."""
+    """Refuse an encoder, whose tokens attend to the tokens that they should predict."""
     causal = [getattr(module, "is_causal", None) for module in seen.attention]
     if causal and all(each is False for each in causal):
         raise TrainctlError(
@@ -222,7 +233,7 @@ def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: Forwar
 
 
 class _Reader:
-    """Reads a model that has been built on fake tensors."""
+    """Builds the anatomy of one model; `_read` gives it models on fake tensors."""
 
     def __init__(self, built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes) -> None:
         self._built, self._model, self._seen = built, model, seen
@@ -232,7 +243,9 @@ class _Reader:
         self._head = built.get_output_embeddings() or self._last_over_vocabulary()
 
     def _last_over_vocabulary(self) -> nn.Module | None:
-        """Return the head of a class that names none: the last linear layer with a row a token."""
+        """Return the last linear layer outside the blocks with one row per token, if there is one:
+        the head of a class whose `get_output_embeddings` returns none.
+        """
         inside = {module for block in self._blocks for module in block.modules()}
         outside = [module for module in self._modules if module not in inside]
         rows = {m.num_embeddings for m in outside if isinstance(m, nn.Embedding)}
@@ -305,7 +318,9 @@ class _Reader:
         )
 
     def _attention_by_settings(self) -> tuple[Attention, ...]:
-        """Of a class whose attention does not go through transformers' table: by its heads."""
+        """Return the attention that the configuration describes, for a class that does not use
+        `AttentionInterface`; empty for a recurrent model.
+        """
         config = self._built.config
         heads = getattr(config, "num_attention_heads", None)
         if not heads or self._built._is_stateful:
@@ -334,25 +349,24 @@ class _Reader:
 
 
 def _drawn_whole(built: PreTrainedModel) -> str:
-    """Return the first parameter whose initial values cannot be drawn in parts; empty if none
-    is."""
+    """Return the first parameter that cannot be drawn in parts, or an empty string."""
     try:
         initial_laws(built)
     except NotInParts as found:
         return found.name
-    except Exception:  # of the model's own code: it may start from weights, or the rank says it
+    except Exception:  # the run may start from weights; else its rank reports this
         return ""
     return ""
 
 
 def _turns_by_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding is of a kind that looks at the largest position."""
-    kinds = getattr(module, "rope_type", None)  # of some by the type of a layer
+    """Whether the module is a rotary embedding that depends on the sequence length."""
+    kinds = getattr(module, "rope_type", None)  # some modules have one per layer type
     return not {*(kinds.values() if isinstance(kinds, dict) else [kinds])}.isdisjoint(BY_LENGTH)
 
 
 def kinds_of(built: PreTrainedModel) -> list[int]:
-    """Return the kind of each block: equal for blocks that have equal tensors and settings."""
+    """Return each block's kind; blocks with equal tensor shapes and settings share one."""
     known: dict[Hashable, int] = {}
     types = getattr(built.config, "layer_types", None) or ()
     return [
@@ -377,10 +391,10 @@ def _is_number_of_block(key: str) -> bool:
 
 
 def one_of_each_kind(built: PreTrainedModel) -> dict[nn.Module, int]:
-    """Let only the first block of each kind do its work: the others hand on what they get.
+    """Let only the first block of each kind compute. The other blocks pass their input on.
 
     Returns:
-        The blocks that work, and how many are of their kind.
+        The blocks that compute, each with the number of blocks of its kind.
     """
     kinds, found = kinds_of(built), decoder_blocks(built)
     first: dict[int, nn.Module] = {}
@@ -407,7 +421,7 @@ def _experts(built: nn.Module) -> list[nn.Module]:
 
 
 def _count(module: nn.Module) -> int:
-    """Experts of a module of experts; 0 of others."""
+    """Return the number of experts in a module of experts; 0 for any other module."""
     if isinstance(module, nn.ModuleList):
         names = {type(child).__name__ for child in module}
         return len(module) if len(names) == 1 and "Expert" in names.pop() else 0
@@ -418,7 +432,7 @@ def _count(module: nn.Module) -> int:
 
 
 def attentions(code: type[PreTrainedModel]) -> tuple[str, ...]:
-    """What `model.attention` may be, of a class of transformers."""
+    """Return the values of `model.attention` that a transformers class supports."""
     has = {
         AttentionKind.sdpa: code._supports_sdpa,
         AttentionKind.eager: True,

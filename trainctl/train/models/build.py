@@ -1,4 +1,4 @@
-"""From the skeleton to a model with weights."""
+"""Filling a skeleton with weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.train.models.weights import WeightSource
 
 
 def whole_pieces(model: PreTrainedModel) -> Pieces:
-    """Return the pieces of a whole skeleton; a tied parameter has its first name."""
+    """Return the pieces of a whole skeleton. A tied parameter goes by its first name."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     head = getattr(model.get_output_embeddings(), "weight", None)
     inputs_first = {module.weight for module in model.modules() if isinstance(module, Conv1D)}
@@ -42,13 +42,14 @@ def materialise(
     make: MakeParameter | None = None,
     buffers: Sequence[Buffer] | None = None,
 ) -> Pieces:
-    """Give the rank what it has of the skeleton's tensors, with values.
+    """Give this rank's part of the skeleton its values.
 
     Args:
         model: The skeleton, cut to this rank's stage and shards.
-        pieces: Of the skeleton's parameters; none if it is a whole model.
-        make: Makes each parameter, where ranks share it out; None gives the rank all of it.
-        buffers: Persistent ones of the skeleton; none if it is a whole model.
+        pieces: Pieces of the skeleton's parameters; None for a whole model.
+        make: Makes each parameter where ranks partition it (ZeRO-3); None gives this rank all of
+            it.
+        buffers: Persistent buffers of the skeleton; None for a whole model.
 
     Returns:
         The pieces of the real parameters.
@@ -68,7 +69,7 @@ def materialise(
 
 
 def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
-    """Give persistent buffers the values that a source has of them."""
+    """Copy a source's values into persistent buffers, where the source has them."""
     for buffer in buffers:
         values = source.buffer(buffer.name)
         if values is not None:
@@ -78,13 +79,13 @@ def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
 def _whole(
     device: torch.device, meta: nn.Parameter, piece: ParameterPiece, read: Read
 ) -> nn.Parameter:
-    """Return all of what a rank has of a parameter."""
+    """Return this rank's shard of a parameter, unpartitioned."""
     data = read(0, meta.numel()).view(meta.shape).to(device=device, dtype=meta.dtype)
     return nn.Parameter(data, requires_grad=meta.requires_grad)
 
 
 def _slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return every place of a parameter in the tree."""
+    """Return every place of a parameter in the module tree; a tied parameter has several."""
     return [
         (module, attribute, parameter)
         for module in model.modules()

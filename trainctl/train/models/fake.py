@@ -1,4 +1,4 @@
-"""Models on fake tensors: what goes wrong in their code is the model's, and said in a sentence."""
+"""Errors in the code of models that run on fake tensors, reported in a sentence."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from trainctl.errors import TrainctlError
 
 @contextmanager
 def in_words(model: ModelConfig, done: str) -> Iterator[None]:
-    """Turn what a model's code raises into a sentence, without a traceback.
+    """Turn an exception of the model's code into one sentence without a traceback.
 
     Args:
-        done: What cannot be: "built", "traced".
+        done: Participle for the message, "built" or "traced".
 
     Raises:
         TrainctlError: In place of any other exception.
     """
-    # torch logs what we say in a sentence.
+    # torch would log the error that is reported in a sentence below.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -51,7 +51,7 @@ def in_words(model: ModelConfig, done: str) -> Iterator[None]:
 
 
 def _place_outside_torch(error: Exception) -> str:
-    """File and line of the model's code that led to an error within torch."""
+    """Return file and line of the model's code that led to an error within torch."""
     torch_itself = str(Path(torch.__file__).parent)
     places = traceback.extract_tb(error.__traceback__)
     own = [place for place in places if not place.filename.startswith(torch_itself)]
@@ -59,7 +59,7 @@ def _place_outside_torch(error: Exception) -> str:
 
 
 def way_out(model: ModelConfig) -> str:
-    """What to do about a model whose code fails."""
+    """Return the hint for a model whose code fails."""
     if model.has_closed_form:
         return "leave --exact out: the budget then follows from the model's shape"
     if model.factory is not None:

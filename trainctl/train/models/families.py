@@ -1,4 +1,4 @@
-"""Where things are in a model of transformers, by the facts of its family."""
+"""Lookup of modules in a transformers model by the facts of its family."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trainctl.options.model import Family, families, of_type
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """Return the family of a model, by the name that transformers has for its architecture.
+    """Return the family of a model, looked up by its `model_type` in transformers.
 
     Raises:
-        TrainctlError: None has a shape of ours.
+        TrainctlError: trainctl has no family for this architecture.
     """
     family = of_type(model.config.model_type)
     if family is None:

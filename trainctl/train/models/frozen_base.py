@@ -1,11 +1,10 @@
-"""Weights that do not train: where they came from, and that they are what they were.
+"""Base weights of runs that train only some of their weights.
 
-A checkpoint of a run with frozen weights holds those that train, and says in its manifest what they
-stand on (`base`): a seed, with a digest of how the others are drawn by it; a directory of
-safetensors, by the SHA-256 of each of its files; or another run's checkpoint, by that of its
-manifest, which has those of its files. A file is read for its digest once a run, each rank its
-share; what that was is kept with the run, beside size and time of the file, and only a file of
-another size or time is read again.
+A checkpoint of such a run holds only the weights that train. Its manifest records their base in
+`base`: a seed, with a digest of the initialisation it drives; a directory of safetensors, with the
+SHA-256 of each file; or another run's checkpoint, with the SHA-256 of its manifest, which in turn
+lists its files. Each base file is hashed once per run, and the ranks share the work. The run keeps
+the digests with the size and mtime of the files, and hashes a file again only if these differ.
 """
 
 from __future__ import annotations
@@ -43,37 +42,37 @@ Shapes = Mapping[str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the weights that train stand on."""
+    """The weights that a run starts from, and their entry in the manifest."""
 
     source: WeightSource
-    """All of the model's own weights, as they are at step 0."""
+    """Source of all of the model's own weights, as they are at step 0."""
     facts: dict[str, Any]
-    """What the manifest of each checkpoint says of it."""
+    """Entry `base` in the manifest of each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A model whose weights are read: all of its tensors, none cut, without an adapter."""
+    """A model whose weights are read: not sharded, not cut to a stage, without an adapter."""
 
     config: ModelConfig
     skeleton: PreTrainedModel
     shapes: Shapes
-    """Sizes of its parameters, by canonical name."""
+    """Shapes of its parameters, by canonical name."""
 
     @classmethod
     def of(cls, config: ModelConfig, skeleton: PreTrainedModel) -> Whole:
-        """Of a whole skeleton."""
+        """Build a `Whole` from a whole skeleton."""
         shapes = {name: list(each.shape) for name, each in skeleton.named_parameters()}
         return cls(config, skeleton, shapes)
 
 
 class Layered:
-    """Some tensors from one source, all others from another.
+    """A weight source that reads some tensors from one source and the rest from another.
 
     Args:
-        own: Of the tensors that are named, and of buffers that it has.
-        names: Their canonical names.
-        base: Of the rest.
+        own: Source of the tensors in `names`, and of the buffers that it has.
+        names: Canonical names of the tensors that `own` has.
+        base: Source of all other tensors.
     """
 
     def __init__(self, own: WeightSource, names: Collection[str], base: WeightSource) -> None:
@@ -85,16 +84,18 @@ class Layered:
         return source.read(name, shape, start, end)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return a persistent buffer."""
+        """Return a persistent buffer, from `own` if it has the buffer."""
         values = self._own.buffer(name)
         return self._base.buffer(name) if values is None else values
 
 
 def initial_base(whole: Whole, config: RunConfig, run: RunPaths, process: Process) -> Base:
-    """What a run starts from, with its digest where some of it is never saved; on all ranks.
+    """Return the weights that a run starts from; all ranks call this together.
+
+    File digests are computed only if some of the base weights never reach a checkpoint.
 
     Raises:
-        TrainctlError: There are no such weights, or they are another model's.
+        TrainctlError: The weights do not exist, or belong to another model.
     """
     model, seed = whole.config, config.training.seed
     if model.initial_weights is None:
@@ -122,14 +123,16 @@ def recorded_base(
     kept: Path | None = None,
     process: Process | None = None,
 ) -> Base:
-    """What the weights of a checkpoint stand on, as its manifest says.
+    """Return the base weights that the manifest of a checkpoint names.
 
     Args:
-        kept: Where a run keeps what it knows of the files; none reads them.
-        process: This rank, if all of them call it together.
+        facts: Entry `base` of the manifest.
+        kept: File in which the run keeps the digests of the base's files. Without it, every file is
+            read.
+        process: This rank, if all ranks call this together.
 
     Raises:
-        TrainctlError: It is gone, or is not what it was (exit code 5); names the first file.
+        TrainctlError: The base is gone or has changed (exit code 5); names the first such file.
     """
     if facts["kind"] == "seed":
         drawn = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
@@ -165,17 +168,18 @@ def whole_weights(
     is_start: bool = False,
     merges: bool = True,
 ) -> WeightSource:
-    """Return all weights of a model from a checkpoint: with its base, and its adapter merged into
-    that, as it was trained beside it: quantized, if it was.
+    """Return all weights of a model from a checkpoint: base, trained weights and merged adapter.
+
+    An adapter trained on a quantized base is merged into the base as quantized.
 
     Args:
-        kept: Where its run keeps what it knows of the base's files.
-        process: This rank, if all of them call it together.
-        is_start: Whether a new run starts from it, whose context may be another.
-        merges: Whether an adapter is merged; else its tensors are there beside the base's.
+        kept: File in which the checkpoint's run keeps the digests of the base's files.
+        process: This rank, if all ranks call this together.
+        is_start: Whether a new run starts from the checkpoint; its context length may then differ.
+        merges: Whether to merge an adapter; else the source gives its tensors beside the base's.
 
     Raises:
-        TrainctlError: It is of another model, or its base is not what it was.
+        TrainctlError: The checkpoint is of another model, or its base has changed.
     """
     manifest = checkpoint.manifest
     name = str(checkpoint.path) if is_start else checkpoint.path.name
@@ -210,19 +214,18 @@ def whole_weights(
 
 
 def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:
-    """Return the adapter whose weights a checkpoint holds; kind none where it holds a model's
-    own."""
+    """Return the adapter section of a checkpoint's manifest; kind none if it has no adapter."""
     found: AdapterConfig = from_plain(AdapterConfig, manifest.get("adapter", {}))
     return found
 
 
 def base_file(checkpoint: Path) -> Path:
-    """Where the run of a checkpoint keeps what it knows of the files of its base."""
+    """Return the file in which the run of a checkpoint keeps the digests of its base's files."""
     return RunPaths(checkpoint.resolve().parents[1]).base
 
 
 def facts_of(config: RunConfig, base: Base) -> dict[str, Any]:
-    """What a manifest says where some weights do not train; nothing where all do."""
+    """Return the manifest entries `base` and `adapter` of a run with frozen weights; else empty."""
     if not is_partial(config):
         return {}
     return {"base": base.facts, "adapter": to_plain(config.adapter)}
@@ -231,14 +234,14 @@ def facts_of(config: RunConfig, base: Base) -> dict[str, Any]:
 def file_digests(
     folder: Path, files: Sequence[str], kept: Path | None, process: Process | None
 ) -> dict[str, list[Any]]:
-    """Length and SHA-256 of files with weights.
+    """Return length and SHA-256 of each file.
 
     Args:
-        kept: What is known of them, and is written anew.
-        process: This rank, if all of them call it together: each reads its share.
+        kept: Cache of digests, by size and mtime. The first rank writes it anew.
+        process: This rank, if all ranks call this together: each hashes its share of the files.
 
     Raises:
-        TrainctlError: One cannot be read (exit code 4); on all ranks.
+        TrainctlError: A file cannot be read (exit code 4); raised on all ranks.
     """
     rank, count = (process.rank, process.world_size) if process is not None else (0, 1)
     known = _known(kept, folder)
@@ -265,12 +268,12 @@ def file_digests(
 
 
 def _files(folder: Path) -> list[str]:
-    """Of a directory's weights."""
+    """Return the names of a directory's weight files, sorted."""
     return sorted({tensor.file for tensor in stored_tensors(folder).values()})
 
 
 def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[Any]]) -> None:
-    """Refuse files that are not what they were."""
+    """Refuse files that have changed since they were recorded, and missing or new ones."""
     for name in sorted({*now, *had}):
         if name not in now or name not in had or list(now[name]) != list(had[name]):
             what = "is gone" if name not in now else "is new" if name not in had else "has changed"
@@ -278,9 +281,9 @@ def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[An
 
 
 def _keep(kept: Path, checkpoint: Checkpoint) -> None:
-    """Note the digests of a checkpoint of which every byte has just been read."""
+    """Cache the digests from the manifest of a checkpoint whose files were just verified."""
     folder, files = checkpoint.path, dict[str, list[Any]]()
-    with suppress(OSError):  # they are read once more otherwise
+    with suppress(OSError):  # without the cache the files are hashed once more
         for each in checkpoint.manifest["files"]:
             time = (folder / each["name"]).stat().st_mtime_ns
             files[each["name"]] = [each["bytes"], time, each["sha256"]]
@@ -288,7 +291,7 @@ def _keep(kept: Path, checkpoint: Checkpoint) -> None:
 
 
 def _known(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
-    """Size, time and digest of files that were read before."""
+    """Return size, mtime and digest of the files in the cache; empty if it is of another folder."""
     try:
         found = json.loads(kept.read_text()) if kept is not None else {}
         if found.get("folder") != str(folder.resolve()):

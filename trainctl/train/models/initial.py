@@ -1,8 +1,9 @@
-"""How a model's own code draws its initial values, learnt without drawing any.
+"""Initialisation laws of a model's parameters, recorded from its own code without drawing values.
 
-transformers' `_init_weights` is run on parameters without values, and what it does to each of them
-is taken down: normal with that deviation, zero, one. So a router, a sink, a bias of experts or a
-norm that counts from zero starts as its class says, whatever it is called.
+transformers' `_init_weights` runs on meta parameters, and the in-place operations on each of them
+are recorded: normal with a standard deviation, zero, one. So a router, an attention sink, an
+expert bias or a norm whose weight is an offset from one starts as its class says, whatever its
+name.
 """
 
 from __future__ import annotations
@@ -36,16 +37,11 @@ FURTHER = (
     "aten::neg_",
     "aten::abs_",
 )
-"""Operations in place that change each element by itself: a truncated normal is made of such."""
+"""Elementwise in-place operations that may follow a draw; a truncated normal is made of them."""
 
 
 class NotInParts(TrainctlError):
-    """A parameter is made by an operation that cannot be repeated for a part of it.
-
-    Args:
-        name: Its canonical name.
-        operation: What is done to it.
-    """
+    """Error: an initialisation cannot be repeated for a part of its parameter."""
 
     def __init__(self, name: str, operation: str) -> None:
         self.name = name
@@ -61,10 +57,10 @@ NORMAL = "aten::normal_"
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """How elements start: operations in place, one after the other."""
+    """Initialisation of a range of elements: in-place operations in order."""
 
     operations: tuple[tuple[Any, tuple[Any, ...]], ...]
-    """Each with its arguments after the tensor."""
+    """Each operation with its arguments after the tensor."""
 
     @property
     def is_random(self) -> bool:
@@ -72,18 +68,19 @@ class Law:
 
     @property
     def named(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """The operations by their names."""
+        """The operations with their names in place of the operators, for hashing."""
         return [(operation.name(), args) for operation, args in self.operations]
 
     def draw(self, values: torch.Tensor, generator: torch.Generator, factor: float) -> None:
-        """Fill a tensor by a generator.
+        """Fill `values` by this law.
 
         Args:
-            generator: Of what is random.
+            generator: Generator of the random operation, if there is one.
+            factor: Factor on random values; of a plain normal, on its standard deviation.
         """
         (first, args), *others = self.operations
         is_plain = first.name() == NORMAL and not others
-        if is_plain:  # normals of that deviation, not multiples of others
+        if is_plain:  # draw with the scaled deviation; do not scale a draw
             mean, std = args or (0.0, 1.0)
             args = (mean, std * factor)
         first(values, *args, **({"generator": generator} if self.is_random else {}))
@@ -93,7 +90,7 @@ class Law:
             values.mul_(factor)
 
     def constant(self) -> float:
-        """Return the one value of elements that are not random."""
+        """Return the value that a law without random operations gives every element."""
         value = torch.empty(1)
         for operation, args in self.operations:
             operation(value, *args)
@@ -105,13 +102,13 @@ ONE = Law(((torch.ops.aten.fill_.Scalar, (1.0,)),))
 
 
 def normal(std: float) -> Law:
-    """Around zero."""
+    """Return the law of a normal distribution around zero."""
     return Law(((torch.ops.aten.normal_.default, (0.0, std)),))
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Elements [start, stop) of a flattened parameter that start by one law."""
+    """Elements [start, stop) of a flattened parameter that share one law."""
 
     start: int
     stop: int
@@ -119,14 +116,16 @@ class Stretch:
 
 
 Laws = dict[str, list[Stretch]]
-"""Of each parameter that a model's own code initialises: a later one holds over an earlier."""
+"""Stretches of each parameter that the model's own code initialises. Later ones override earlier
+ones.
+"""
 
 
 def initial_laws(model: PreTrainedModel) -> Laws:
-    """Return how the parameters of a whole skeleton start, by canonical name.
+    """Return the initialisation laws of a whole skeleton, by canonical name.
 
     Args:
-        model: With its parameters on the meta device.
+        model: The skeleton, with its parameters on the meta device.
 
     Raises:
         NotInParts: A parameter is made by operations that cannot be repeated for a part of it.
@@ -137,13 +136,13 @@ def initial_laws(model: PreTrainedModel) -> Laws:
     is_tied = head is not None and names[head.weight] != _path(model, head)
     with torch.no_grad(), recorder:
         for owner, module in _innermost_first(model, model):
-            if not (is_tied and module is head):  # it is the embedding, and starts as that
+            if not (is_tied and module is head):  # a tied head starts as the embedding
                 owner._init_weights(module)
     return recorder.laws
 
 
 def _path(model: nn.Module, wanted: nn.Module) -> str:
-    """Name of the weight of a module."""
+    """Return the name of a module's weight."""
     return next(f"{path}.weight" for path, module in model.named_modules() if module is wanted)
 
 
@@ -157,19 +156,18 @@ def _innermost_first(
 
 
 class Undrawn(TorchDispatchMode):
-    """Within it, parameters without values are not drawn: in torch nothing is done to them, but by
-    way of Python, at some milliseconds for each."""
+    """Dispatch mode that skips the initialisation of meta parameters.
+
+    Without it, torch runs these operations through Python decompositions, some milliseconds for
+    each.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _done(func, args, kwargs)
 
 
 class _Recorder(TorchDispatchMode):
-    """Within it, what is done in place to parameters without values.
-
-    Attributes:
-        laws: What was done to each, by name.
-    """
+    """Dispatch mode that records the in-place operations on meta parameters in `laws`."""
 
     def __init__(self, names: dict[nn.Parameter, str]) -> None:
         super().__init__()
@@ -206,7 +204,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _done(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation puts out, which in place and without values is what it was given."""
+    """Run an operation. An initialisation in place on a meta tensor only returns its target."""
     if func.name() in RANDOM + CONSTANT and args[0].is_meta:
         return args[0]
     return func(*args, **(kwargs or {}))

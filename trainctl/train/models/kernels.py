@@ -1,4 +1,4 @@
-"""Other code for the same mathematics: Liger's kernels, tiles, and compiled blocks."""
+"""Optional implementations of the same computation: Liger kernels, tiles and compiled blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainctl.train.models.tiles import tile_feed_forward
 
 
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
-    """Let the model compute with the kernels that are asked for, after its blocks are wrapped.
+    """Apply the configured kernels to a model whose blocks are already wrapped for recomputation.
 
-    The loss's kernel is not among them (`train.objectives.loss`), nor DeepCompile, which is the
-    engine's.
+    The loss kernel is not among them (`train.objectives.loss`), nor is DeepCompile, which
+    belongs to the engine.
     """
     if config.liger:
         _use_liger(model)
@@ -31,15 +31,15 @@ def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile each decoder block, once for all of the same kind; how many there are.
+    """Compile each decoder block, once per kind; return the number of blocks.
 
-    A block that is recomputed is compiled inside its checkpoint: what it recomputes is then one
-    compiled pass.
+    A recomputed block is compiled inside its checkpoint, so that its recomputation is one compiled
+    pass.
     """
     layers = blocks(model)
     for layer in layers:
         if layer.gradient_checkpointing:
-            # What `recompute.wrap_blocks` has put there.
+            # Set by `recompute.wrap_blocks`.
             recompute = layer._gradient_checkpointing_func
             layer._gradient_checkpointing_func = replace(recompute, inner=_compiled)
         else:
@@ -48,8 +48,7 @@ def compile_blocks(model: nn.Module) -> int:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same call of a block's forward function, which comes bound by
-    `functools.partial`."""
+    """Return a block's call, bound by `functools.partial`, with its function compiled."""
     assert isinstance(forward, partial)
     return partial(_compiled_function(forward.func), *forward.args, **forward.keywords)
 
@@ -60,7 +59,7 @@ def _compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _use_liger(model: PreTrainedModel) -> None:
-    """Norms, rotary embedding and SwiGLU by Liger; the loss is chosen elsewhere."""
+    """Replace norms, rotary embedding and SwiGLU by Liger kernels; the loss is chosen elsewhere."""
     from liger_kernel.transformers import monkey_patch
 
     patch = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")

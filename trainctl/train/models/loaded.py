@@ -30,20 +30,20 @@ from trainctl.train.objectives.base import ObjectiveLoss, loss_of
 from trainctl.train.objectives.loss import log_probabilities, summed_cross_entropy
 
 _ROOM = 1.25
-"""Free memory that a device must have to be chosen, over the size of the weights."""
+"""Free device memory that `auto` requires, as a multiple of the weights' size."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What evaluation and sampling need of a model."""
+    """A model with weights, as evaluation and sampling use it."""
 
     model: PreTrainedModel
     device: torch.device
     objective: ObjectiveLoss | None = None
-    """What it has learnt, if that is not the next token."""
+    """Objective it was trained on; None for the next token."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """As an engine's."""
+        """Return summed loss, counted positions and summed measures, as an engine does."""
         logits, labels = self.logits(batch), batch.labels.to(self.device)
         if self.objective is None:
             return float(summed_cross_entropy(logits, labels)), batch.num_counted
@@ -52,11 +52,11 @@ class LoadedModel:
         return float(loss), batch.num_counted, *measures.double().sum(dim=0).tolist()
 
     def next_scores(self, ids: list[int]) -> torch.Tensor:
-        """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU."""
+        """Return the logits of the token after `ids`, (vocabulary,) in fp32 on the CPU."""
         return self.logits(MicroBatch.of_context(ids))[0, -1].float().cpu()
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
-        """(samples, length, vocabulary), as the training engine's."""
+        """Return the logits, (samples, length, vocabulary), as the training engine does."""
         try:
             flash = has_flash_attention(self.model)
             output = self.model(**batch.model_inputs(self.device, flash_attention=flash))
@@ -76,17 +76,17 @@ def load(
     *,
     weights: str = MASTER,
 ) -> LoadedModel:
-    """Return the model of a plan with the weights of a checkpoint, in the format of the training.
+    """Return the model of a plan with the weights of a checkpoint, in training's weight format.
 
     Args:
-        checkpoint: A committed checkpoint of it.
-        device: cpu, cuda, or auto: an accelerator that has room for it, else the CPU.
+        checkpoint: A committed checkpoint of the plan's run.
+        device: cpu, cuda, or auto: an accelerator with room for the weights, else the CPU.
         progress: Called with "loading", the elements read and their number.
         weights: `MASTER`, or `AVERAGE` for their moving average.
 
     Raises:
         TrainctlError: The checkpoint is not of this model or has no such weights (5), or the device
-            is not here or too small (4).
+            is missing or too small (4).
     """
     shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
     model = skeleton(portable(shape), dtype)
@@ -97,7 +97,7 @@ def load(
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
     opened, whole = Checkpoint(checkpoint, weights=weights), Whole.of(shape, model)
-    # Merged, weight and adapter would be rounded to a narrow format, as they never are in training.
+    # Merging would round base plus adapter to the narrow format, which training never does.
     is_narrow = dtype is not torch.float32
     merges = not is_narrow or low_rank(adapter_of(opened.manifest)) is None
     saved = whole_weights(opened, whole, kept=base_file(checkpoint), merges=merges)
@@ -113,7 +113,7 @@ def load(
 
 
 class _Watched:
-    """A source of weights that says how much has been read."""
+    """A weight source that reports the number of elements read so far."""
 
     def __init__(self, source: WeightSource, progress: Callable[[int], None]) -> None:
         self._source, self._progress, self._done = source, progress, 0
@@ -129,10 +129,10 @@ class _Watched:
 
 
 def choose_device(wanted: str, needed_bytes: int) -> torch.device:
-    """Where weights go: auto is an accelerator that has room for them, else the CPU.
+    """Return the device for the weights: auto is an accelerator with room for them, else the CPU.
 
     Raises:
-        TrainctlError: The one that is asked for is not here (exit code 4).
+        TrainctlError: CUDA is requested and this machine has none (exit code 4).
     """
     here = torch.cuda.is_available()
     if wanted == "cuda" and not here:

@@ -1,7 +1,7 @@
 """The model: built by transformers from the plan's shape, without memory for its weights.
 
-The names that transformers gives to parameters are the canonical ones: initialisation, decay
-groups, checkpoints and exports all use them.
+transformers' parameter names are the canonical names, which initialisation, decay groups,
+checkpoints and exports all use.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ TORCH_TYPES = {
 
 
 def transformers_config(model: ModelConfig) -> PretrainedConfig:
-    """Return the transformers config of a model, as its family makes it."""
+    """Return the transformers config of a model, made by its family."""
     made: PretrainedConfig = function_of("model", model.family)(model)
     return made
 
 
 def directory_config(model: ModelConfig) -> PretrainedConfig:
-    """What the directory has, whatever the shape says."""
+    """Return the transformers config in the model's directory, whatever the shape says."""
     return AutoConfig.from_pretrained(
         model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
 
 
 def shape_config(model: ModelConfig) -> PretrainedConfig:
-    """What the shape says, in the words of its family's configuration."""
+    """Return the transformers config of a shape, in the argument names of its family."""
     spec = spec_of(model)
     keys = {item.name: getattr(model, item.name) for item in fields(model)}
     keys |= {"num_key_value_heads": key_value_heads(model), "head_dim": head_dim(model)}
@@ -67,14 +67,14 @@ def shape_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the module tree with its buffers real and its parameters on the meta device.
+    """Return the module tree with real buffers and with its parameters on the meta device.
 
     No rank holds a weight yet, whatever the model's size; `build` fills them in.
     """
     with _parameters_on_meta(), Undrawn():
         built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
-    for buffer in persistent_buffers(built):  # state, such as a router's bias, as it is published
+    for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias
         if buffer.tensor.is_floating_point():
             setattr(buffer.module, buffer.key, buffer.tensor.float())
     apply_multipliers(built, model)
@@ -85,13 +85,13 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def require_all_to_train(model: nn.Module) -> None:
-    """Refuse parameters that get no gradient, before anything is trained beside them.
+    """Refuse a model with frozen parameters, before training starts.
 
-    An optimizer would decay them all the same, or DeepSpeed leaves them out of its own, and then
-    out of every checkpoint, none of which could be read again.
+    Either the optimizer would still decay them, or DeepSpeed leaves them out of its own
+    tensors; then every checkpoint lacks them, and none can be read again.
 
     Raises:
-        TrainctlError: There are some: names them.
+        TrainctlError: Some parameters have `requires_grad` off; names the first.
     """
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     if frozen:
@@ -114,7 +114,7 @@ def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """What `model.factory` makes of the declared shape, its parameters in the compute type."""
+    """Return the model that `model.factory` makes of the declared shape, in the given type."""
     assert model.factory is not None
     built = load("model.factory", model.factory)(model)
     if not isinstance(built, PreTrainedModel):
@@ -138,7 +138,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    # `torch.device("meta")` would take the buffers along, which have to be real.
+    # `torch.device("meta")` would move the buffers too, which must be real.
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
@@ -154,9 +154,9 @@ def portable(model: ModelConfig) -> ModelConfig:
 
 
 def has_flash_attention(model: PreTrainedModel) -> bool:
-    """Whether attention is a kernel that gets no mask, and has to be told where documents begin.
+    """Whether attention is a flash kernel, which takes document boundaries instead of a mask.
 
-    Of any version: a user's own model chooses for itself.
+    Any version of flash attention counts: a user's own model chooses for itself.
     """
     return "flash" in (model.config._attn_implementation or "")
 

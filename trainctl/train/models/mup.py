@@ -1,6 +1,6 @@
-"""The multipliers of maximal-update parametrisation: in the model, and folded into an export.
+"""Multipliers of the maximal-update parametrisation: applied to the model, and folded into exports.
 
-The table they come from is in `trainctl.plan.mup`.
+`trainctl.plan.mup` has the table of multipliers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trainctl.train.models.families import blocks_of, family_of
 
 
 def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Let the logits and the attention of a skeleton be multiplied, wherever they are computed.
+    """Multiply the logits and the attention scores of a skeleton, wherever they are computed.
 
-    The head's input is what is multiplied, which comes to the same: every loss, evaluation and
-    sample goes through the head, and its input is smaller than the logits.
+    The factor of the logits is applied to the head's input, which is equivalent and cheaper. Every
+    loss, evaluation and sample goes through the head.
     """
     if not config.mup:
         return
@@ -30,7 +30,7 @@ def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
     getattr(model, family.head).register_forward_pre_hook(_multiplied_input(factors["output"]))
     for block in blocks_of(model):
         attention: Any = getattr(block, family.attention.module)
-        # Where transformers' attentions keep their factor; no configuration of theirs gives it.
+        # transformers' attention modules keep their factor here; no config option sets it.
         attention.scaling *= factors["attention"]
 
 
@@ -44,15 +44,16 @@ def _multiplied_input(factor: float) -> Any:
 def folded(
     model: ModelConfig, name: str, shape: torch.Size, start: int, values: torch.Tensor
 ) -> torch.Tensor:
-    """Weights with the multipliers in them: those of a model that has none, and computes the same.
+    """Return weights for the same model without multipliers, with these folded in.
 
-    The logits' goes into the norm before the head, so that it does not matter whether the head is
-    tied to the embedding; attention's into what makes the queries (rotary positions keep factors).
+    The factor of the logits goes into the norm before the head, so it does not matter whether
+    the head is tied to the embedding. The factor of attention goes into the query projection
+    (rotary embeddings keep the factor).
 
     Args:
         name: Canonical name of the parameter.
-        shape: Its shape.
-        start: The first element of `values` in the flattened parameter.
+        shape: Shape of the whole parameter.
+        start: Index of the first element of `values` in the flattened parameter.
         values: Some of its elements, flat.
     """
     if not model.mup:
@@ -70,7 +71,7 @@ def folded(
         return values
     if attention.fused == 1:
         return values * factors["attention"]
-    # Queries, keys and values lie side by side: which output is an element of?
+    # Queries, keys and values lie side by side: find the output that each element belongs to.
     element = torch.arange(start, start + values.numel(), device=values.device)
     is_by_row = len(shape) > 1 and not spec.inputs_first
     output = element // shape[-1] if is_by_row else element % shape[-1]

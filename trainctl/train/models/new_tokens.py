@@ -1,8 +1,7 @@
-"""A transformers directory with tokens that its tokenizer lacked, and a row for each of them.
+"""A transformers directory with new special tokens and an embedding row for each.
 
-What is made is a directory like any other: plan, budget, training on any layout, resumes and
-exports know no more of it. Files without embeddings are copied as they are; the others go through
-memory a tensor at a time.
+The result is an ordinary directory to plan, budget, training, resumes and exports. Weight files
+without embeddings are copied unchanged. The others are rewritten one tensor at a time.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ from trainctl.train.models.stored import StoredModel
 from trainctl.train.models.tensors import names_of_tied
 
 ROWS = 1 << 12
-"""Rows of a tensor that are read at once."""
+"""Rows of an embedding read at once."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""Endings of files that are not copied beside the new weights."""
+"""Suffixes of weight files, which are not copied as they are."""
 
 TEMPLATES = "additional_chat_templates"
-"""Where transformers keeps the chat templates beside the default one."""
+"""Folder in which transformers keeps the chat templates beside the default one."""
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What a directory has more than the one that it was made of."""
+    """Tokens and rows added to a directory."""
 
     ids: dict[str, int]
-    """Ids of the tokens that are new, by their text."""
+    """Ids of the new tokens, by their text."""
     known: list[str]
-    """Tokens that the tokenizer had."""
+    """Requested tokens that the tokenizer already had."""
     rows_before: int
-    """Rows of the embedding there."""
+    """Rows of the embedding in the source directory."""
     rows: int
-    """Rows of the embedding here."""
+    """Rows of the embedding in the new directory."""
 
 
 def add_tokens(
@@ -65,21 +64,20 @@ def add_tokens(
     multiple_of: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Grown:
-    """Write a directory with more special tokens to a new folder.
+    """Write a copy of a directory with more special tokens to a new folder.
 
-    Each of their rows, in the embedding and in the output projection, is the mean of the rows
-    before them, as transformers' `resize_token_embeddings` has them but for its noise.
+    The row of a new token, in the embedding and in the output projection, is the mean of the
+    old rows. transformers' `resize_token_embeddings` does the same and adds noise.
 
     Args:
         folder: A transformers directory, whose tokenizer has a `tokenizer.json`.
         out: The folder to make; missing or empty.
-        tokens: The tokens, by their text.
-        multiple_of: If rows are added, as many that their number is a multiple of it.
-        progress: Called with the bytes of weights written and their number.
+        multiple_of: If rows are added, round their total up to a multiple of this.
+        progress: Called with the bytes of weights written and their total.
 
     Raises:
-        TrainctlError: It is no such directory, has all of these tokens, or cannot be written.
-            Nothing is left.
+        TrainctlError: `folder` is no such directory or has all of these tokens, or `out` cannot be
+            written. No files are left behind.
     """
     model = fill_from_directory(new_section("model", "hf", path=str(folder)))
     folder = Path(model.path or folder)
@@ -122,8 +120,7 @@ def add_tokens(
 def _with_tokens(
     folder: Path, tokens: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int], list[str]]:
-    """Return the directory's tokenizer with the tokens; those that are new, and those that it
-    had."""
+    """Return the directory's extended tokenizer, the new tokens' ids and the known tokens."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise TrainctlError(
@@ -153,7 +150,7 @@ def _with_tokens(
 
 
 def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
-    """Add tokens to a tokenizer's settings, if these list them."""
+    """Add the tokens to `added_tokens_decoder` in a tokenizer's settings, if that is there."""
     if not settings.is_file():
         return
     found = json.loads(settings.read_text(encoding="utf-8"))
@@ -170,12 +167,13 @@ def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
 
 
 def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[str]:
-    """Return names in the files of what has a row for each token: embedding, output projection, its
-    bias.
+    """Return the stored names of the tensors with a row per token.
+
+    These are the embedding, the output projection and its bias.
 
     Raises:
-        TrainctlError: The files are not of the model that `config.json` says, or one of these is
-            not in them as the model has it.
+        TrainctlError: The files do not match the model in `config.json`, or one of these tensors is
+            missing or stored in a converted form.
     """
     found = StoredModel(model, stored)
     if found.problems:
@@ -214,7 +212,7 @@ def _rewrite(
     sizes: Mapping[str, tuple[int, ...]],
     grown: Grown,
 ) -> None:
-    """Write a file of weights with the rows that some of its tensors get."""
+    """Write a copy of a weight file in which the tensors of `sizes` have their new rows."""
     others = sorted({tensor.dtype for tensor in stored.values()} - TYPES.keys())
     if others:
         raise TrainctlError(
@@ -238,7 +236,7 @@ def _rewrite(
 
 
 def _grown_rows(stored: Any, grown: Grown) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor, and those of the new tokens, a few at a time."""
+    """Yield the rows of a tensor with the new tokens' rows, at most `ROWS` at a time."""
     first = min(grown.rows_before, *grown.ids.values())
     total = sum(stored[a : min(a + ROWS, first)].double().sum(0) for a in range(0, first, ROWS))
     mean = torch.as_tensor(total) / first

@@ -11,16 +11,16 @@ from trainctl.train.models.model import blocks
 
 
 def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
-    """Let the linear layers of the decoder blocks multiply in fp8; how many do.
+    """Convert the linear layers of the decoder blocks to fp8 products; return the number converted.
 
-    Inputs, weights and gradients are rounded with a scale for each tensor, computed when they are
-    used (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
+    Inputs, weights and gradients are rounded with one scale per tensor, computed on use
+    (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
     ZeRO, checkpoints and exports see no difference. Embeddings, norms and the output projection
-    are left alone: the last one decides the loss.
+    are left alone: the output projection decides the loss.
 
     Args:
-        model: May still be a skeleton.
-        precision: Of a plan that computes in fp8.
+        model: The model or its skeleton.
+        precision: Precision section with compute in fp8.
 
     Raises:
         TrainctlError: torchao is missing, or no layer can be converted.

@@ -1,7 +1,7 @@
-"""What the tensors of a model are called, and how they lie, in published files.
+"""Names and layout of a model's tensors in published files.
 
-transformers' own transforms, those that it reads such files by, reversed: one tensor for all
-experts becomes one an expert again.
+transformers' conversions of published files are applied in reverse: for instance, one tensor for
+all experts becomes one tensor per expert again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.train.models.tensors import canonical_tensors
 
 Read = Callable[[str, int, int], torch.Tensor]
-"""Elements [start, end) of a flattened tensor of the model, by its canonical name."""
+"""Reader of elements [start, end) of a flattened tensor of the model, by its canonical name."""
 
 _PIECE = 1 << 20
-"""Elements in memory at a time, where nothing is computed of them."""
+"""Elements read at a time of a tensor that is written unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors that are written one after the other."""
+    """Tensors that are written to a file one after the other."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Theirs, by the names in the files."""
+    """Shapes by the names in the files."""
     dtype: torch.dtype | None
-    """That of a buffer, which keeps its own; None takes the file's."""
+    """Type of a buffer, which keeps its own; None for the file's type."""
     pieces: Callable[[Read], Iterator[torch.Tensor]]
-    """Their elements in that order, flat."""
+    """Yields the elements of the tensors in the order of `shapes`, flat."""
 
     @property
     def numel(self) -> int:
@@ -52,8 +52,8 @@ class Unit:
 
 
 def published_units(model: PreTrainedModel) -> Iterator[Unit]:
-    """How a model's tensors are written, each of them once."""
-    # As `revert_weight_conversion` of transformers has them for a model that it did not load.
+    """Yield a model's tensors as they are published, each once."""
+    # The transforms that transformers' `revert_weight_conversion` uses for a model it did not load.
     transforms = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     kept = [item.reverse_transform() for item in transforms if not isinstance(item, PrefixChange)]
     renamings = [item for item in kept if isinstance(item, WeightRenaming)]
@@ -85,14 +85,14 @@ def _plain(name: str, written: str, tensor: torch.Tensor, dtype: torch.dtype | N
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors of the model that are written as others."""
+    """Tensors of the model that one conversion turns into published tensors."""
 
     model: PreTrainedModel
     first: str
     converter: WeightConverter
     renamings: list[WeightRenaming]
     sources: list[tuple[str, str, torch.Size]]
-    """Each with the pattern that it has there, its name and its shape."""
+    """Pattern in the conversion, canonical name and shape of each tensor."""
 
     def units(self) -> Iterator[Unit]:
         whole = self._convert([torch.empty(shape, device="meta") for *_, shape in self.sources])
@@ -115,7 +115,7 @@ class _Group:
         }
 
     def _rows(self, names: list[str]) -> list[list[str]] | None:
-        """Return the names that each row, an expert, is written under, if rows are apart."""
+        """Return the published names of each row (expert); None if rows are not separable."""
         *others, last = self.converter.operations
         apart = isinstance(last, SplitModulelist) and last.dim == 0 and len(self.sources) == 1
         if not (apart and all(map(_leaves_rows, others))):

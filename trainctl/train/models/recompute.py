@@ -1,8 +1,8 @@
-"""Activation checkpointing: which blocks recompute their activations, and what is kept meanwhile.
+"""Activation checkpointing: which blocks are recomputed, and where their inputs wait.
 
-torch's non-reentrant checkpoint does the recomputing (arXiv:1604.06174). Around it, hooks on saved
-tensors decide where a block's input waits for the backward pass: on the device, in host memory, or
-in slices on the tensor-parallel ranks. Inside it, `selective` keeps what is costly to compute.
+Recomputation is torch's non-reentrant checkpoint (arXiv:1604.06174). Hooks on saved tensors decide
+where a block's input waits for the backward pass: on the device, in host memory, or in slices on
+the tensor-parallel ranks. Mode `selective` also keeps the results that are costly to compute.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ KEPT_OPERATIONS = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
     }
 )
-"""Products with weights, and attention as one kernel: nearly all of a block's arithmetic; and what
-experts on other ranks take and give. Batched products are not among them, since eager attention
-makes its scores with those."""
+"""Operations whose results `selective` keeps: products with weights and fused attention, nearly all
+of a block's arithmetic, and the token exchange of expert parallelism. Batched products are not
+kept, since eager attention computes its scores with them.
+"""
 
 _repeats: ContextVar[bool] = ContextVar("repeats", default=False)
 
 
 def is_recomputing() -> bool:
-    """Whether a block is being run for the second time, in the backward pass."""
+    """Whether a block is being recomputed, in the backward pass."""
     return _repeats.get()
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Those of a block's forward pass and of its recomputation."""
+"""Factory of the contexts of a block's forward pass and of its recomputation."""
 
 
 def wrap_blocks(
@@ -67,15 +68,14 @@ def wrap_blocks(
     config: ActivationCheckpointingConfig,
     tensor_group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Recompute every k-th decoder block in the backward pass; how many do.
+    """Let every k-th decoder block be recomputed in the backward pass; return their number.
 
     Args:
-        model: Whole, also where pipeline stages are cut from it later.
-        config: What is recomputed, and where inputs wait.
-        tensor_group: Ranks that hold the same block inputs; needed to partition them.
+        model: The whole model, before pipeline stages are cut from it.
+        tensor_group: Ranks that hold the same block inputs; needed to partition the inputs.
 
     Raises:
-        TrainctlError: The model has no block that can.
+        TrainctlError: No block of the model supports recomputation.
     """
     if not isinstance(config, Recomputing):
         return 0
@@ -102,17 +102,19 @@ def wrap_blocks(
 
 @dataclass(frozen=True)
 class Recompute:
-    """What transformers calls to run a wrapped block: `recompute(forward, hidden, *others)`."""
+    """Checkpoint function of a wrapped block.
+
+    transformers calls it as `recompute(forward, hidden, *others)`.
+    """
 
     contexts: Contexts = noop_context_fn
-    """Makes those of the first pass and of the one that repeats it; they say what is kept besides
-    the input."""
+    """Makes the contexts of forward pass and recomputation, which keep further results."""
     offload: bool = False
-    """The input waits in host memory."""
+    """Whether the input waits in host memory."""
     group: dist.ProcessGroup | None = None
-    """The input waits in slices on these ranks, which all have it; None: whole."""
+    """Ranks with the same input, on which it waits in slices; None keeps it whole."""
     inner: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Applied to the block's forward function, such as the compiler."""
+    """Wrapper of the block's forward function, such as the compiler."""
 
     def __call__(self, forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:
         if self.inner is not None:
@@ -131,11 +133,14 @@ class Recompute:
         return first, _repeating(again)
 
     def _where_it_waits(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
-        """Hooks for what the checkpoint itself saves: its inputs. Masks and the like, which all
-        blocks share, stay where they are."""
+        """Return hooks that offload or slice the block's input.
+
+        Other tensors that the checkpoint saves, such as a mask, are shared by all blocks and
+        stay where they are.
+        """
         if not self.offload and self.group is None:
             return nullcontext()
-        # Not the tensor itself: the hooks live as long as what they packed.
+        # Do not capture the tensor: the hooks live as long as what they packed.
         address, shape = hidden.data_ptr(), hidden.shape
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Waiting:
@@ -173,13 +178,13 @@ class _Waiting:
         if how.group is not None:
             values = _own_slice(values, how.group)
         if how.offload and values.device.type != "cpu":
-            # Both ways in the order of the stream: nothing waits for the copies.
+            # The stream orders the copies of both directions: nothing waits for them.
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
         return cls(values, tensor.shape, tensor.device, how.group)
 
     def back(self) -> torch.Tensor:
-        """Return the whole input again; with a group all its ranks call this together."""
+        """Return the whole input on its device; with a group, all its ranks call this together."""
         values = self.values.to(self.device, non_blocking=True)
         if self.group is None:
             return values
@@ -189,7 +194,7 @@ class _Waiting:
 
 
 def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a copy of this rank's equal share of the elements; the last are padded with zeros."""
+    """Return a copy of this rank's equal share of the elements, flat and zero-padded."""
     size = -(-tensor.numel() // dist.get_world_size(group))
     part = tensor.reshape(-1)[size * dist.get_rank(group) :][:size]
     own = tensor.new_zeros(size)
@@ -198,8 +203,7 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes of a block's forward pass and of its recomputation, of what `selective`
-    keeps."""
+    """Return the dispatch modes of forward pass and recomputation under `selective`."""
     kept: deque[_Kept] = deque()
     return _Keep(kept), _GiveBack(kept)
 
@@ -211,12 +215,12 @@ class _Kept:
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps the results of `KEPT_OPERATIONS`.
+    """Dispatch mode that keeps the results of `KEPT_OPERATIONS`.
 
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts` does so too, but keeps a product
-    that is later summed over ranks in place with the sum already in it, and the recomputation adds
-    it up again: tensor-parallel gradients are then wrong, without a word. Here whatever writes to a
-    kept tensor leaves a copy of it behind.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` keeps such results too. But a
+    product that is then summed over ranks in place is kept there with the sum in it, and the
+    recomputation sums it again: tensor-parallel gradients are silently wrong. Here, an
+    operation that writes to a kept tensor leaves a copy of it behind.
     """
 
     def __init__(self, kept: deque[_Kept]) -> None:
@@ -249,7 +253,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _GiveBack(TorchDispatchMode):
-    """Gives what was kept in place of computing it again, in the same order."""
+    """Dispatch mode that returns the kept results, in order, in place of computing them again."""
 
     def __init__(self, kept: deque[_Kept]) -> None:
         super().__init__()
@@ -270,11 +274,12 @@ class _GiveBack(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation changes; of a collective all, for its schema does not
-    say."""
+    """Yield the tensors that an operation changes. A collective yields all its tensors, since its
+    schema does not say which ones it changes.
+    """
     if getattr(func, "namespace", "") == "c10d":
         yield from _tensors((args, kwargs))
-    # The type of what a dispatch mode is given, and its schema, have no public names.
+    # OpOverload and its schema have no public names.
     elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -291,4 +296,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 _detached = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
-"""Other tensor objects on the same storage: autograd is about to write to the originals."""
+"""Return the results as new tensor objects on the same storage: autograd is about to write to the
+originals.
+"""

@@ -1,8 +1,8 @@
-"""How a model's tensors are made of those of published files, whose names are others.
+"""Conversion of published files to a model's tensors, whose names may differ.
 
-transformers renames and joins what it loads: one tensor an expert on disk is one tensor for all of
-them in memory. The same transforms, transformers' own, are held against the names in the files, and
-run on tensors without values: so names and shapes are known to be right before a value is read.
+transformers renames and joins what it loads: for instance, one tensor per expert on disk becomes
+one tensor for all experts. transformers' own conversions are matched to the names in the files and
+run on meta tensors. So names and shapes are known to be right before a value is read.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from trainctl.config.safetensors_files import READABLE, StoredTensor, some
 from trainctl.train.models.tensors import canonical_tensors, names_of_tied
 
 Fetch = Callable[[str], torch.Tensor]
-"""A tensor of the files, by its name there."""
+"""Reader of a tensor of the files, by its name there."""
 
 
 @dataclass(slots=True)
 class Converted:
-    """Tensors of the files that become one or several of the model's."""
+    """Tensors of the files that become one or several tensors of the model."""
 
     first: str
-    """The first tensor of the model that they become."""
+    """Canonical name of the first tensor that they become."""
     converter: WeightConverter | None
-    """transformers' operations on them; None takes the one that there is as it is."""
+    """transformers' conversion; None takes the only tensor unchanged."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Their names in the files, by the converter's pattern, in its order."""
+    """Names in the files, by the converter's pattern, in the converter's order."""
     by_row: bool = False
-    """Whether a row of what they become, an expert, is made of the tensors at its place."""
+    """Whether each row of the result (an expert) is made of the tensors at its index only."""
 
     @property
     def names(self) -> list[str]:
@@ -53,8 +53,7 @@ class Converted:
     def convert(
         self, model: PreTrainedModel, fetch: Fetch, row: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the model's tensors of these files' tensors; of one row of them alone if one is
-        given."""
+        """Convert the files' tensors to the model's; with `row`, only that row of the result."""
         assert self.converter is not None
         converter = deepcopy(self.converter)
         for pattern, listed in self.sources.items():
@@ -71,14 +70,14 @@ def _later(fetch: Fetch, name: str) -> Callable[[], torch.Tensor]:
 
 
 class StoredModel:
-    """What files hold of a model, by the model's own names.
+    """The tensors of a model found in published files.
 
     Attributes:
-        joined: What each tensor of the model that the files have is made of.
-        missing: Tensors of the model, canonical names, that they do not have.
-        differing: What of them has another shape than the model's, in words.
-        unreadable: What is stored in a type whose elements are not the weights.
-        unused: Names in the files that the model has no place for.
+        joined: Source of each tensor of the model, by canonical name.
+        missing: Canonical names of the tensors that the files lack.
+        differing: Tensors whose shape differs from the model's, in words.
+        unreadable: Tensors stored in a type that cannot be read as weights, such as quantized ones.
+        unused: Names in the files that match no tensor of the model.
     """
 
     def __init__(self, model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
@@ -106,7 +105,7 @@ class StoredModel:
 
     @property
     def problems(self) -> list[str]:
-        """Why these are not the model's weights, in words; empty if they are."""
+        """Reasons why the files do not match the model, in words; empty if they match."""
         said = []
         if self.missing:
             said.append(f"has no tensor {some(self.missing)}")
@@ -117,7 +116,10 @@ class StoredModel:
         return said
 
     def _shapes(self, group: Converted) -> dict[str, tuple[int, ...]]:
-        """What a group makes, by running it on tensors without values; none where it fails."""
+        """Return the shapes that a group's conversion gives, by running it on meta tensors.
+
+        If the conversion fails, the failure is added to `differing`.
+        """
         if group.converter is None:
             return {group.first: self._stored[group.names[0]].shape}
 
@@ -141,9 +143,9 @@ class StoredModel:
 def _grouped(
     model: PreTrainedModel, stored: Iterable[str], state: dict[str, Any]
 ) -> tuple[list[Converted], list[str]]:
-    """Return names of files, by what they become; and those that become nothing.
+    """Return the files' tensors grouped by what they become, and the names that become nothing.
 
-    As `convert_and_load_state_dict_in_model` of transformers sorts them.
+    Follows `convert_and_load_state_dict_in_model` of transformers.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
@@ -164,7 +166,7 @@ def _grouped(
             group = groups.setdefault(renamed, Converted(renamed, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(name)
     for group in groups.values():
-        if group.converter is not None:  # an expert's tensors lie at its place in each list
+        if group.converter is not None:  # an expert's tensors have its index in each list
             order = group.converter.source_patterns
             group.sources = dict(
                 sorted(group.sources.items(), key=lambda item: order.index(item[0]))
@@ -173,7 +175,7 @@ def _grouped(
 
 
 def _is_by_row(group: Converted, shape: tuple[int, ...]) -> bool:
-    """Whether each tensor of the files is a part of one row of the result."""
+    """Return True if each tensor of the files is a part of one row of the result."""
     assert group.converter is not None
     first, *others = group.converter.operations
     stacks = isinstance(first, MergeModulelist) and first.dim == 0

@@ -1,7 +1,7 @@
-"""`python -m trainctl.train.models.stored_entry`: hold a directory's weights against its model.
+"""`python -m trainctl.train.models.stored_entry`: check a directory's weights against its model.
 
-Called by `trainctl.search.model_files` where the names in the files are not the model's own; the
-last line of standard output is the answer.
+`trainctl.search.model_files` starts it if the names in the files are not the model's own, and reads
+the answer from the last line of standard output.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from trainctl.config.schema import ModelConfig
 def main() -> None:
     """Read the question, write the answer."""
     asked = json.load(sys.stdin)
-    with redirect_stdout(sys.stderr):  # code of a directory's own may print
+    with redirect_stdout(sys.stderr):  # a directory's own code may print
         answer = _answer(asked)
     print(json.dumps(answer))
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, list[str]]:
-    logging.disable(logging.WARNING)  # what the libraries say while they are imported
+    logging.disable(logging.WARNING)  # warnings of libraries during import
     import torch
 
     from trainctl.train.models.model import portable, skeleton

@@ -1,6 +1,6 @@
-"""The tensors of a model that are its state: parameters, and buffers that checkpoints keep.
+"""The tensors of a model that are its state: parameters and persistent buffers.
 
-A parameter that has several names, as a tied head has, is known by its first.
+A parameter with several names, such as a tied head, goes by its first.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """A tensor of a model that is no parameter and that its published weights have."""
+    """A persistent buffer of a model, which its published weights contain."""
 
     name: str
     module: nn.Module
     key: str
-    """What the module calls it."""
+    """Attribute name in the module."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """It as it is now."""
+        """The buffer's current tensor; assigning to the module may replace it."""
         found = self.module.get_buffer(self.key)
         assert isinstance(found, torch.Tensor)
         return found
 
 
 def persistent_buffers(model: nn.Module) -> list[Buffer]:
-    """Return the buffers of a model that are part of its state: a router's bias, not a table of
-    angles."""
+    """Return the floating-point buffers in the model's state dict: a router's bias, but not a
+    table of rotary angles.
+    """
     kept = model.state_dict().keys()
     found = []
     for path, module in model.named_modules():
@@ -43,19 +44,19 @@ def persistent_buffers(model: nn.Module) -> list[Buffer]:
 
 
 def those_of(model: nn.Module, buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Those of a whole model's that are still there after it was cut to a stage."""
+    """Return the buffers whose module is still in the model after it was cut to a stage."""
     here = set(model.modules())
     return [buffer for buffer in buffers if buffer.module in here]
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of a whole model, by canonical name."""
+    """Return parameters and persistent buffers of a whole model, by canonical name."""
     buffers = {buffer.name: buffer.tensor for buffer in persistent_buffers(model)}
     return dict(model.named_parameters()) | buffers
 
 
 def names_of_tied(model: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of the parameters that have several, by their canonical one."""
+    """Return the other names of each tied parameter, by its canonical name."""
     first: dict[nn.Parameter, str] = {}
     others: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

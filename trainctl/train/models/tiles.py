@@ -1,8 +1,8 @@
-"""Feed-forward layers a part of the tokens at a time (TiledMLP of ALST, arXiv:2506.13996).
+"""Feed-forward layers computed in tiles of tokens (TiledMLP of ALST, arXiv:2506.13996).
 
-A feed-forward layer knows nothing of a token's neighbours. So it may go over a long sequence in
-tiles: what is inside the layer, three to five times as wide as the hidden states, then exists for
-one tile alone, in the forward pass and, computed again, in the backward pass.
+A feed-forward layer treats each token alone, so it may process a long sequence in tiles. The
+intermediate activations, three to five times as wide as the hidden states, then exist for one tile
+at a time, in the forward pass and, recomputed, in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trainctl.train.models.model import blocks
 
 
 def tile_feed_forward(model: nn.Module, tiles: int) -> int:
-    """Let the feed-forward layer of every block work in tiles; how many do.
+    """Let the feed-forward layer of every block work in tiles; return the number of these layers.
 
     Args:
-        model: Or what a pipeline stage has of it.
-        tiles: Of all tokens of a micro-batch, the same number on every rank: where weights are
-            partitioned, each tile gathers them.
+        model: The model, or the part of it on a pipeline stage.
+        tiles: Number of tiles per micro-batch, the same on every rank: where weights are
+            partitioned (ZeRO-3), each tile gathers them.
 
     Raises:
-        TrainctlError: A block has no feed-forward layer of its own.
+        TrainctlError: A block has no feed-forward layer that is a module of its own.
     """
     layers = blocks(model)
     for layer in layers:
@@ -42,7 +42,7 @@ def tile_feed_forward(model: nn.Module, tiles: int) -> int:
                 "that is a module of its own",
                 hint="kernels.mlp_tiles=1",
             )
-        # On the object: hooks of the module, which gather and reduce, stay around all tiles.
+        # On the instance: the module's hooks, which gather and reduce, run once around all tiles.
         (module,) = found
         module.forward = _tiled(module, module.forward, tiles)
     return len(layers)
@@ -52,8 +52,8 @@ def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callab
     drops = any(_drops(part) for part in module.modules())
 
     def in_tiles(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """Return one tensor for each token in, and one out."""
-        if hidden.shape[:-1].numel() < tiles:  # such as a prompt that is sampled from
+        """Run `forward` on tiles. Every argument, and the result, has one row per token."""
+        if hidden.shape[:-1].numel() < tiles:  # such as the prompt of a sample
             whole: torch.Tensor = forward(hidden, *others)
             return whole
         run = forward
@@ -67,13 +67,16 @@ def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callab
 
 
 def _drops(part: nn.Module) -> bool:
-    """Whether it zeroes some of its inputs: an adapter may, too."""
+    """Return True if the module has dropout; an adapter may have its own."""
     share = part.p if isinstance(part, nn.Dropout) else 0.0
     return max(share, part.lora_dropout if isinstance(part, Adapted) else 0.0) > 0
 
 
 def _cut(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, ...]:
-    """(1, tokens of a tile, width) each. Split, not sliced: the gradients meet in one tensor."""
+    """Return the tiles, each (1, tokens of a tile, width).
+
+    Uses `split` rather than slices, so that the gradients are collected in one tensor.
+    """
     tokens = tensor.flatten(0, -2)[None]
     each, more = divmod(tokens.shape[1], tiles)
     return tokens.split([each + (number < more) for number in range(tiles)], dim=1)

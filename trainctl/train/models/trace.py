@@ -1,9 +1,9 @@
-"""A model traced without memory: its exact tensors, and what autograd keeps of each block.
+"""Trace of a model without memory: its exact tensors, and what autograd saves in each block.
 
 The model runs once on fake tensors, which have shapes, types and storages but no values
-(`torch._subclasses.FakeTensorMode`), so that a model of any size is traced on any machine, in the
-time that Python takes to go through its code. Storages are counted once each, however many
-operations save a view of them; weights and buffers are not counted.
+(`torch._subclasses.FakeTensorMode`). So a model of any size is traced on any machine, in the time
+that Python takes to run its code. A storage counts once, however many operations save a view of
+it; weights and buffers do not count.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from trainctl.train.models.recompute import KEPT_OPERATIONS
 
 
 def trace(config: RunConfig) -> TracedModel:
-    """Trace the model of a configuration, with its precision and length of sequences.
+    """Trace the model of a configuration, in its precision and sequence length.
 
-    Attention runs as sdpa where the configuration has flash attention: both keep the same tensors.
-    Kernels that take the place of transformers' own (`config.kernels`) are not traced.
+    Flash attention is traced as sdpa, since both save the same tensors. Kernels that replace
+    transformers' own (`config.kernels`) are not traced.
 
     Raises:
-        TrainctlError: The model has no decoder blocks that can be told apart, or its code looks at
-            values, which a trace has not.
+        TrainctlError: The model's decoder blocks cannot be found, or its code depends on tensor
+            values, which fake tensors lack.
     """
     declared.require(config, {At.trace})
     dtype = TORCH_TYPES[formats(config.precision).weights]
@@ -65,7 +65,7 @@ def trace(config: RunConfig) -> TracedModel:
 
 
 def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:
-    """One sample, from the tokens to the logits."""
+    """Run one sample forward, from the tokens to the logits, under the recorder."""
     precision = config.precision
     autocast = TORCH_TYPES[precision_of(precision).format]
     tokens = torch.zeros(1, config.training.sequence_length, dtype=torch.long)
@@ -80,7 +80,7 @@ def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> N
 
 @dataclass(slots=True)
 class Traced:
-    """Bytes that one block keeps, by part; and how many blocks do."""
+    """Bytes that autograd saves in one block, by part, and the number of blocks of its kind."""
 
     boundary: int
     blocks: int
@@ -89,14 +89,13 @@ class Traced:
 
 
 class Recorder(TorchDispatchMode):
-    """Within it, what autograd saves while each decoder block goes forward.
+    """Dispatch mode that records what autograd saves in the forward pass of each decoder block.
 
     Args:
-        model: The model.
-        counts: Its blocks that work, and how many are of their kind.
+        counts: The blocks that compute, each with the number of blocks of its kind.
 
     Attributes:
-        blocks: One for each decoder block that has run.
+        blocks: Record of each block that has run, in order.
     """
 
     def __init__(self, model: nn.Module, counts: Mapping[nn.Module, int]) -> None:
@@ -105,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self.blocks: list[Traced] = []
         self._part: str | None = None
         self._weights = {_storage(tensor) for tensor in model.parameters()}
-        # By key, with what keeps the storage, so that no other gets its key.
+        # Tensors by storage key; holding the tensor keeps its key from being reused.
         self._ignored: dict[int, torch.Tensor] = {}
         self._seen: dict[int, torch.Tensor] = {}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -162,7 +161,7 @@ class Recorder(TorchDispatchMode):
 
     def _entering(self, part: str) -> Any:
         def enter(child: nn.Module, args: Any, kwargs: Any) -> None:
-            # What comes in is what a norm gave, and the closed form counts it there.
+            # The input is a norm's output, and the closed form counts it with the norms.
             self._owners |= {_storage(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
             self._part = part
 
@@ -185,8 +184,11 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
-    """Let transformers take a sample for one document, as it does in training after looking at the
-    positions, which have no values here; where documents are masked it makes the mask anyway."""
+    """Keep transformers from looking for packed documents, unless documents are masked.
+
+    The search looks at the positions, which have no values here. In training, transformers
+    finds one document without masking; with masking it builds the mask in any case.
+    """
     original = masking_utils.find_packed_sequence_indices
     if not config.data.mask_documents:
         masking_utils.find_packed_sequence_indices = lambda positions: None
@@ -198,9 +200,11 @@ def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _experts_of_any_format() -> Iterator[None]:
-    """Let transformers multiply experts that are not in bf16 one after the other: torch's grouped
-    product takes them on devices, but has shapes for fake tensors in bf16 only. Both keep the same
-    tensors."""
+    """Let transformers multiply experts that are not in bf16 one after the other.
+
+    torch's grouped product accepts other formats on devices, but computes the shapes of fake
+    tensors for bf16 only. Both ways save the same tensors.
+    """
     original = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: (
         weight.dtype is torch.bfloat16 and original(input, weight, offs)
@@ -229,7 +233,7 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> AttentionKind:
-    """Return the attention to trace: flash attention keeps what sdpa keeps."""
+    """Return the attention to trace; flash attention saves the same tensors as sdpa."""
     if model.attention is not AttentionKind.flash_attention_2:
         return model.attention
     code = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -238,12 +242,12 @@ def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> Attent
 
 
 def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
-    """Return a block in bytes per token, over all of them.
+    """Return the mean of all blocks, in bytes per token.
 
-    Gradients that live within it are the closed form's; where there is none they are as large as
-    what the layer keeps of its attention, and half of what it keeps of its feed-forward layer
-    (gradients of gate and up, beside gate, up, silu and product), with the two of the block's
-    input and output.
+    The gradients that live within a block are taken from the closed form. Without one, the
+    gradient of attention is as large as its saved tensors. The gradient of the feed-forward
+    layer is half as large as its saved tensors: gate and up, out of gate, up, silu and product.
+    Both also include the gradients of the block's input and output.
     """
     places = sum(block.blocks for block in recorder.blocks) * config.training.sequence_length
     element = BYTES[precision_of(config.precision).format]
@@ -281,12 +285,12 @@ def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    # Without values there is no address; this is the number of the storage object itself.
+    # Fake tensors have no address; this identifies the storage object.
     return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among arguments, in their order."""
+    """Yield the tensors among arguments, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

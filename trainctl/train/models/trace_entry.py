@@ -1,7 +1,7 @@
 """`python -m trainctl.train.models.trace_entry`: trace a configured model.
 
-Called by `trainctl.config.tracing` with the question on standard input; the last line of standard
-output is the answer.
+`trainctl.config.tracing` starts it with the question on standard input and reads the answer from
+the last line of standard output.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from trainctl.errors import Finding, TrainctlError
 
 
 def main() -> None:
-    """Read the question, write the answer: what was found, or why it cannot be."""
+    """Read the question and write the answer: the findings, or the error."""
     asked = json.load(sys.stdin)
-    with redirect_stdout(sys.stderr):  # code of a directory's own may print
+    with redirect_stdout(sys.stderr):  # a directory's own code may print
         answer = _answer(asked)
     print(json.dumps(answer))
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # what the libraries say while they are imported
+    logging.disable(logging.WARNING)  # warnings of libraries during import
     config = from_plain(RunConfig, asked["config"])
     try:
         return {"found": _look(Question(asked["question"]), config, Path(asked["folder"]))}

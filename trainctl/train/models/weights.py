@@ -1,7 +1,7 @@
-"""Where the values of parameters come from: a seed, or a directory of safetensors.
+"""Sources of parameter values: a seed, or a directory of safetensors.
 
-A source gives any range of any parameter, so a rank that holds a shard computes or reads that
-shard alone.
+A source gives any range of any parameter, so a rank that holds a shard computes or reads only that
+shard.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CHUNK = 1 << 16
 
 
 class WeightSource(Protocol):
-    """Values of a model's tensors by canonical name."""
+    """Source of a model's tensors, by canonical name."""
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end), not none, of the flattened parameter: fp32 on the CPU."""
+        """Return elements [start, end) of a flattened parameter, at least one; fp32 on the CPU."""
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """Return a persistent buffer; None leaves it as the model was built."""
@@ -41,16 +41,15 @@ class WeightSource(Protocol):
 class SeedWeights:
     """Initial weights as a pure function of (seed, canonical name, shape).
 
-    Each parameter starts as the model's own code draws it (`initial`); what that
-    leaves alone is normal where it is a matrix, one where it is a vector, zero where it is a bias.
-    The normals are drawn in chunks, each from its own generator, so that any range costs its own
-    length only.
+    Each parameter starts as the model's own code draws it (`initial`). Parameters without a law
+    are normal if they are matrices, one if they are vectors and zero if they are biases.
+    Normals are drawn in chunks, each from its own generator, so that a range costs only its own
+    length.
 
     Args:
-        seed: Of the run.
-        std: Of matrices that the model's own code leaves alone.
-        laws: What it does to the others.
-        factor: Of a tensor's deviation, besides, by its name and shape.
+        std: Standard deviation of matrices without a law.
+        laws: Initialisation laws of the model's own code.
+        factor: Extra factor on the random values of a parameter, by its name and shape (muP).
     """
 
     def __init__(
@@ -65,11 +64,7 @@ class SeedWeights:
 
     @classmethod
     def of(cls, config: ModelConfig, model: PreTrainedModel, seed: int) -> SeedWeights:
-        """Those that a model starts from.
-
-        Args:
-            config: What the model is.
-        """
+        """Return the weights that a model starts from."""
         return cls(
             seed,
             std=config.initializer_range,
@@ -79,7 +74,7 @@ class SeedWeights:
 
     @property
     def laws_digest(self) -> str:
-        """SHA-256 of how each parameter starts: by other laws a seed draws other weights."""
+        """SHA-256 of all initialisation laws: other laws give a seed other weights."""
         laws = {
             name: [[each.start, each.stop, each.law.named] for each in stretches]
             for name, stretches in self._laws.items()
@@ -107,7 +102,7 @@ class SeedWeights:
     def _draw(
         self, values: torch.Tensor, law: Law, name: str, shape: torch.Size, start: int
     ) -> None:
-        """Fill with the elements of a parameter from the one at `start` on."""
+        """Fill `values` with the elements of a parameter from index `start` on."""
         if not law.is_random:
             values.fill_(law.constant())
             return
@@ -123,17 +118,16 @@ class SeedWeights:
 
 
 class SafetensorsWeights:
-    """Weights of a transformers directory in safetensors, one file or sharded.
+    """Weights of a transformers directory in safetensors, in one file or several.
 
-    A rank reads the ranges that it keeps and no others, of experts those that it keeps; where
-    transformers computes a tensor of the model from others, one such tensor at a time.
+    A rank reads only the ranges that it keeps, and only the experts that it keeps. If transformers
+    computes a tensor of the model from others, the rank holds one such tensor at a time.
 
     Args:
-        folder: The directory.
         model: The whole model, with or without values.
 
     Raises:
-        TrainctlError: They are not the model's weights: says which tensor of which file.
+        TrainctlError: The files do not match the model; names the tensor and the file.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
@@ -165,10 +159,10 @@ class SafetensorsWeights:
         return self._converted(joined, None)[name]
 
     def _converted(self, joined: Converted, row: int | None) -> dict[str, torch.Tensor]:
-        """What stored tensors become; the last result is kept for the ranges beside."""
+        """Return the tensors of a conversion, cached for reads of neighbouring ranges."""
         key = joined.first, row
         if self._last is None or self._last[0] != key:
-            self._last = None  # before the next one is made
+            self._last = None  # free it before the next one is made
             self._last = key, joined.convert(self._model, self._whole, row)
         return self._last[1]
 

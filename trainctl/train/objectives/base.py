@@ -1,8 +1,8 @@
-"""Objectives on a rank: from log-probabilities to what is differentiated, and what is recorded.
+"""Objectives on a rank: from log-probabilities to the loss and its measures.
 
-A pair of answers is one sample: two documents of a row that do not see each other, the preferred
-one first, each with its prompt, of which nothing is learnt. So the order of the data, resume, the
-mesh and evaluation know nothing of pairs, and one pass of the model sees both.
+A preference pair is one sample: a row of two documents that do not attend to each other, the chosen
+answer first. Each document includes its prompt, whose tokens have no labels. So data order, resume,
+the mesh and evaluation need no notion of pairs, and one forward pass covers both answers.
 """
 
 from __future__ import annotations
@@ -21,48 +21,50 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.objective import PAIRS, objective_of
 
 Measured = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-"""Losses, one for each of what is counted, and measures of the same shape by name."""
+"""Loss of each counted token or pair, and measures of the same shape by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """What the model says of tokens; tensors are (samples, length)."""
+    """Model outputs for a token objective; tensors are (samples, length)."""
 
     log_probabilities: torch.Tensor
-    """That of each next token, in nats, fp32; 0 where nothing is learnt."""
+    """Log-probability of each next token, in nats, fp32; 0 at positions without a label."""
     is_counted: torch.Tensor
-    """Where something is learnt."""
+    """Whether a position has a label."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenPairs:
-    """What the model says of pairs of answers; tensors are (samples,), fp32."""
+    """Model outputs for a preference objective; tensors are (samples,), fp32."""
 
     chosen: torch.Tensor
-    """Log-probability of the preferred answer, summed over its tokens, in nats."""
+    """Log-probability of the chosen answer, summed over its tokens, in nats."""
     rejected: torch.Tensor
-    """That of the other one."""
+    """Log-probability of the rejected answer, summed over its tokens, in nats."""
     chosen_tokens: torch.Tensor
-    """How many tokens it has, at least 1."""
+    """Number of tokens of the chosen answer, at least 1."""
     rejected_tokens: torch.Tensor
     reference_chosen: torch.Tensor
-    """What the weights before the first step said; 0 where the objective does not need that."""
+    """Log-probability of the chosen answer under the reference model, which has the weights before
+    the first step; 0 if the objective needs no reference.
+    """
     reference_rejected: torch.Tensor
     is_counted: torch.Tensor
-    """Whether a sample is a pair: not where there are none left to evaluate."""
+    """Whether the sample is a pair; False for the padding of an evaluation's last batch."""
 
     @classmethod
     def of(
         cls, tokens: SeenTokens, documents: torch.Tensor, reference: torch.Tensor | None = None
     ) -> SeenPairs:
-        """Those of samples.
+        """Build the pairs of samples.
 
         Args:
-            documents: Number of each token's document in its sample, from 0, (samples, length); the
-                first two are a pair.
-            reference: Log-probabilities of chosen and rejected, (samples, 2).
+            documents: Index of each token's document in its sample, from 0, (samples, length); the
+                first two documents are the pair.
+            reference: Reference log-probabilities of chosen and rejected, (samples, 2).
         """
-        # Two masks, not a scattered sum: that has no fixed order on a GPU.
+        # Two masks rather than a scattered sum, which has no fixed order on a GPU.
         is_chosen = tokens.is_counted & (documents == 0)
         is_rejected = tokens.is_counted & (documents == 1)
         log_probabilities = tokens.log_probabilities
@@ -79,10 +81,10 @@ class SeenPairs:
 
 
 class ObjectiveLoss:
-    """An objective as the loss of a model.
+    """Loss function of an objective.
 
     Args:
-        section: Its section, of an objective that has a function.
+        section: Config section of an objective with a loss function of its own.
     """
 
     def __init__(self, section: ObjectiveConfig) -> None:
@@ -96,12 +98,17 @@ class ObjectiveLoss:
     def __call__(
         self, log_probabilities: torch.Tensor, labels: torch.Tensor, beside: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss, and what is recorded of each sample, (samples, names), without
-        gradient.
+        """Return the summed loss, and each sample's measures, (samples, names), without a gradient.
+
+        The measures of a pair end with the log-probabilities of its chosen and its rejected answer.
 
         Args:
-            log_probabilities: Of the labels, in nats, fp32, (samples, length).
-            labels: IGNORED_LABEL where nothing is learnt.
+            log_probabilities: Log-probabilities of the labels, in nats, fp32, (samples, length).
+            labels: (samples, length); IGNORED_LABEL at positions that do not count.
+            beside: Further arguments of `SeenPairs.of`, if the objective is one of pairs.
+
+        Raises:
+            TrainctlError: The function's measures differ from its spec's (exit code 4).
         """
         is_counted = labels != IGNORED_LABEL
         tokens = SeenTokens(log_probabilities.masked_fill(~is_counted, 0.0), is_counted)
@@ -125,11 +132,11 @@ class ObjectiveLoss:
 
     @staticmethod
     def _of_samples(values: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
-        """Summed over what a sample has of what is counted, (samples,)."""
+        """Return the sum of the counted values of each sample, (samples,)."""
         kept = torch.where(is_counted, values.float(), 0.0)
         return kept if kept.dim() == 1 else kept.sum(dim=1)
 
 
 def loss_of(section: ObjectiveConfig) -> ObjectiveLoss | None:
-    """That of a section; None where the model has it itself: the next token's."""
+    """Return the loss of an objective; None for next-token prediction, the model's own."""
     return ObjectiveLoss(section) if objective_of(section).build else None

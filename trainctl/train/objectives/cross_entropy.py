@@ -1,8 +1,8 @@
-"""The loss without all of its logits at once.
+"""Loss kernels that never hold all logits at once.
 
 The logits of a long sequence and a large vocabulary, in fp32 and with their gradient, take more
-memory than anything else in a step. Both ways below go from the last hidden states to the loss a
-few tokens at a time.
+memory than anything else in a step. Both kernels go from the last hidden states to the loss a few
+tokens at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def own_head(model: PreTrainedModel) -> Head:
-    """What a model's own code does between its last hidden states and its logits.
+    """Return a function from last hidden states to logits that runs the model's own code.
 
-    That is a product, with a scale before it or a cap behind it in some architectures: so it is not
-    written again, but run, on hidden states that are given to it in place of the decoder's.
+    Some architectures scale the hidden states before the head, or cap the logits behind it. So
+    the code is run rather than rewritten, with a stand-in for the decoder that returns given
+    hidden states.
     """
-    shell = copy.copy(model)  # the same head, with all that hooks do around it
+    shell = copy.copy(model)  # shares the head, with its hooks
     given = _Given()
     shell._modules = {**model._modules, model.base_model_prefix: given}
 
@@ -39,7 +40,7 @@ def own_head(model: PreTrainedModel) -> Head:
 
 
 class _Given(nn.Module):
-    """In the place of a decoder: what it would have computed."""
+    """Stand-in for a decoder, which returns given hidden states."""
 
     states: torch.Tensor
 
@@ -48,7 +49,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """A decoder's, with nothing but its last hidden states."""
+    """Decoder output with last hidden states only."""
 
     def __init__(self, states: torch.Tensor) -> None:
         self.last_hidden_state = states
@@ -66,21 +67,23 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed loss, or losses, with the logits of one chunk of tokens at a time.
 
-    They are computed again in the backward pass: one more product with the head, and where its
-    weight is partitioned one more gathering of it, for each chunk. A weight's gradient is summed
-    over the chunks in the weight's own format.
+    The backward pass recomputes the logits. For each chunk this costs one more product with the
+    head and, if its weight is partitioned (ZeRO-3), one more gather. The gradient of the weight
+    is accumulated over the chunks in the weight's own type.
 
     Args:
-        head: From hidden states (1, tokens, width) to logits (1, tokens, vocabulary).
-        labels: (samples, length), as `loss` wants them.
+        head: Function from hidden states (1, tokens, width) to logits (1, tokens, vocabulary).
+        hidden: (samples, length, width).
+        labels: (samples, length), as `loss` expects them.
         chunk_tokens: Tokens of a chunk, over all samples.
-        loss: Of logits and labels, summed over the tokens; a scalar, or a vector of several.
+        loss: Function of logits and labels, summed over the tokens; gives a scalar, or a vector of
+            several losses.
     """
 
     def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return loss(head(states), targets)
 
-    # Split, not sliced: the gradients of the chunks then meet in one tensor, not in one for each.
+    # `split` rather than slices: the gradients of the chunks are then collected in one tensor.
     chunks = zip(
         hidden.flatten(0, 1)[None].split(chunk_tokens, dim=1),
         labels.flatten()[None].split(chunk_tokens, dim=1),
@@ -94,10 +97,10 @@ def chunked_cross_entropy(
 
 
 class LigerFusedHead(nn.Linear):
-    """An output projection that, given labels, computes the summed loss by Liger's kernel.
+    """Output projection that computes the summed loss by Liger's kernel if it is given labels.
 
-    The weight is used within the module's forward pass: ZeRO-3 gathers it there. Liger computes the
-    gradients in the forward pass already (arXiv:2410.10989).
+    The weight is used within the module's forward pass, where ZeRO-3 gathers it. Liger computes the
+    gradients already in the forward pass (arXiv:2410.10989).
     """
 
     ignored_label: int
@@ -121,20 +124,21 @@ class LigerFusedHead(nn.Linear):
             reduction="sum",
             return_z_loss=z_loss > 0,
         )
-        if z_loss > 0:  # its loss is the sum of both, and has the gradient of both
+        if z_loss > 0:  # found.loss is the sum of both losses, with both gradients
             return torch.stack([found.loss - found.z_loss.detach(), found.z_loss.detach()])
         loss: torch.Tensor = found
         return loss
 
 
 def fuse_head(head: nn.Linear, ignored_label: int, z_loss: float) -> None:
-    """Let a model's own head compute the loss of labels other than `ignored_label`.
+    """Turn a model's output projection into a `LigerFusedHead`, in place.
 
     Args:
-        ignored_label: Label of a position that does not count.
-        z_loss: Weight of the squared log-normalisers, when training; with one it gives two losses.
+        ignored_label: Label of positions that do not count.
+        z_loss: Weight of the squared log-normalisers, in training. With one, the head returns cross
+            entropy and z loss, (2,).
     """
-    # The same object, since the model, its hooks and its tied weight know it.
+    # Change the class in place: the model, its hooks and its tied weight refer to this object.
     head.__class__ = LigerFusedHead
     head.ignored_label = ignored_label  # type: ignore[assignment]
     head.z_loss = z_loss  # type: ignore[assignment]

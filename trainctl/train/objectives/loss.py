@@ -1,4 +1,4 @@
-"""The loss of a language model: of its next tokens, or by another objective."""
+"""Loss of a language model: of its next tokens, or of another objective."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainctl.train.parallel.tensor import (
 def summed_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
 ) -> torch.Tensor:
-    """Sum of the cross entropy in nats over the positions that have a label; fp32 scalar.
+    """Return the sum of the cross entropy over the positions with a label, in nats; fp32 scalar.
 
     Args:
         logits: (samples, length, vocabulary), any floating type; the softmax is in fp32.
         labels: (samples, length), already shifted; IGNORED_LABEL where there is none.
-        vocabulary: How it is split over tensor ranks, if it is.
+        vocabulary: Split of the vocabulary over tensor ranks; None if it is whole.
     """
     if vocabulary is not None:
         found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
@@ -47,11 +47,10 @@ def summed_losses(
     *,
     z_loss: float,
 ) -> torch.Tensor:
-    """Return the cross entropy and, beside it, `z_loss` times the squared log-normalisers; (2,),
-    fp32.
+    """Return cross entropy and z loss, each summed over the labelled positions; (2,), fp32.
 
-    The second keeps the logits from drifting (arXiv:2204.02311, section 5). Both are summed over
-    the positions that have a label.
+    The z loss is `z_loss` times the squared log-normalisers. It keeps the logits from drifting
+    (arXiv:2204.02311, section 5).
     """
     if vocabulary is not None:
         found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
@@ -64,7 +63,7 @@ def summed_losses(
 def log_probabilities(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
 ) -> torch.Tensor:
-    """Of the labels, in nats, (samples, length), fp32; 0 where there is none."""
+    """Return the labels' log-probabilities in nats, (samples, length), fp32; 0 without a label."""
     if vocabulary is not None:
         found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
         return -found[0]
@@ -75,15 +74,15 @@ def log_probabilities(
 
 
 class WithLoss(nn.Module):
-    """What is trained knows its own loss.
+    """Base of the modules that the engine trains, which compute their own loss.
 
     Args:
-        vocabulary: How it is split over tensor ranks, if it is.
-        z_loss: Weight of the squared log-normalisers, when training.
+        vocabulary: Split of the vocabulary over tensor ranks; None if it is whole.
+        z_loss: Weight of the squared log-normalisers, in training.
 
     Attributes:
-        last_measures: What the objective recorded of each sample of the last loss, (samples,
-            names), without a gradient; None where it records nothing.
+        last_measures: Measures of each sample of the last loss, (samples, names), without a
+            gradient; None if the objective has none.
     """
 
     def __init__(self, vocabulary: Vocabulary | None, z_loss: float = 0.0) -> None:
@@ -93,7 +92,7 @@ class WithLoss(nn.Module):
         self.last_measures: torch.Tensor | None = None
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed cross entropy; in training with a z loss that beside it, (2,)."""
+        """Return the summed cross entropy; in training with a z loss, both losses, (2,)."""
         if self._z_loss == 0 or not self.training:
             return summed_cross_entropy(logits, labels, self._vocabulary)
         return summed_losses(logits, labels, self._vocabulary, z_loss=self._z_loss)
@@ -104,18 +103,17 @@ class WithLoss(nn.Module):
 
 
 class LanguageModel(WithLoss):
-    """A transformers model with its loss, so that all of it runs inside the engine.
+    """A transformers model with its loss, so that both run inside the engine.
 
     Args:
-        model: The model.
-        vocabulary: How it is split over tensor ranks, if it is.
-        kernels: How the loss is computed.
-        z_loss: Weight of the squared log-normalisers, when training.
-        routers: Those of its experts, if they add to the loss.
-        objective: What is learnt; None learns the next token.
+        vocabulary: Split of the vocabulary over tensor ranks; None if it is whole.
+        kernels: Choice of the loss kernel.
+        z_loss: Weight of the squared log-normalisers, in training.
+        routers: Routers of the experts, if they add to the loss.
+        objective: Loss of the objective; None for next-token prediction.
 
     Attributes:
-        last_z_loss: Their part of the last loss, without a gradient; None where there is none.
+        last_z_loss: The z loss within the last loss, without a gradient; None if there is none.
     """
 
     def __init__(
@@ -140,10 +138,10 @@ class LanguageModel(WithLoss):
         labels: torch.Tensor | None = None,
         beside: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Return the summed loss; without labels the logits, (samples, length, vocabulary).
+        """Return the summed loss; without labels, the logits, (samples, length, vocabulary).
 
         Args:
-            beside: `MicroBatch.beside`, of an objective that looks at more.
+            beside: `MicroBatch.beside`, for an objective that needs more than labels.
         """
         self.last_z_loss = None
         if labels is None:
@@ -162,7 +160,7 @@ class LanguageModel(WithLoss):
         return loss if added is None else loss + added
 
     def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the loss to differentiate, of one or of two."""
+        """Return the total loss to differentiate, and keep the z loss in `last_z_loss`."""
         if losses.dim() == 0:
             return losses
         self.last_z_loss = losses[1].detach()

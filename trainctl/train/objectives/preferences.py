@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, as their papers have them."""
+"""Loss functions of preference objectives, as in their papers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from trainctl.train.objectives.base import Measured, SeenPairs
 
 
 def dpo(config: DpoConfig, pairs: SeenPairs) -> Measured:
-    """-log sigmoid(margin), equation 7 of arXiv:2305.18290; smoothed, its mean over both ways.
+    """Return the DPO loss, -log sigmoid(margin), equation 7 of arXiv:2305.18290.
 
-    The margin is that of rewards: beta times how much more likely an answer has become. IPO
-    (arXiv:2310.12036, equation 17) takes means over the tokens, as its authors do.
+    With label smoothing, it is the weighted mean of the losses of both orders. The margin is
+    the difference of the rewards: beta times the log-ratio of policy to reference. IPO
+    (arXiv:2310.12036, equation 17) uses means over the tokens, as its authors do.
     """
     chosen = pairs.chosen - pairs.reference_chosen
     rejected = pairs.rejected - pairs.reference_rejected
@@ -33,7 +34,7 @@ def dpo(config: DpoConfig, pairs: SeenPairs) -> Measured:
 
 
 def simpo(config: SimpoConfig, pairs: SeenPairs) -> Measured:
-    """-log sigmoid(margin of the rewards - gamma), equation 6 of arXiv:2405.14734."""
+    """Return the SimPO loss, -log sigmoid(margin - gamma), equation 6 of arXiv:2405.14734."""
     chosen = config.beta * pairs.chosen / pairs.chosen_tokens
     rejected = config.beta * pairs.rejected / pairs.rejected_tokens
     losses = -F.logsigmoid(chosen - rejected - config.gamma_ratio * config.beta)
@@ -41,8 +42,11 @@ def simpo(config: SimpoConfig, pairs: SeenPairs) -> Measured:
 
 
 def orpo(config: OrpoConfig, pairs: SeenPairs) -> Measured:
-    """Return the chosen answer's mean loss - weight times log sigmoid(log odds ratio), equation 6
-    of arXiv:2403.07691; an answer's odds are p / (1 - p) of its mean log-probability log p."""
+    """Return the ORPO loss, equation 6 of arXiv:2403.07691.
+
+    It is the chosen answer's mean loss, minus `weight` times log sigmoid(log odds ratio). The
+    odds of an answer are p / (1 - p), where log p is its mean log-probability.
+    """
     chosen = pairs.chosen / pairs.chosen_tokens
     rejected = pairs.rejected / pairs.rejected_tokens
     odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
@@ -52,7 +56,7 @@ def orpo(config: OrpoConfig, pairs: SeenPairs) -> Measured:
 
 
 def rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`trainctl.options.objective.REWARDS` of two answers' rewards, (samples,)."""
+    """Return the measures of `trainctl.options.objective.REWARDS`, (samples,) each."""
     return {
         "reward_chosen": chosen,
         "reward_rejected": rejected,
@@ -62,5 +66,8 @@ def rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Ten
 
 
 def _log_of_rest(log_probability: torch.Tensor) -> torch.Tensor:
-    """log(1 - p), exact where p is near 0 or 1; of 1, which would be without a gradient, finite."""
+    """Return log(1 - p), precise for p near 0 and near 1.
+
+    p = 1 gives a finite value; its exact logarithm would have no gradient.
+    """
     return torch.log(-torch.expm1(log_probability.clamp(max=-1e-12)))

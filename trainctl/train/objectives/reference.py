@@ -1,7 +1,7 @@
-"""What the weights before the first step say of each pair of answers: computed once for a run.
+"""Reference log-probabilities of preference pairs, under the weights before the first step.
 
-By the run's own engine, on whatever layout it has, so that no second model is in memory; two
-numbers a pair are kept in `reference.npz` of the run, which every later attempt reads.
+The run's own engine computes them once, on the layout that it has, so no second model is in memory.
+Two numbers per pair are kept in `reference.npz` of the run, which every later attempt reads.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from trainctl.train.evaluation import inference
 from trainctl.train.session import Session
 
 Reference = dict[str, npt.NDArray[np.float32]]
-"""By side of the corpus: log-probabilities of chosen and rejected, (samples, 2)."""
+"""Log-probabilities of chosen and rejected answers, (samples, 2), by side of the corpus: `train`
+and `held_out`.
+"""
 
 FORMAT = 1
 
 
 def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, Any] | None:
-    """Let every batch have the reference that its objective needs; on all ranks together.
+    """Attach the reference log-probabilities to the run's datasets; all ranks call this together.
 
     Args:
-        session: Before its next step.
-        tell: Called with what is done, in a few words.
+        session: The session, before its next step.
+        tell: Called with a short progress message.
 
     Returns:
-        For the run's record; None where nothing is needed.
+        Entries for the run's record; None if the objective needs no reference.
 
     Raises:
-        TrainctlError: The run has made steps, and what it had is not there any more, or is of other
-            pairs (exit code 5).
+        TrainctlError: The run has made steps, and its reference is gone or of other pairs (exit
+            code 5).
     """
     if not objective_of(session.plan.config.objective).needs_reference:
         return None
@@ -54,7 +56,7 @@ def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, A
     counts = {side: dataset.num_samples for side, dataset in sides.items()}
     run, of = session.run, identity(session.corpora, counts)
     known: Reference | None = None
-    if session.progress.step:  # at the first one its weights may be others than an earlier start's
+    if session.progress.step:  # at step 0 the weights may differ from an earlier start's
         known = read_reference(run, of) if session.process.is_first else None
         known = session.process.from_first(known)
     if known is None:
@@ -76,7 +78,7 @@ def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, A
 
 
 def read_reference(run: RunPaths, of: str) -> Reference | None:
-    """What a run keeps; None if there is nothing, or it is of something else, or damaged."""
+    """Return the reference that a run keeps; None if missing, damaged or of other pairs."""
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
             if str(arrays["of"]) != of:
@@ -87,20 +89,20 @@ def read_reference(run: RunPaths, of: str) -> Reference | None:
 
 
 def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
-    """Keep it with the run: all of it or nothing."""
+    """Write a reference to the run's folder, all of it or nothing."""
     stream = io.BytesIO()
     np.savez(stream, of=np.array(of), **reference)  # type: ignore[arg-type]
     write_bytes(run.reference, stream.getvalue())
 
 
 def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]) -> None:
-    """Let held-out pairs have what a run keeps of them, outside training.
+    """Attach a run's reference to its held-out pairs, outside training.
 
     Args:
-        held_out: The pairs that it holds out.
+        held_out: Held-out datasets; pairs have the source `SOLE` alone.
 
     Raises:
-        TrainctlError: It keeps nothing, or that of other pairs (exit code 5).
+        TrainctlError: The run has no reference, or one of other pairs (exit code 5).
     """
     dataset = held_out[SOLE]
     try:
@@ -119,16 +121,16 @@ def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedData
 
 
 def _sides(session: Session) -> dict[str, PackedDataset]:
-    """Return the pairs of a run, which has one source of them and one length."""
+    """Return a run's datasets by side; pairs have one source and one sequence length."""
     (training,) = session.training.datasets.values()
     return {"train": training, "held_out": session.held_out[SOLE]}
 
 
 def identity(corpora: Corpora, counts: dict[str, int]) -> str:
-    """What a reference is of: the pairs; the weights are those of the run.
+    """Return the identity of a reference's pairs, as JSON. The weights are always the run's own.
 
     Args:
-        counts: Pairs of each side.
+        counts: Number of pairs by side.
     """
     return json.dumps({"format": FORMAT, "samples": counts, **digests_of(corpora)}, sort_keys=True)
 
@@ -136,7 +138,10 @@ def identity(corpora: Corpora, counts: dict[str, int]) -> str:
 def _computed(
     session: Session, dataset: PackedDataset, tell: Callable[[str], None]
 ) -> npt.NDArray[np.float32]:
-    """Of all pairs of a side; each rank computes a share, in as many passes as the others."""
+    """Compute the reference of a dataset, (pairs, 2); all ranks call this together.
+
+    Each data-parallel rank computes a share of the pairs, all in the same number of passes.
+    """
     engine, mesh, count = session.engine, session.mesh, dataset.num_samples
     size, rank, ranks = session.plan.batch.micro_batch_size, mesh.data.index, mesh.data.size
     places, own = [], []

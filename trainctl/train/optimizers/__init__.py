@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed and torch do not have, or have wrong on ZeRO's pieces."""
+"""Optimizers that DeepSpeed and torch lack, or compute wrongly on ZeRO's pieces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from trainctl.plan.types import RunPlan
 
 
 def own_optimizer(plan: RunPlan, groups: list[dict[str, Any]]) -> Optimizer | None:
-    """Return the optimizer of a plan, by what its option's `build` names; None if DeepSpeed makes
-    it.
+    """Return the optimizer of a plan, made by its option's `build`; None if DeepSpeed makes it.
 
     Raises:
         TrainctlError: A package that it needs is missing.

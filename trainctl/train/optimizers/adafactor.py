@@ -1,6 +1,6 @@
-"""Adafactor (arXiv:1804.04235), whose second moment stays rows and columns at any ZeRO stage.
+"""Adafactor (arXiv:1804.04235), whose second moment stays factored at any ZeRO stage.
 
-The update is torch.optim.Adafactor's. That one, given the flat pieces of ZeRO, finds no matrix to
+The update is torch.optim.Adafactor's. Given ZeRO's flat pieces, torch's class finds no matrix to
 factor and keeps a whole second moment: more memory, and another update.
 """
 
@@ -17,20 +17,20 @@ from trainctl.plan.types import RunPlan
 from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
 
 DECAY_POWER = -0.8
-"""The second moment's weight on what is new is step ** this (section 7.2)."""
+"""The new squared gradient enters the second moment with weight step ** this (section 7.2)."""
 SMALLEST_SCALE = 1e-3
-"""Of a parameter whose values are near 0, for its step (epsilon 2, section 8)."""
+"""Lower bound of a parameter's root mean square in its step size (epsilon 2, section 8)."""
 LARGEST_STEP = 1.0
-"""Root mean square that the step is clipped to (d, section 6)."""
+"""Root mean square that the update is clipped to (d, section 6)."""
 
 
 class Adafactor(PartitionedOptimizer):
-    """Steps of the size of the learning rate times the parameter's root mean square.
+    """Adafactor with steps of the learning rate times the parameter's root mean square.
 
-    The rows and columns of a matrix that several replicas share are on each of them.
+    Every replica with a part of a matrix holds the row and column means of the whole matrix.
 
     Args:
-        groups: With `lr` and `weight_decay`.
+        groups: Parameter groups with `lr` and `weight_decay`.
         eps: Smallest second moment (epsilon 1; torch's `eps[0]` is its root).
     """
 
@@ -81,7 +81,7 @@ class Adafactor(PartitionedOptimizer):
     def _statistics(
         part: ParameterPart, weights: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """This replica's share of the squared gradient's means, and of the weights' square sum."""
+        """Return this replica's share of mean squared gradients and squared weight norm."""
         weight_square = part.of(weights).double().square().sum()
         squares = part.of(gradient).square()
         if len(part.shape) == 1:
@@ -103,7 +103,7 @@ class Adafactor(PartitionedOptimizer):
         parts: Iterable[ParameterPart],
         statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]],
     ) -> None:
-        """Sum, in one go, what the replicas know of the parts that several of them have."""
+        """Sum the statistics of split parts over the replicas, in place and together."""
         cut = [index for index, part in enumerate(parts) if part.is_cut]
         sums = self.reduce(torch.stack([statistics[i][1] for i in cut])) if cut else ()
         for index, total in zip(cut, sums, strict=True):
@@ -128,8 +128,7 @@ class Adafactor(PartitionedOptimizer):
 
 
 def _whole_rows(part: ParameterPart, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
-    """Return the rows that a range touches, [first, last), and its values in them, zeros
-    elsewhere."""
+    """Return the rows [first, last) that a part touches, with zeros outside of the part."""
     width = part.shape[-1]
     first, last = part.start // width, -(-part.end // width)
     if part.numel == (last - first) * width:

@@ -1,8 +1,9 @@
-"""AdamW with moments in 8 bits (arXiv:2110.02861), in the same blocks at any ZeRO stage.
+"""AdamW with 8-bit moments (arXiv:2110.02861), in the same blocks at any ZeRO stage.
 
-Quantisation is torchao's. Its own optimizer counts blocks from the start of whatever tensor it is
-given, and leaves a tensor alone whose size is no multiple of 256, as ZeRO's pieces rarely are. Here
-blocks are counted from the start of each parameter; two replicas that share one agree on its scale.
+Quantization is torchao's. torchao's own optimizer counts blocks from the start of each tensor that
+it is given, and leaves tensors unquantized whose size is no multiple of 256, as most of ZeRO's
+pieces are. Here blocks are counted from the start of each parameter, and replicas that share a
+block agree on its scale.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from trainctl.plan.types import RunPlan
 from trainctl.train.optimizers.partitioned import AdamLike, ParameterPart
 
 BLOCK = 256
-"""Elements with one scale."""
+"""Elements per scale."""
 SMALLEST = 4096
-"""Elements of a parameter that is worth it; smaller ones keep fp32 moments, as in torchao."""
+"""Elements of the smallest quantized parameter; smaller ones keep fp32 moments, as in torchao."""
 SMALLEST_SCALE = 1e-12
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW8bit(AdamLike):
-    """The update is made with fp32 moments, of a stretch of a parameter at a time; what is kept of
-    them has 8 bits and a scale a block."""
+    """AdamW that keeps its moments in 8 bits, with one scale per block.
+
+    The update uses fp32 moments, of one stretch of a parameter at a time.
+    """
 
     def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:
         if not part.is_here:
@@ -55,7 +58,7 @@ class AdamW8bit(AdamLike):
         group: dict[str, Any],
     ) -> None:
         for moment in MOMENTS:
-            self.elementwise(tensor, f"{moment}.codes")  # a checkpoint expects them of all
+            self.elementwise(tensor, f"{moment}.codes")  # a checkpoint expects them of every tensor
         betas, eps, step = group["betas"], group["eps"], self.state[tensor]["step"]
         corrections = [1 - beta**step for beta in betas]
         lr, decay = group["lr"], group["weight_decay"]
@@ -73,7 +76,7 @@ class AdamW8bit(AdamLike):
                 self._keep(tensor, part, moment, new, shared)
 
     def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Codes of one of the moments, a byte an element; small parameters do not use them."""
+        """Return the codes of a moment, one byte per element; small parameters do not use them."""
         state = self.state[tensor]
         if name not in state:
             state[name] = torch.zeros_like(
@@ -90,7 +93,7 @@ class AdamW8bit(AdamLike):
         slope: torch.Tensor,
         beta: float,
     ) -> torch.Tensor:
-        """Return a moment of the part with the new gradient in it, fp32."""
+        """Return a moment of the part, updated with the gradient `slope`; fp32."""
         new = slope if moment == MOMENTS[0] else slope.square()
         return self._kept(tensor, part, moment).lerp(new, 1 - beta)
 
@@ -126,7 +129,7 @@ class AdamW8bit(AdamLike):
         self._scale(tensor, part, moment).copy_(scale)
 
     def _scale(self, tensor: torch.Tensor, part: ParameterPart, moment: str) -> torch.Tensor:
-        """Scales of the blocks of a stretch, among those of all that is here of the parameter."""
+        """Return a view of the scales of a stretch's blocks."""
         whole = next(each for each in self.parts(tensor) if each.name == part.name)
         first, last = _blocks(part.start, part.end)
         before, _ = _blocks(whole.start, whole.end)
@@ -135,7 +138,7 @@ class AdamW8bit(AdamLike):
     def _shared_scales(
         self, tensor: torch.Tensor, gradient: torch.Tensor, betas: Sequence[float]
     ) -> dict[tuple[str, str, int], torch.Tensor]:
-        """Return the largest moment in each block that several replicas have some of."""
+        """Return the largest moment of each block split over replicas, by all-reduce."""
         blocks = [(part, block) for part in self.parts(tensor) for block in _cut_blocks(part)]
         if not blocks:
             return {}
@@ -162,26 +165,26 @@ def _is_quantised(part: ParameterPart) -> bool:
 
 
 def _stretches(part: ParameterPart) -> Iterator[ParameterPart]:
-    """Yield the part in pieces of whole blocks, no larger than what is updated at a time."""
+    """Yield the part in stretches of at most `AT_ONCE` elements, cut at block borders."""
     for low in range(part.start - part.start % BLOCK, part.end, AT_ONCE):
         high = min(low + AT_ONCE, part.end)
         yield _stretch(part, max(low, part.start), high)
 
 
 def _stretch(part: ParameterPart, start: int, end: int) -> ParameterPart:
-    """Return the elements [start, end) of it."""
+    """Return the part limited to elements [start, end)."""
     ranges = list(part.ranges)
     ranges[part.index] = (start, end)
     return replace(part, ranges=tuple(ranges), offset=part.offset + start - part.start)
 
 
 def _blocks(start: int, end: int) -> tuple[int, int]:
-    """First and last block, [first, last), of a range of elements."""
+    """Return the range of blocks, [first, last), that covers a range of elements."""
     return start // BLOCK, -(-end // BLOCK)
 
 
 def _cut_blocks(part: ParameterPart) -> list[int]:
-    """Blocks of a parameter that a border between replicas goes through; the same on all."""
+    """Return the blocks of a parameter that are split over replicas; the same on all replicas."""
     if not _is_quantised(part):
         return []
     borders = {end for start, end in part.ranges if start < end < part.shape.numel()}
@@ -189,7 +192,7 @@ def _cut_blocks(part: ParameterPart) -> list[int]:
 
 
 def _in_blocks(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
-    """Return the part's elements here as rows of a block each, with zeros where there are none."""
+    """Return the part's elements on this replica as one row per block, padded with zeros."""
     first, last = _blocks(part.start, part.end)
     if part.numel == (last - first) * BLOCK:
         return values.reshape(-1, BLOCK)
@@ -205,7 +208,7 @@ def _out_of_blocks(blocks: torch.Tensor, part: ParameterPart) -> torch.Tensor:
 
 @cache
 def _table(moment: str, device: torch.device) -> torch.Tensor:
-    """Values of the 256 codes; the second moment has no sign."""
+    """Return the values of the 256 codes; those of the second moment are not negative."""
     return torch.tensor(create_dynamic_map(signed=moment == MOMENTS[0]), device=device)
 
 

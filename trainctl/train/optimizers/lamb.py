@@ -1,6 +1,6 @@
 """LAMB (arXiv:1904.00962, algorithm 2), with the norms of whole parameters at any ZeRO stage.
 
-DeepSpeed's kernel takes the norm of whatever flat piece ZeRO gives it.
+DeepSpeed's kernel takes the norm of the flat piece that ZeRO gives it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from trainctl.train.optimizers.partitioned import AdamLike
 
 
 class Lamb(AdamLike):
-    """AdamW's step, scaled to each tensor: by the norm of the weights over that of the step.
+    """LAMB: AdamW's step, scaled per parameter by the weights' norm over the step's norm.
 
-    As in the authors' own code norms and biases are not scaled. The paper's phi is the identity.
+    As in the authors' own code, norms and biases are not scaled. The paper's phi is the identity.
     """
 
     def update(

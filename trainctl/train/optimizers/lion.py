@@ -13,11 +13,13 @@ from trainctl.plan.types import RunPlan
 
 
 class Lion(Optimizer):
-    """The sign of a mix of momentum and gradient; elementwise, so it may be given any piece.
+    """Lion: steps by the sign of a mix of momentum and gradient.
+
+    The update is elementwise, so any piece of a parameter may be updated alone.
 
     Args:
-        groups: With `lr` and `weight_decay`.
-        betas: Of the mix, and of the momentum.
+        groups: Parameter groups with `lr` and `weight_decay`.
+        betas: Coefficients of the mix and of the momentum.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:

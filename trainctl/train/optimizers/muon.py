@@ -1,10 +1,11 @@
-"""Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for all else.
+"""Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for the rest.
 
-The update of a matrix is torch.optim.Muon's. What a replica lacks of a matrix it gets from the
-others, and each orthogonalises its share of the cut ones: none is done twice.
+The update of a matrix is torch.optim.Muon's. The matrices that ZeRO splits are shared out over the
+replicas: each gathers its share of them, orthogonalises these and sends the results back. No matrix
+is orthogonalised twice.
 
-DeepSpeed's own form under ZeRO orthogonalises before gradients are clipped, so that the global norm
-that it clips by, and reports, is that of the orthogonal matrices: see docs/optimizers.md.
+DeepSpeed's own Muon under ZeRO orthogonalises before gradients are clipped. The global norm that it
+clips by, and reports, is then the norm of the orthogonal matrices: see docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ SMALLEST_NORM = 1e-7
 
 
 class MatrixOptimizer(PartitionedOptimizer):
-    """Groups with `uses_muon` by Muon, the others by AdamW.
+    """Muon for groups with `uses_muon`, AdamW for the others.
 
-    (DeepSpeed treats a class with Muon in its name as its own.)
+    Its name is not Muon, since DeepSpeed treats any class with Muon in its name as its own.
 
     Args:
-        groups: With `lr`, `weight_decay` and `uses_muon`.
-        momentum: Muon's, in Nesterov's form.
-        betas: AdamW's.
-        eps: AdamW's.
-        fused: Whether AdamW's update is torch's fused kernel.
-        iterate_in: Format that matrices are orthogonalised in, and sent in: bf16 as torch does, or
-            fp32, in which another order of the gradient's sums changes next to nothing.
+        groups: Parameter groups with `lr`, `weight_decay` and `uses_muon`.
+        momentum: Nesterov momentum of Muon.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        fused: Whether AdamW uses torch's fused kernel.
+        iterate_in: Type in which matrices are orthogonalised and sent: bf16 as in torch, or
+            fp32, in which the order of gradient sums hardly changes the result.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class MatrixOptimizer(PartitionedOptimizer):
     def _orthogonal(
         self, parts: Sequence[ParameterPart], directions: torch.Tensor
     ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
-        """Yield each part here with its share of its matrix, orthogonalised."""
+        """Yield each part on this replica with its share of its orthogonalised matrix."""
         for part in parts:
             if part.is_here and not part.is_cut:
                 yield part, self._whole(part.of(directions), part)
@@ -91,7 +92,10 @@ class MatrixOptimizer(PartitionedOptimizer):
     def _share(
         self, parts: Sequence[ParameterPart], directions: torch.Tensor
     ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
-        """At most as many cut parts as there are replicas, one for each to orthogonalise."""
+        """Orthogonalise up to one split matrix per replica; yield this replica's results.
+
+        All replicas call this together.
+        """
         assert self.replicas is not None
         size, mine = self.replicas.size, self.replicas.index
         out = [part.numel for part in parts] + [0] * (size - len(parts))
@@ -108,7 +112,7 @@ class MatrixOptimizer(PartitionedOptimizer):
                 yield part, change
 
     def _whole(self, values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
-        """Return a whole matrix, flat, orthogonalised."""
+        """Return the orthogonalised form of a whole matrix, flat."""
         return orthogonalised(values.view(part.shape), self._kind).reshape(-1)
 
     def _adamw(
@@ -118,7 +122,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         gradient: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
-        step = self.state[tensor]["step"] - 1  # it counts by itself
+        step = self.state[tensor]["step"] - 1  # adamw adds 1 itself
         if self._fused:
             step = step.to(weights.device)
         adamw(
@@ -141,12 +145,12 @@ class MatrixOptimizer(PartitionedOptimizer):
 
 
 def orthogonalised(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Return a matrix with the singular vectors of another and singular values near 1.
+    """Return a matrix with the same singular vectors and with singular values near 1.
 
-    Five steps of the quintic Newton-Schulz iteration of Muon's author, as torch.optim.Muon's.
+    Five steps of the quintic Newton-Schulz iteration of Muon's author, as in torch.optim.Muon.
 
     Args:
-        kind: What the iteration computes in, and gives.
+        kind: Type of the iteration and of the result.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]

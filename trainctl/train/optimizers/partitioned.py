@@ -1,9 +1,9 @@
-"""Update rules that need more of a parameter than the piece that ZeRO leaves on a rank.
+"""Base of optimizers that need more of a parameter than the piece that ZeRO leaves on a rank.
 
-An optimizer inside ZeRO updates flat tensors in which pieces of parameters lie one after the
-other. Once `bind` has told it which, it can ask the other replicas for what it lacks, and so makes
-the same update at every stage. DeepSpeed calls `step` on all replicas in the same order, one group
-or sub-group of parameters at a time, so collectives inside it meet.
+An optimizer inside ZeRO updates flat tensors, in which pieces of parameters lie one after the
+other. `bind` tells it which pieces lie where. It can then ask the other replicas for the rest, and
+so makes the same update at every stage. DeepSpeed calls `step` on all replicas in the same order,
+one group or sub-group of parameters at a time, so collectives inside it match.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from trainctl.engines.mesh import Axis
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A parameter in one of the optimizer's tensors, and the range of it on this replica."""
+    """A parameter in one of the optimizer's tensors, with its range on each replica."""
 
     name: str
     shape: torch.Size
-    """That of the whole parameter."""
+    """Shape of the whole parameter."""
     ranges: tuple[tuple[int, int], ...]
-    """Elements [start, end) on each replica, in their order; empty ones are (0, 0). Without ZeRO
-    there is one, which is everything."""
+    """Elements [start, end) on each replica, in their order; empty ranges are (0, 0). Without
+    ZeRO, one range covers the whole parameter.
+    """
     index: int
     """This replica's place in `ranges`."""
     offset: int
-    """First of its elements in the tensor."""
+    """Index of its first element in the tensor."""
     inputs_first: bool = False
-    """Whether the rows of the matrix are its inputs, as gpt2 has them."""
+    """Whether the matrix is (inputs, outputs), as in gpt2."""
 
     @property
     def start(self) -> int:
@@ -56,37 +57,39 @@ class ParameterPart:
 
     @property
     def is_cut(self) -> bool:
-        """Whether several replicas have some of it."""
+        """Whether several replicas hold a part of the parameter."""
         return sum(end > start for start, end in self.ranges) > 1
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this is the first replica that has some of it."""
+        """Whether this replica holds the first element."""
         return self.is_here and self.start == 0
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements in a tensor of the optimizer's, or in a state of that size."""
+        """Return a view of its elements in an optimizer tensor or an elementwise state."""
         return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, slots=True)
 class SideState:
-    """A state of a part that is not of its size: such as a second moment by rows."""
+    """A state of a part that is not elementwise, such as a second moment per row."""
 
     start: int
-    """Its first value among those of the whole parameter."""
+    """Index of its first value within the state of the whole parameter."""
     values: torch.Tensor
-    """fp32, of one dimension."""
+    """Values in fp32, one-dimensional."""
     is_saved_here: bool
-    """Whether this replica saves it, and not another that has the same."""
+    """Whether this replica saves it; another replica may have the same values."""
 
 
 class PartitionedOptimizer(Optimizer):
-    """Base of the rules; elementwise states are in `state` as usual, flat as the tensors are.
+    """Base of optimizers that see whole parameters.
+
+    Elementwise states are in `state`, flat as the tensors are.
 
     Args:
-        groups: With the key `lr`, which is set before each step.
-        defaults: Of the groups' other keys.
+        groups: Parameter groups; their `lr` is set before each step.
+        defaults: Defaults of the groups' other keys.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
@@ -98,11 +101,11 @@ class PartitionedOptimizer(Optimizer):
     def bind(
         self, parts: Mapping[torch.Tensor, Sequence[ParameterPart]], replicas: Axis | None
     ) -> None:
-        """Say what lies where.
+        """Set which parts of parameters lie in which tensor.
 
         Args:
-            parts: Of each tensor; the same parameters in the same order on all replicas.
-            replicas: The ranks that the parameters are partitioned over; None without ZeRO.
+            parts: Parts in each tensor; the same parameters in the same order on all replicas.
+            replicas: Ranks that the parameters are partitioned over; None without ZeRO.
         """
         for listed in parts.values():
             for part in listed:
@@ -120,7 +123,7 @@ class PartitionedOptimizer(Optimizer):
                 if tensor.grad is None:
                     continue
                 if self._parts is None:
-                    # DeepSpeed makes an update while it is built, to have the states allocated.
+                    # DeepSpeed makes one update while it initialises, to allocate the states.
                     assert not tensor.grad.any(), "bind the optimizer before it is used"
                     continue
                 state = self.state[tensor]
@@ -138,19 +141,23 @@ class PartitionedOptimizer(Optimizer):
         gradient: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
-        """Update one tensor.
+        """Update one tensor in place.
 
         Args:
             tensor: Key of its state.
-            group: Of parameters, with its numbers.
+            weights: Its values, flat.
+            gradient: Its gradient, flat, in the type of the weights.
+            group: Its parameter group.
         """
 
     def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:
-        """Of each state that is not of its part's size: first and last value, who saves it."""
+        """Return, for each side state of a part: its range [start, end) within the state of the
+        whole parameter, and whether this replica saves it.
+        """
         return {}
 
     def sides(self, tensor: torch.Tensor, name: str) -> dict[str, SideState]:
-        """Those of a parameter in a tensor, by their names; writing to them changes them."""
+        """Return the side states of a parameter in a tensor, by name, as writable views."""
         part = next(part for part in self.parts(tensor) if part.name == name)
         ranges = self.side_ranges(part)
         return {
@@ -159,7 +166,7 @@ class PartitionedOptimizer(Optimizer):
         }
 
     def side(self, tensor: torch.Tensor, part: ParameterPart, state: str) -> torch.Tensor:
-        """Return the values of one of them; zeros at first."""
+        """Return the values of a side state, which starts as zeros."""
         found = self._sides.setdefault(tensor, {}).setdefault(part.name, {})
         if state not in found:
             start, end, _ = self.side_ranges(part)[state]
@@ -167,12 +174,12 @@ class PartitionedOptimizer(Optimizer):
         return found[state]
 
     def parts(self, tensor: torch.Tensor) -> Sequence[ParameterPart]:
-        """Of one of the tensors, all those that some replica has of it."""
+        """Return the parts in a tensor that any replica holds."""
         assert self._parts is not None
         return self._parts[tensor]
 
     def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state of the tensor's size, flat; zeros at first."""
+        """Return a state of the tensor's size, flat, which starts as zeros."""
         state = self.state[tensor]
         if name not in state:
             state[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
@@ -182,20 +189,14 @@ class PartitionedOptimizer(Optimizer):
     def reduce(
         self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """Over the replicas, in place; nothing to do without ZeRO."""
+        """Reduce over the replicas in place; without ZeRO, leave the values as they are."""
         if self.replicas is not None and values.numel():
             dist.all_reduce(values, op=op, group=self.replicas.group)
         return values
 
 
 class AdamLike(PartitionedOptimizer):
-    """Base of the rules with Adam's two moments.
-
-    Args:
-        groups: With `lr` and `weight_decay`.
-        betas: Of the moments.
-        eps: Added to the root of the second moment.
-    """
+    """Base of optimizers with Adam's two moments."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float

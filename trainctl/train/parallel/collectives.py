@@ -1,7 +1,7 @@
-"""Collectives over one axis of the mesh that gradients flow through.
+"""Differentiable collectives over one axis of the mesh.
 
-Each is a pair: what happens to hidden states, shape (samples, length, width), on their way forward,
-and what to their gradient on its way back (arXiv:1909.08053, figure 3; arXiv:2205.05198, section
+Each is a pair: one operation on hidden states, (samples, length, width), in the forward pass, and
+one on their gradient in the backward pass (arXiv:1909.08053, figure 3; arXiv:2205.05198, section
 4).
 """
 
@@ -29,7 +29,7 @@ def sum_over(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
-    """Return the ranks' tensors side by side, on every rank."""
+    """Return the ranks' tensors concatenated along `dim`, on every rank."""
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in axis.ranks]
     dist.all_gather(parts, tensor, group=axis.group)
@@ -37,12 +37,12 @@ def gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.
 
 
 def part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
-    """This rank's part of the sequence."""
+    """Return this rank's equal part along `dim`, by default of the sequence."""
     return tensor.chunk(axis.size, dim=dim)[axis.index].contiguous()
 
 
 def sum_part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
-    """This rank's part of the sequence, of the sum over the axis."""
+    """Return this rank's equal part, along `dim`, of the sum over the axis."""
     parts = [piece.contiguous() for piece in tensor.chunk(axis.size, dim=dim)]
     result = torch.empty_like(parts[0])
     dist.reduce_scatter(result, parts, group=axis.group)

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of the expert axis has some experts of every layer.
+"""Expert parallelism: each rank of the expert axis holds some experts of every layer.
 
-transformers' own modules stay. The parameters of their experts are cut along the first dimension,
-and a function that transformers calls for them sends each token to the ranks of its experts and
-back (arXiv:2006.16668). No token is dropped, so nothing depends on how the batch is cut.
+transformers' own modules stay. Their expert parameters are cut along the first dimension, and a
+function that transformers calls for them sends each token to the ranks of its experts and back
+(arXiv:2006.16668). No token is dropped, so results do not depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from trainctl.engines.shards import Pieces, Shard
 from trainctl.errors import TrainctlError
 
 EXCHANGED = "trainctl_exchanged"
-"""Name of the function among transformers' implementations of experts."""
+"""Name of `exchanged_experts` among transformers' implementations of experts."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
-"""Of the expert axes of this process, by name: an operation takes no other argument."""
+"""Process groups of this process's expert axes, by name: a custom operator takes no group."""
 
 
 def expert_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that hold the experts of a layer in joined parameters, in the model's
-    order."""
+    """Return the modules that hold a layer's experts in joined parameters, in the model's order."""
     # Set by the decorator of such classes (transformers.integrations.moe).
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
@@ -38,7 +37,7 @@ def expert_modules(model: nn.Module) -> list[Any]:
 def routers_of(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the router and the experts of each sparse layer, in the model's order.
 
-    A router stands beside its experts, and has a row of weights for each of them.
+    A router is a sibling of its experts with one row of weights per expert.
     """
     found = []
     experts = set(expert_modules(model))
@@ -57,9 +56,9 @@ def _has_rows(module: nn.Module, count: int) -> bool:
 
 
 def compute_in_fp32(model: nn.Module) -> None:
-    """Let the routers of a model with weights of 16 bits choose and weigh in fp32.
+    """Let the routers of a 16-bit model compute scores and choices in fp32.
 
-    Scores that are rounded to bf16 are often equal, and then it is chance which expert is chosen
+    Scores rounded to bf16 are often equal, and the choice between equal experts is chance
     (arXiv:2101.03961, section 2.4).
     """
     for router, _ in routers_of(model):
@@ -71,7 +70,7 @@ def _in_fp32(router: nn.Module, hidden: torch.Tensor) -> Any:
 
 
 class _InFp32:
-    """A router as its own code sees it, with its parameters in fp32."""
+    """View of a router whose parameters are in fp32, as `self` of the router's own forward pass."""
 
     def __init__(self, router: nn.Module) -> None:
         self._router = router
@@ -82,17 +81,17 @@ class _InFp32:
 
 
 def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
-    """Leave of a skeleton the experts that this rank has.
+    """Cut the experts of a skeleton to those on this rank.
 
     Args:
-        model: On the meta device.
+        model: The skeleton, on the meta device.
         axis: The expert axis of the mesh.
 
     Returns:
         The pieces of the parameters that the model has now.
 
     Raises:
-        TrainctlError: The model has no joined experts, or they do not divide.
+        TrainctlError: The model has no joined experts, or their number does not divide.
     """
     modules = expert_modules(model)
     if not modules:
@@ -126,13 +125,15 @@ def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
 def exchanged_experts(
     self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What experts all over the axis make of this rank's tokens; a rank without tokens takes part.
+    """Compute the experts of this rank's tokens, on the ranks that hold them.
+
+    All ranks of the expert axis call this together, also those without tokens.
 
     Args:
-        self: transformers' module, with the experts of this rank alone.
+        self: transformers' module, with the experts of this rank only.
         hidden: (tokens, width).
-        index: Of the experts of each token, among all of the layer, (tokens, experts per token).
-        weights: Of their outputs, likewise.
+        index: Experts of each token, among all of the layer, (tokens, experts per token).
+        weights: Routing weights of the experts' outputs, (tokens, experts per token).
 
     Returns:
         (tokens, width).
@@ -143,13 +144,13 @@ def exchanged_experts(
     counts = torch.bincount(wanted, minlength=axis.size * local)
     alike = [local] * axis.size
     theirs = _exchange(counts, alike, alike, axis.group.group_name)
-    # One synchronisation with the host: it has to know how many rows travel.
+    # One synchronisation: the host must know how many rows travel.
     sent, received = torch.stack([counts, theirs]).view(2, axis.size, local).sum(2).tolist()
     group = axis.group.group_name
     rows = Exchange.apply(hidden[order // index.shape[1]], sent, received, group)
     expert = torch.arange(local, device=rows.device).repeat(axis.size)
     expert = expert.repeat_interleave(theirs, output_size=rows.shape[0])
-    # With one expert for each row transformers' function sorts them, multiplies and sorts back.
+    # Given one expert per row, transformers' function sorts the rows, multiplies and sorts back.
     each = expert.unsqueeze(1)
     rows = grouped_mm_experts_forward(self, rows, each, torch.ones_like(each, dtype=rows.dtype))
     rows = Exchange.apply(rows, received, sent, group)
@@ -158,7 +159,7 @@ def exchanged_experts(
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks that want them; in the backward pass the other way."""
+    """All-to-all of rows; the backward pass sends the gradients the other way."""
 
     @staticmethod
     def forward(
@@ -176,7 +177,10 @@ class Exchange(torch.autograd.Function):
 
 @torch.library.custom_op("trainctl::exchange", mutates_args=())
 def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
-    """Return one operation to whoever keeps the results of some (`recompute.KEPT_OPERATIONS`)."""
+    """Send rows to the other ranks of a group and return the received rows.
+
+    It is a custom operator so that recomputation can keep its result (`recompute.KEPT_OPERATIONS`).
+    """
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=_groups[group])
     return result

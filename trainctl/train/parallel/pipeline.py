@@ -1,7 +1,7 @@
-"""Pipeline parallelism: what of the model a stage has, and what it computes.
+"""Pipeline parallelism: cutting a model to a stage, and a stage's forward pass.
 
-A stage is transformers' own decoder with the blocks of the stage alone, so positions, masks and
-whatever else an architecture does around its blocks stay transformers' business.
+A stage is transformers' own decoder with only the stage's blocks. So positions, masks and all else
+that an architecture does around its blocks stay in transformers' code.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from trainctl.train.parallel.tensor import vocabulary_of
 
 
 def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
-    """Leave of a skeleton what a stage has: its blocks, and at the ends the embedding and the head.
+    """Cut a skeleton to a stage: its blocks, the first stage's embedding, the last stage's head.
 
     Args:
         blocks: Indices of the stage's blocks.
+        axis: The pipeline axis of the mesh.
     """
     where = cut_of(model)
     decoder = getattr(model, where.decoder)
@@ -42,33 +43,32 @@ def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
             setattr(decoder, where.positions, _NoPositions())
         for name in MULTIPLIERS:
             if hasattr(decoder, name):
-                setattr(decoder, name, 1.0)  # the first stage has multiplied by it
+                setattr(decoder, name, 1.0)  # the first stage has applied it
     if not axis.is_last:
         setattr(decoder, where.final_norm, nn.Identity())
         setattr(model, where.head, nn.Identity())
 
 
 class _NoPositions(nn.Module):
-    """In place of a position embedding: the first stage has added it."""
+    """Stand-in for a position embedding that the first stage has already added."""
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=position_ids.device)
 
 
 class PipelineStage(WithLoss):
-    """What a stage computes: from token ids or hidden states to hidden states or, last, logits.
+    """A pipeline stage: token ids or hidden states in, hidden states or (last stage) logits out.
 
-    Where documents are masked the positions travel with the hidden states.
+    If documents are masked, the positions travel with the hidden states.
 
     Args:
-        model: Cut to the stage.
-        mesh: This rank's.
-        z_loss: Weight of the squared log-normalisers, when training.
+        model: The model, cut to the stage.
+        z_loss: Weight of the squared log-normalisers, in training.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, z_loss: float = 0.0) -> None:
         super().__init__(vocabulary_of(model, mesh.tensor), z_loss)
-        # Of the last stage the whole: what lies behind its head (a scale, a soft cap) is its own.
+        # The last stage keeps the whole model, which may scale or cap the logits behind its head.
         self.model = model if mesh.pipeline.is_last else getattr(model, cut_of(model).decoder)
         self._axis = mesh.pipeline
         self._has_flash_attention = has_flash_attention(model)
@@ -87,8 +87,10 @@ class PipelineStage(WithLoss):
 
 
 def tied_weight(model: PreTrainedModel, axis: Axis) -> nn.Parameter | None:
-    """Return the weight of embedding and output projection, which the two ends share; None
-    between."""
+    """Return the weight of the embedding on the first stage, of the head on the last; None between.
+
+    The two are one tied parameter.
+    """
     where = cut_of(model)
     if axis.is_first:
         return getattr(getattr(model, where.decoder), where.embedding).weight

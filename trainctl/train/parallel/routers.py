@@ -1,8 +1,9 @@
-"""Routers: what they decide is counted, and they are kept from sending all tokens to a few experts.
+"""Load statistics, auxiliary losses and biases of a model's routers.
 
-What is added to the loss is a mean over sequences, weighted by their labels as the loss itself is:
-so it does not depend on micro-batches or layout. (The same over a micro-batch, as transformers has
-it, does: it is not linear in its tokens.) A bias follows the counts of all ranks' tokens.
+The added loss is a mean over sequences, weighted by their labels as the main loss is, so it does
+not depend on micro-batches or layout. (The mean over a micro-batch, as in transformers, does depend
+on them: the loss is not linear in its tokens.) Router biases follow the counts of all ranks'
+tokens.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from trainctl.train.parallel.experts import routers_of
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the tokens of a step were shared out, over all ranks; each layer's is a mean of its
-    own."""
+    """Distribution of a step's tokens over the experts, on all ranks."""
 
     counts: list[list[int]]
-    """Tokens of each expert of each sparse layer."""
+    """Number of times that each expert was chosen, for each sparse layer."""
     entropy: float
-    """That of the routers' probabilities, in nats, over tokens and layers."""
+    """Entropy of the router probabilities, in nats, as a mean over tokens and layers."""
     auxiliary_loss: float | None = None
-    """What it added to the loss; None without one."""
+    """Part of the mean loss that the auxiliary loss adds; None without one."""
     z_loss: float | None = None
+    """Part of the mean loss that the routers' z loss adds; None without one."""
 
     def record(self) -> dict[str, Any]:
-        """For the record of a step. No token is dropped, ever."""
+        """Return the fields of the step record. No token is ever dropped.
+
+        `load` is the largest expert's count over the mean count, of the worst layer.
+        """
         each = [max(row) * len(row) / max(1, sum(row)) for row in self.counts]
         idle = sum(count == 0 for row in self.counts for count in row)
         found = {
@@ -54,11 +58,14 @@ class Load:
 
 
 class Routers:
-    """The routers of a model, watched while it trains.
+    """The routers of a model, observed by hooks while it trains.
 
     Args:
         model: A whole skeleton.
-        config: The run's.
+
+    Raises:
+        TrainctlError: The experts or the routers of the model do not support a configured loss or
+            bias update.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
@@ -113,20 +120,23 @@ class Routers:
         self._counts[layer] = self._counts.get(layer, 0) + counts
 
     def _probabilities(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
-        """Of the experts of a layer, for each token: those of DeepSeek-V3 are scaled sigmoids
-        (arXiv:2412.19437, equation 18)."""
+        """Return the expert probabilities of each token in a layer.
+
+        Routers with a bias, as in DeepSeek-V3, use normalised sigmoids (arXiv:2412.19437,
+        equation 18).
+        """
         if hasattr(self._layers[layer], ROUTER_BIAS):
             scores = logits.float().sigmoid()
             return scores / scores.sum(dim=-1, keepdim=True)
         return logits.float().softmax(dim=-1)
 
     def added_loss(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the summed loss of a micro-batch; only its gradient, its value is 0.
+        """Return the term to add to a micro-batch's summed loss: a gradient with value 0.
 
-        For each sequence the mean over the layers of E sum_e f_e P_e (arXiv:2101.03961, equation 4;
-        f counts each of a token's choices, as transformers does, so that the least is their number)
-        and of the mean square of the log-normalisers (arXiv:2202.08906, equation 5), times the
-        labels that the sequence has.
+        For each sequence, the term is the mean over the layers of E sum_e f_e P_e
+        (arXiv:2101.03961, equation 4) and of the mean squared log-normaliser (arXiv:2202.08906,
+        equation 5), times the number of the sequence's labels. f counts every choice of a
+        token, as in transformers, so the minimum of the sum is the number of experts per token.
         """
         logits, chosen = list(self._logits.values()), list(self._chosen.values())
         self._logits, self._chosen = {}, {}
@@ -160,11 +170,10 @@ class Routers:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def take(self, process: Process, mesh: ProcessMesh, num_labels: float) -> Load | None:
-        """What there was since the last call, over all ranks together; None without routers.
+        """Return the load since the last call; all ranks call this together. None without routers.
 
         Args:
-            process: This rank.
-            num_labels: Of the global batch.
+            num_labels: Number of labels in the global batch.
         """
         if not self._layers:
             return None
@@ -174,7 +183,7 @@ class Routers:
             counts = self._counts.get(layer)  # another pipeline stage has the layer
             sums += [0.0] * size if counts is None else counts.tolist()
         self._counts, self._sums = {}, {}
-        # The ranks of a tensor group all have the same.
+        # All ranks of a tensor group have the same sums.
         entropy, passes, auxiliary, z, *counted = process.sum(
             *(value if mesh.tensor.is_first else 0.0 for value in sums)
         )
@@ -187,8 +196,10 @@ class Routers:
         )
 
     def balance(self, load: Load) -> None:
-        """After an update: whoever had fewer tokens than the mean is chosen more easily from now
-        on, and the others less (arXiv:2408.15664, algorithm 1)."""
+        """Update the router biases after an optimizer step (arXiv:2408.15664, algorithm 1).
+
+        Experts with fewer tokens than the mean become easier to choose, the others harder.
+        """
         if self._rate == 0:
             return
         for router, row in zip(self._layers, load.counts, strict=True):

@@ -1,4 +1,4 @@
-"""Linear layers that tensor ranks have split by inputs, with and without an adapter."""
+"""Linear layers that tensor ranks split by inputs, with and without an adapter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainctl.train.parallel.collectives import Reduce, ReduceScatter
 
 
 class RowLinear(nn.Linear):
-    """A linear layer split by inputs: the ranks' products are summed, then the bias is added."""
+    """Linear layer split by inputs: the ranks' products are summed, then the bias is added."""
 
     axis: Axis
     sequence_sharded: bool
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
-        """This rank's."""
+        """Return this rank's part of the product."""
         return F.linear(input, self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -29,13 +29,13 @@ class RowLinear(nn.Linear):
 
 
 class RowConv1D(Conv1D):
-    """The same for gpt2's layers, whose weight is (inputs, outputs)."""
+    """gpt2's Conv1D split by inputs; its weight is (inputs, outputs)."""
 
     axis: Axis
     sequence_sharded: bool
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's."""
+        """Return this rank's part of the product."""
         return x @ self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,16 +43,19 @@ class RowConv1D(Conv1D):
 
 
 class LoraRow(Adapted):
-    """What an adapter adds to a rank's product; before its class. A is cut by inputs, B whole."""
+    """LoRA mixin of a layer split by inputs, placed before the layer's class.
+
+    A is split by inputs, B is whole.
+    """
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """This rank's, with the adapter's."""
+        """Return this rank's part of the product, with the adapter's part."""
         plain: torch.Tensor = super().product(inputs)  # type: ignore[misc]
         return plain + self.added(self.dropped(inputs))
 
 
 class DoraRow(WithMagnitude):
-    """The same of DoRA, whose rows are as long as all ranks' parts together."""
+    """DoRA mixin of a layer split by inputs; row lengths are taken over all ranks' parts."""
 
     axis: Axis
 
@@ -62,14 +65,14 @@ class DoraRow(WithMagnitude):
         return squares.sqrt().to(merged.dtype)
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """This rank's, scaled."""
+        """Return this rank's part of the scaled product."""
         plain: torch.Tensor = super().product(inputs)  # type: ignore[misc]
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight
         return self.scaled(plain, inputs, weight)
 
 
 def row_class(row: nn.Module, kind: type) -> type:
-    """Return the class of a layer that is split by inputs, with the adapter that it has."""
+    """Return the class of a layer split by inputs, with the mixin of its adapter if it has one."""
     if not isinstance(row, Adapted):
         return kind
     adapter = DoraRow if isinstance(row, WithMagnitude) else LoraRow

@@ -1,10 +1,10 @@
-"""Where a model is cut: a family's facts, or transformers' own plans for any other decoder.
+"""Tensor and pipeline cuts of a model, from its family or from transformers' own plans.
 
-transformers says of its models which matrices are split by outputs and which by inputs
-(`base_model_tp_plan`), and in which order its decoder's parts follow each other
-(`base_model_pp_plan`). Both are read here into the same regions that the families have, so what
-cuts and communicates does not know the difference. Which architectures may be cut along which axis
-is `trainctl.options.architectures`: those of which it was shown.
+transformers states which matrices of a model are split by outputs and which by inputs
+(`base_model_tp_plan`), and the order of its decoder's parts (`base_model_pp_plan`). Both are read
+into the same regions that families have, so the code that cuts and communicates does not
+distinguish them. `trainctl.options.architectures` lists the architectures that may be cut along
+each axis: those that were tested.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from trainctl.options.model import Family, Region, of_type
 COLUMN, GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 PER_HEAD, EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts"
-"""Names of transformers' styles (distributed/tensor_parallel.py) that are understood."""
+"""Supported names of transformers' tensor-parallel styles (distributed/tensor_parallel.py)."""
 
 MULTIPLIERS = ("embedding_multiplier",)
-"""Attributes of a decoder that multiply what enters it, of every stage if it is left so."""
+"""Decoder attributes that scale the input embeddings; stages after the first must set them to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPlan:
-    """Plans for an architecture of which transformers has none, or wrong ones."""
+    """Plan for an architecture whose plan in transformers is missing or wrong."""
 
     why: str
     tensor: Mapping[str, str] | None = None
@@ -55,7 +55,7 @@ OWN: Mapping[str, OwnPlan] = MappingProxyType(
                 "layers.*.self_attn.v_proj": "colwise",
                 "layers.*.self_attn.sinks": "colwise",
                 "layers.*.self_attn.o_proj": "rowwise",
-                # Gate and up alternate, so that a part of the columns has as many of each.
+                # Gate and up columns alternate, so a part of the columns has as many of each.
                 "layers.*.mlp.experts.gate_up_proj": "colwise",
                 "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
                 "layers.*.mlp.experts.down_proj": "rowwise",
@@ -68,28 +68,28 @@ OWN: Mapping[str, OwnPlan] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Where things are in a model, and where it is cut."""
+    """Names of the modules of a model, and the regions in which it is cut."""
 
     decoder: str
-    """The decoder, in the model with its head."""
+    """Name of the decoder, in the model with its head."""
     embedding: str
-    """Token embedding, in the decoder."""
+    """Name of the token embedding, in the decoder."""
     positions: str | None = None
-    """Learned position embedding, in the decoder, if it has one."""
+    """Name of the learned position embedding, in the decoder, if there is one."""
     entry: tuple[str, ...] = ()
-    """What else lies between embedding and blocks: of the first stage alone."""
+    """Names of other modules between embedding and blocks, which only the first stage has."""
     blocks: str
-    """List of the blocks, in the decoder."""
+    """Name of the list of blocks, in the decoder."""
     final_norm: str
-    """Norm after the last block, in the decoder."""
+    """Name of the norm after the last block, in the decoder."""
     head: str
-    """Output projection, in the model."""
+    """Name of the output projection, in the model."""
     regions: tuple[Region, ...] = field(default=())
-    """Parts of a block that are shared out; it may lack some (one without experts)."""
+    """Parts of a block that tensor ranks split. A block may lack some of them, such as experts."""
 
     @classmethod
     def of_family(cls, family: Family) -> Cut:
-        """As the facts of a family say."""
+        """Build the cut from the facts of a family."""
         return cls(
             decoder=family.decoder,
             embedding=family.embedding,
@@ -101,10 +101,11 @@ class Cut:
         )
 
     def check(self, model: PreTrainedModel, *, sequence_sharded_norms: bool) -> None:
-        """That tensor ranks can share it.
+        """Refuse a model that tensor ranks cannot split.
 
         Raises:
-            TrainctlError: They cannot, or what lies between its regions cannot be shared.
+            TrainctlError: There is no plan, or norms cannot be sharded along the sequence as
+                requested.
         """
         if not self.regions:
             raise _refusal(model, "transformers has no plan of its matrices for tensor ranks")
@@ -117,20 +118,22 @@ class Cut:
 
 
 def cut_of(model: PreTrainedModel) -> Cut:
-    """Where a whole skeleton is cut.
+    """Return the cut of a whole skeleton.
 
     Raises:
-        TrainctlError: Neither its family nor transformers says it in words that are understood.
+        TrainctlError: The model has no family here, and transformers' plans are missing or not
+            understood.
     """
     family = of_type(model.config.model_type)
     return from_plans(model) if family is None else Cut.of_family(family)
 
 
 def shares_of(model: PreTrainedModel) -> dict[str, int]:
-    """Equal parts of each parameter that tensor ranks divide among themselves, by canonical name.
+    """Return the number of equal units that tensor ranks divide, by canonical parameter name.
 
-    Heads of attention, columns of a feed-forward layer or of each expert, tokens of a vocabulary;
-    parameters that every rank has whole are left out, and so are all of a model that cannot be cut.
+    Units are attention heads, columns of a feed-forward layer or of each expert, or tokens of
+    the vocabulary. Parameters that every rank holds whole are left out. A model that cannot be
+    cut has no entries.
     """
     try:
         where = cut_of(model)
@@ -150,7 +153,7 @@ def shares_of(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _shares_in(module: Any, region: Region, heads: int) -> dict[nn.Parameter, int]:
-    """Of one region."""
+    """Return the number of units of each parameter in one region."""
     row = getattr(module, region.row)
     if region.is_experts:
         width = row.shape[1 if getattr(module, "is_transposed", False) else 2]
@@ -171,7 +174,11 @@ def _shares_in(module: Any, region: Region, heads: int) -> dict[nn.Parameter, in
 
 
 def from_plans(model: PreTrainedModel) -> Cut:
-    """As transformers' plans say, and the module tree where these are silent."""
+    """Build the cut from transformers' plans, and from the module tree where the plans are silent.
+
+    Raises:
+        TrainctlError: The plans are missing or not understood.
+    """
     config, own = model.config, OWN.get(model.config.model_type)
     order = own.pipeline if own and own.pipeline else tuple(config.base_model_pp_plan or ())
     styles = own.tensor if own and own.tensor else config.base_model_tp_plan or {}
@@ -214,7 +221,7 @@ def _regions(
 
 
 def has_parts(block: nn.Module, module: str, parts: Mapping[str, str] | tuple[str, ...]) -> bool:
-    """Whether a block has the module of a region with all that is cut in it."""
+    """Return True if a block has a region's module with all parts that are cut in it."""
     for name in module.split("."):
         if not hasattr(block, name):
             return False
@@ -225,7 +232,7 @@ def has_parts(block: nn.Module, module: str, parts: Mapping[str, str] | tuple[st
 def _region(
     model: PreTrainedModel, path: str, module: nn.Module, parts: Mapping[str, str]
 ) -> Region:
-    """What a module's styles mean, given its shapes."""
+    """Return the region that a module's styles describe, given its shapes."""
     row = _only(model, (name for name, style in parts.items() if style in ROW))
     is_experts = isinstance(getattr(module, row), nn.Parameter)
     cut = [name for name, style in parts.items() if style in COLUMN + GATHERED]
@@ -274,7 +281,7 @@ def _region(
 
 
 def _all_known(model: PreTrainedModel, path: str, module: nn.Module, known: set[str]) -> None:
-    """That nothing in a region is left of which the plan says nothing."""
+    """Refuse a region with a parameter that the plan does not mention."""
     for name, _ in module.named_parameters():
         if name.split(".")[0] not in known:
             raise _refusal(model, f"its plan does not say how {path}.{name} is cut")

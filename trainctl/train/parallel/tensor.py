@@ -1,11 +1,11 @@
-"""Tensor parallelism: the skeleton's matrices cut to this rank's shards, before it has weights.
+"""Tensor parallelism: a skeleton's matrices are cut to this rank's shards before it has weights.
 
-Megatron-LM's scheme (arXiv:1909.08053): projections into a region are split by outputs, the one out
-of it by inputs, the vocabulary by tokens. With sequence-sharded norms (arXiv:2205.05198) what lies
-between the regions is split along the sequence as well.
+The scheme is Megatron-LM's (arXiv:1909.08053): projections into a region are split by outputs, the
+projection out of it by inputs, the vocabulary by tokens. With sequence-sharded norms
+(arXiv:2205.05198), the activations between the regions are also split along the sequence.
 
-DeepSpeed's own AutoTP cuts a model that every rank holds whole and refuses a pipeline, so the
-modules are changed here; DeepSpeed sees the mesh as its `mpu` (docs/decisions/009-*.md).
+DeepSpeed's own AutoTP cuts a model that every rank holds whole, and refuses a pipeline. So the
+modules are changed here, and DeepSpeed sees the mesh as its `mpu` (docs/decisions/009-*.md).
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ from trainctl.train.parallel.shard_plan import cut_of, has_parts
 def shard_model(
     model: PreTrainedModel, pieces: Pieces, axis: Axis, *, sequence_sharded_norms: bool
 ) -> Pieces:
-    """Replace the parameters of a skeleton by this rank's shards, and let its modules communicate.
+    """Replace a skeleton's parameters by this rank's shards, and add collectives to its modules.
 
     Args:
-        model: On the meta device.
-        axis: The tensor axis of the mesh.
-        sequence_sharded_norms: Split what lies between the regions along the sequence.
+        model: The skeleton, on the meta device.
+        sequence_sharded_norms: Whether to split activations between regions along the sequence.
 
     Returns:
         The pieces of the parameters that the model has now.
@@ -78,7 +77,7 @@ def shard_model(
         shards[whole] = part, replace(pieces[whole], shard=shard)
 
     def keep(whole: nn.Parameter | None, *, partial: bool) -> None:
-        """A parameter that every tensor rank has whole; the first of them saves it."""
+        """Keep a parameter whole on every tensor rank; the first rank saves it."""
         if whole is not None and whole not in shards:
             shards[whole] = (
                 whole,
@@ -104,7 +103,7 @@ def shard_model(
                 keep(getattr(module, f"{region.row}_bias", None), partial=True)
                 continue
             _shard_region(module, region, axis, cut, sequence_sharded=sequence_sharded_norms)
-            for name in (*region.columns, region.row):  # what ranks have whole of an adapter
+            for name in (*region.columns, region.row):  # adapter tensors that every rank has whole
                 for parameter in added_parameters(getattr(module, name)):
                     keep(parameter, partial=True)
             row = getattr(module, region.row)
@@ -129,11 +128,11 @@ def shard_model(
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens that a tensor rank has, of all: the last one has fewer if they do not divide."""
+    """This tensor rank's tokens of the vocabulary; the last rank may have fewer."""
 
     axis: Axis
     size: int
-    """Tokens in all."""
+    """Tokens of the whole vocabulary."""
 
     @property
     def share(self) -> int:
@@ -151,12 +150,12 @@ class Vocabulary:
 
 
 def vocabulary_of(model: PreTrainedModel, axis: Axis) -> Vocabulary | None:
-    """How a model's is split over tensor ranks; None where there is one."""
+    """Return the split of a model's vocabulary over tensor ranks; None with a single rank."""
     return Vocabulary(axis, model.config.vocab_size) if axis.size > 1 else None
 
 
 def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
-    """Sum gradients to which each tensor rank contributes a part, before DeepSpeed sees them."""
+    """Add hooks that sum partial gradients over the tensor ranks, before DeepSpeed sees them."""
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
@@ -171,16 +170,14 @@ def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
 def vocabulary_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, *, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy in nats of logits that are split over the vocabulary, of each position.
+    """Return cross entropy and log-normalisers of logits that are split over the vocabulary.
 
-    Beside it the softmax's log-normalisers; both fp32, (samples, length), and 0 where a position
-    does not count.
+    Both are in nats, fp32, (samples, length), and 0 at positions that do not count.
 
     Args:
         logits: (samples, length, tokens of this rank).
-        labels: (samples, length), of the whole vocabulary.
-        vocabulary: How it is split.
-        ignored: Label of a position that does not count.
+        labels: (samples, length), ids in the whole vocabulary.
+        ignored: Label of positions that do not count.
     """
     found: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(
         logits.float(), labels, vocabulary, ignored
@@ -189,22 +186,22 @@ def vocabulary_parallel_cross_entropy(
 
 
 def gather_vocabulary(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Return the logits of the whole vocabulary, on all tensor ranks; without a gradient."""
+    """Return the logits of the whole vocabulary on all tensor ranks, without a gradient."""
     padded = F.pad(logits.detach(), (0, vocabulary.share - vocabulary.count))
     return gather(padded, vocabulary.axis, dim=-1)[..., : vocabulary.size]
 
 
 class ExpertsWithBias(nn.Module):
-    """Experts whose last bias, which every rank has whole, is added in as many parts as ranks.
+    """Mixin of experts whose output bias is whole on every rank, placed before transformers' class.
 
-    What the ranks put out is summed. Before the class that transformers has for them.
+    The ranks' outputs are summed, so each rank adds an equal fraction of the bias.
     """
 
     shared_bias: str
     bias_shares: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # What an object has itself is found before its parameters.
+        # Instance attributes are found before parameters.
         whole: Any = self._parameters[self.shared_bias]
         self.__dict__[self.shared_bias] = whole / self.bias_shares
         try:
@@ -214,9 +211,10 @@ class ExpertsWithBias(nn.Module):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding split by tokens: a rank looks up its own, and the ranks' results are summed.
+    """Mixin of an embedding split by tokens, placed before transformers' class.
 
-    Before the class that transformers has for it, whose way to look up it keeps (scaled, say).
+    A rank looks up its own tokens, and the ranks' results are summed. The lookup itself stays the
+    class's own, which may scale it.
     """
 
     tokens: Vocabulary
@@ -229,12 +227,12 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def _split_by_tokens(embedding: Any, tokens: Vocabulary) -> None:
-    # The same object, since the model, its hooks and its tied weight know it.
+    # Change the class in place: the model, its hooks and its tied weight refer to this object.
     kind = type(embedding)
     embedding.__class__ = type(kind.__name__, (VocabularyEmbedding, kind), {})
     embedding.tokens = tokens
     embedding.num_embeddings = tokens.count
-    if embedding.padding_idx is not None:  # the row that learns nothing, if it is of this rank
+    if embedding.padding_idx is not None:  # the row that gets no gradient, if this rank has it
         local = embedding.padding_idx - tokens.first
         embedding.padding_idx = local if 0 <= local < embedding.num_embeddings else None
 
@@ -256,7 +254,7 @@ def _shard_region(
     row = getattr(module, region.row)
     if isinstance(row, Adapted):
         cut(row, LORA_A, dim=1)
-    # The same object below, so that the parameter is found where it was.
+    # Change the class in place, so that the parameter keeps its place.
     if isinstance(row, Conv1D):
         cut(row, "weight", dim=0)
         row.__class__ = row_class(row, RowConv1D)
@@ -279,10 +277,10 @@ def _shard_region(
 
 
 def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
-    """Every rank has a part of each expert: rows of gate and up, columns of down.
+    """Give every rank a part of each expert: rows of gate and up, columns of down.
 
-    The router lies outside and is the same on all ranks: so is its gradient, since that of the
-    weights that it gives is summed.
+    The router lies outside and is the same on all ranks. So is its gradient, since the gradient
+    of the routing weights is summed over the ranks.
     """
     gives_last = getattr(module, "is_transposed", False)
     for name in region.columns:
@@ -306,7 +304,7 @@ def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
 
 
 def _norm_across_ranks(norm: nn.Module, axis: Axis) -> None:
-    """A norm over all heads sees those of all ranks; each goes on with its own."""
+    """Let a norm over all heads see all ranks' heads; each rank keeps its own of the result."""
     norm.register_forward_pre_hook(lambda _, args: (GatherWidth.apply(args[0], axis), *args[1:]))
     norm.register_forward_hook(
         lambda _, args, output: output.chunk(axis.size, dim=-1)[axis.index].contiguous()
@@ -314,10 +312,10 @@ def _norm_across_ranks(norm: nn.Module, axis: Axis) -> None:
 
 
 def _choose_own_heads(module: Any, region: Region, axis: Axis) -> None:
-    """From the ranks' equal parts of queries, keys and values to the heads of this rank.
+    """Exchange the outputs of a fused projection so that each rank gets its own heads.
 
-    The three are of unequal width, so that equal parts of the matrix are no heads; the matrix stays
-    cut in equal parts, and what it gives is exchanged.
+    Queries, keys and values have unequal widths, so equal parts of the matrix are not whole
+    heads. The matrix stays cut in equal parts, and its outputs are exchanged.
     """
     config = copy.copy(module.config)
     queries = config.num_attention_heads * module.head_dim
@@ -353,9 +351,9 @@ def _copy_input(axis: Axis) -> Any:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy whose softmax runs over the ranks, and its log-normalisers.
+    """Cross entropy with a softmax over all ranks, and its log-normalisers.
 
-    The gradients are softmax minus one-hot, and softmax.
+    Their gradients are softmax minus one-hot, and softmax.
     """
 
     @staticmethod
