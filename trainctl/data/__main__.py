@@ -1,4 +1,6 @@
-"""A process that tokenizes for another one: `python -m trainctl.data`, with its work on stdin."""
+"""Worker process that tokenizes for another process: `python -m trainctl.data`, with its job on
+stdin.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from trainctl.runs.processes import die_with_parent
 
 
 def main() -> int:
-    """Do what stdin says; an error of the user's goes to stdout as JSON."""
+    """Do the job on stdin. A user's error is printed to stdout as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
     die_with_parent()
     job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
