@@ -1,6 +1,4 @@
-"""Worker process that tokenizes for another process: `python -m trainctl.data`, with its job on
-stdin.
-"""
+"""Worker that tokenizes for another process: `python -m trainctl.data`, with its job on stdin."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from trainctl.runs.processes import die_with_parent
 
 def main() -> int:
     """Do the job on stdin. A user's error is printed to stdout as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     die_with_parent()
     job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     try:

@@ -131,9 +131,7 @@ def _chosen(
 
 
 def _places(part: Part) -> npt.NDArray[np.uint64]:
-    """Return the first 8 bytes of each document's hash as a number, as in
-    `config.text.documents`.
-    """
+    """Return the first 8 bytes of documents' hashes as numbers, as in `config.text.documents`."""
     first = np.ascontiguousarray(part.hashes()[:, :8])
     return first.view(">u8").reshape(-1).astype(np.uint64)
 
@@ -141,4 +139,4 @@ def _places(part: Part) -> npt.NDArray[np.uint64]:
 def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
     places = (_places(store.part(task)) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
-    return max(0, limit_of(extremes, fraction))  # below 0 where there is no document
+    return max(0, limit_of(extremes, fraction))  # below 0 if there are no documents

@@ -1,10 +1,9 @@
-"""Bins of best-fit packing, computed once for a side of a corpus and a length, and cached. No
-torch.
+"""Cached bins of best-fit packing, computed once for a side of a corpus and a length. No torch.
 
-    packing-KEY/starts.bin    u64: first token of each piece in the side's text, bin after bin
-    packing-KEY/lengths.bin   u32: tokens of each piece
-    packing-KEY/firsts.bin    u64: number of each bin's first piece, and the number of pieces
-    packing-KEY/packing.json  settings that the bins depend on, sizes and CRC-32; written last
+packing-KEY/starts.bin    u64: first token of each piece in the side's text, bin after bin
+packing-KEY/lengths.bin   u32: tokens of each piece
+packing-KEY/firsts.bin    u64: number of each bin's first piece, and the number of pieces
+packing-KEY/packing.json  settings that the bins depend on, sizes and CRC-32; written last
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
 
 
 def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
-    """Return the length of a source's training text as a run draws it, including the padding of
-    bins.
+    """Return the tokens of a source's training text as a run draws it, including bins' padding.
 
     The order computes floor((N - 1) / L) samples of length L from this number N. `tell` is called
     as in `bins_of`, and with how much of the samples is text.
@@ -143,7 +141,7 @@ def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
     ends = corpus.ends(split)
     if ends is not None:
         return ends
-    tokens = corpus.tokens(split)[: split.tokens]  # of before they were kept
+    tokens = corpus.tokens(split)[: split.tokens]  # a corpus made before ends were stored
     if corpus.end_of_document is None:
         return np.array([split.tokens][: split.tokens], dtype=np.int64)
     return ends_by_id(tokens, corpus.end_of_document)
@@ -173,9 +171,7 @@ def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> tuple[Bins | None, str]:
-    """Return the bins of a folder if they are intact, else None and the problem (empty if there are
-    none).
-    """
+    """Return the bins of a folder if they are intact, else None and the problem, if any."""
     record = folder / "packing.json"
     if not record.is_file():
         return None, ""

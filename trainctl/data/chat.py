@@ -52,9 +52,7 @@ tokens.
 
 
 class CannotRender(TrainctlError):
-    """A template refuses a conversation, or its rendering does not show which tokens are
-    answers.
-    """
+    """A template refuses a conversation, or its rendering does not show what the answers are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,8 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Create the chat template of a tokenizer.
 
-        The template is the one in the file `named`, or the tokenizer's own if `named` is None.
+        `named` is the file of another template, or the name of one of several that the tokenizer
+        has; None uses the tokenizer's own.
 
         Raises:
             TrainctlError: The tokenizer has no file, or there is no template.
@@ -151,9 +150,7 @@ class ChatTemplate:
         return _any_of([*self._special.values(), *self._marks.values()])
 
     def _probes(self) -> list[str]:
-        """Render two conversations that differ only in the answer; [] if the template
-        refuses one.
-        """
+        """Render two conversations that differ only in the answer; [] if one is refused."""
         texts = []
         for said in "01":
             answer = [{"role": "user", "content": "0"}, {"role": "assistant", "content": said}]
@@ -260,7 +257,7 @@ class ChatTemplate:
         if len(special):
             last = first + int(special[-1]) + 1
             if not whole[places[last - 1, 1] : len(through.text)].strip():
-                end = last  # what follows the end of the turn is nobody's
+                end = last  # white space after the turn is not learned
         return first, end
 
     def _no_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
@@ -364,9 +361,7 @@ class ChatTemplate:
 
 
 def _loaded(file: Path, special: Collection[str] = ()) -> Tokenizer:
-    """Load a tokenizer without truncation or padding, with the named added tokens declared
-    special.
-    """
+    """Load a tokenizer without truncation or padding; the named added tokens become special."""
     from tokenizers import Tokenizer
 
     text = file.read_text(encoding="utf-8")

@@ -1,6 +1,4 @@
-"""Check whether a run may continue with another data plan: samples already drawn must not
-change.
-"""
+"""Check whether a run may continue with another data plan: drawn samples must not change."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Sample:
     is_cut: bool
     """Whether the text was cut."""
     stretches: tuple[ChatStretch, ...] = ()
-    """The same text, divided into learned and other tokens; only of sources with loss marks."""
+    """Text divided into learned and other tokens; only of sources with loss marks."""
 
 
 def parse_counters(text: str) -> list[int]:
@@ -152,7 +152,7 @@ def samples_of(
     try:
         tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in sections}
         order = order_of(plan, tokens)
-    except ValueError:  # there is no sample
+    except ValueError:  # there are no samples
         return []
     found = order.at(counters)
     numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
@@ -231,9 +231,7 @@ def _stretches(
     tokenizer: Tokenizer,
     most_characters: int,
 ) -> Iterator[ChatStretch]:
-    """Yield a sample's text by runs of learned and other tokens. The first token is never a
-    label.
-    """
+    """Yield a sample's text by runs of learned and other tokens. The first token is no label."""
     is_learnt = np.concatenate([[False], ~silent[: len(ids) - 1]])
     borders = np.flatnonzero(np.diff(is_learnt)) + 1
     for first, end in pairwise([0, *borders.tolist(), len(ids)]):
@@ -246,9 +244,7 @@ def _stretches(
 def training_text(
     plan: RunPlan, corpus: Corpus, source: str, limit: int | None = None
 ) -> TrainingText:
-    """Return the training text of a source; `limit` is the number of tokens to search, None for
-    all.
-    """
+    """Return the training text of a source; `limit` tokens of it are searched, None for all."""
     from_function = plan.config.data.factory is not None
     section = None if from_function else sources_of(plan.config.data)[source]
     return TrainingText(corpus, section, corpus.train.tokens if limit is None else limit)
@@ -300,7 +296,7 @@ def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
     number = bisect_right(ends, first)
     inside = [int(end) for end in ends[number : bisect_right(ends, last - 1)]]
     for document, (start, end) in enumerate(pairwise([first, *inside, last]), number):
-        if start == end:  # a document without a token
+        if start == end:  # an empty document
             continue
         begins = int(ends[document - 1]) if document else 0
         yield Passage(document, *text.place_of(document), start - begins, end - begins)
@@ -331,7 +327,7 @@ class _Sources:
         self._places: list[tuple[File, int | None]] | None = None
         try:
             self._files = split_files(config)
-        except TrainctlError:  # they have gone; the tokens have not
+        except TrainctlError:  # the files are gone, but not the tokens
             self._files = TextFiles([], [])
 
     def find(self, document: int) -> tuple[str | None, int | None]:
@@ -351,16 +347,14 @@ class _Sources:
             return self._places_read()
         found: list[tuple[File, int | None]] = []
         for file in self._files.train:
-            with suppress(OSError, TrainctlError):  # it has gone, or is another
+            with suppress(OSError, TrainctlError):  # the file is gone or has changed
                 found += [(file, line) for line in places(file)]
         return found
 
     def _places_read(self) -> list[tuple[File, int | None]]:
-        """Find the documents by reading all text, as is needed if some lines were not
-        trained on.
-        """
+        """Return the places by reading all text, as needed if some lines were not trained on."""
         try:
             found = sides(self._config, self._files, Reader(self._config))
             return [(document.file, document.line) for side, document in found if side == "train"]
-        except TrainctlError:  # not as it was
+        except TrainctlError:  # the text has changed
             return []

@@ -44,8 +44,9 @@ class ChatEncoder:
         self.fingerprint = " ".join(of)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the marked ids of each conversation; no ids for one that `data.on_bad_text` leaves
-        out.
+        """Return the marked ids of each conversation.
+
+        A conversation that `data.on_bad_text` leaves out has no ids.
 
         Raises:
             CannotRender: A conversation cannot be rendered and is not left out.

@@ -41,9 +41,7 @@ _NO_TEXT = "see what is in the files, and that the text is where data looks for 
 
 
 class _Together:
-    """Progress over several sources: documents of finished sources are added to the current
-    one's.
-    """
+    """Progress over several sources: adds the documents of finished sources."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._before, self._last = progress, 0, 0
@@ -233,7 +231,7 @@ def recorded(path: Path) -> Corpora:
         sources = json.loads(path.read_bytes())["sources"]
         return {name: Corpus.of(record) for name, record in sources.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {SOLE: Corpus.load(path)}  # of a run with one source; or says what is wrong
+        return {SOLE: Corpus.load(path)}  # a run with one source, or an error
 
 
 def digests_of(corpora: Mapping[str, Corpus]) -> dict[str, Any]:

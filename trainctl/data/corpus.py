@@ -127,7 +127,7 @@ def build_corpus(
         return corpus
     store, tasks = _store_of(config, tokenizer, files)
     if not problem:
-        do(store, tasks)  # before the lock, so that others help
+        do(store, tasks)  # without the lock, so that other processes can help
 
     def choose_of_run() -> Chosen:
         sources = []
@@ -347,7 +347,7 @@ def _from_cache(
     corpus, _ = _read(folder, needs_ends)
     if corpus is not None:
         return corpus
-    with locked(folder, tell):  # another launch may be tokenizing the same
+    with locked(folder, tell):  # another launch may be writing it
         corpus, problem = _read(folder, needs_ends)
         if corpus is None:
             if problem:

@@ -293,10 +293,8 @@ def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
 
 
 def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
-    """Yield the rest of a file, `BLOCK_BYTES` at a time. Each block is overwritten by the
-    next one.
-    """
-    buffer = memoryview(bytearray(BLOCK_BYTES))  # one for all: fresh memory costs as much as CRC-32
+    """Yield the rest of a file, `BLOCK_BYTES` at a time. The next block overwrites a block."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))  # reused: allocation costs as much as CRC-32
     while size := stream.readinto(buffer):
         yield buffer[:size]
 

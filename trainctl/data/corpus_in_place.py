@@ -100,9 +100,7 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
 
 
 def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
-    """Return document ends from the index or by the end-of-document id; else all is one
-    document.
-    """
+    """Return ends from the index, or by the end-of-document id; else all is one document."""
     if tokenized.ends is not None:
         return tokenized.ends
     if end_of_document is None:
@@ -177,7 +175,7 @@ def _of_another_tokenizer(
 def _is_copy(name: str, file: Path) -> bool:
     """Return True if `name` is the path of a file with the same bytes."""
     try:
-        # A name that somebody else wrote may be a device's, which has no end.
+        # The name is foreign data: it may be a device, which would be read without end.
         return Path(name).is_file() and Path(name).read_bytes() == file.read_bytes()
     except (OSError, ValueError):
         return False

@@ -146,9 +146,7 @@ class _History:
             self._order = order_of(plan, tokens)
 
     def _add(self, step: int, first: int, end: int) -> None:
-        """Record a step's samples. A repeated step replaces its earlier record and all
-        later ones.
-        """
+        """Record a step's samples. A repeated step replaces its earlier record and later ones."""
         while self._steps and self._steps[-1] >= step:
             for column in (self._steps, self._firsts, self._ends):
                 column.pop()
@@ -162,12 +160,12 @@ class _History:
             return
         corpus = self._corpora[source]
         bins = bins_of(self._plan.config, corpus, corpus.train)
-        if bins is not None:  # the order has one bin after the other
+        if bins is not None:  # the order counts in bins
             place = bins.bin_of(token)
             if place is None:
                 return
             token = place * self._plan.batch.sequence_length
         for seen in self._order.when(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
-            if number >= 0 and seen.counter < self._ends[number]:  # not left out after a spike
+            if number >= 0 and seen.counter < self._ends[number]:  # else skipped by a rewind
                 yield Sighting(self._steps[number], seen.counter, seen.epoch)

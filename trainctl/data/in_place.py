@@ -79,9 +79,7 @@ class Span:
         return "" if size == self.size else f"{self.file} has {size:,} bytes, not {self.size:,}"
 
     def problem(self) -> str:
-        """Describe a missing file, wrong size or wrong fingerprint; empty if there is no
-        problem.
-        """
+        """Describe a missing file, wrong size or wrong fingerprint; empty if all is well."""
         found = self.size_problem()
         if not found and fingerprint(self.ids()) != self.fingerprint:
             found = f"{self.file} has other ids"

@@ -99,7 +99,7 @@ class Order:
     ) -> None:
         self.seed, self.shuffle = seed, shuffle
         self.stages = tuple(stages)
-        # By name: whose turn it is among equals is then no matter of who else is listed.
+        # Sorted by name, so that ties between sources do not depend on the order of listing.
         self.sources = tuple(sorted(sources, key=lambda source: source.name))
         self.names = tuple(source.name for source in self.sources)
         self._firsts = np.array([stage.first for stage in self.stages], dtype=np.int64)

@@ -135,7 +135,7 @@ def pack(pieces: Pieces, length: int) -> Bins:
     for size in range(length, 0, -1):
         left = of_length[size]
         while left:
-            # The bin that has taken one has less room than the others, and so is next again.
+            # A bin that has taken a piece has the least room, so it is next again.
             room = rooms.least(size)
             each = (room or length) // size
             wanted = -(-left // each)

@@ -92,9 +92,7 @@ def _half_bits(sizes: Words) -> Words:
 
 
 def _one_or_each(value: npt.ArrayLike, like: Integers) -> Words:
-    """Return a scalar if the number is the same for all, which is much faster; else one per
-    value.
-    """
+    """Return a scalar if the number is the same for all (much faster); else one per value."""
     array: Words = np.asarray(value).astype(np.uint64)
     if array.ndim == 0:
         return array

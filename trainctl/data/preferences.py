@@ -53,7 +53,7 @@ class PreferenceEncoder:
             self._template = ChatTemplate.of(
                 tokenizer.file, section.chat_template, section.template_arguments
             )
-        except TrainctlError as error:  # texts need none
+        except TrainctlError as error:  # plain texts need no template
             if section.chat_template is not None:
                 raise
             self._why_none = error

@@ -1,5 +1,4 @@
-"""Do the tasks of a store: in this process, in other processes of this machine, beside other
-machines.
+"""Do a store's tasks: in this process, in others of this machine, and beside other machines.
 
 All of them do the same: take the next task that nobody has claimed, until every task is done. So
 there is no queue and no coordinator, and starting the same command on another machine helps.
@@ -119,7 +118,7 @@ def _in_processes(
         processes += (_start(count) for _ in range(count))
         for process in processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended, and its code will tell
+            with suppress(BrokenPipeError):  # it has ended: `_watch` finds its exit code
                 process.stdin.write(text)
                 process.stdin.close()
         _watch(store, tasks, processes, show)
@@ -129,7 +128,7 @@ def _in_processes(
         for process in processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # what a dead one has not read
+                with suppress(OSError):  # a dead process has not read its input
                     assert pipe is not None
                     pipe.close()
 
@@ -137,7 +136,7 @@ def _in_processes(
 def _start(count: int) -> subprocess.Popen[bytes]:
     threads = str(max(1, cores() // count))
     environment = {
-        "RAYON_NUM_THREADS": threads,  # of the tokenizers library
+        "RAYON_NUM_THREADS": threads,  # for the tokenizers library
         **os.environ,
         PARENT_VARIABLE: str(os.getpid()),
     }
@@ -172,7 +171,7 @@ def _watch(
         left = [task for task in left if task.key not in keys]
         if all(code == 0 for code in codes):
             return
-        # Of a hundred thousand tasks a look takes a while, on a disk that others work with.
+        # Checking 100,000 tasks takes a while and loads a shared disk: wait longer then.
         time.sleep(max(_POLL_SECONDS, 10 * (time.monotonic() - looked)))
 
 

@@ -191,9 +191,7 @@ def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
 
 
 class TokenizingProgress:
-    """Progress callback that prints a line to stderr every 5 seconds and calls `show` twice a
-    second.
-    """
+    """Progress callback: prints to stderr every 5 seconds and calls `show` twice a second."""
 
     def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
         self._last = self._shown = time.monotonic()

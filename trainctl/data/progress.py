@@ -29,7 +29,7 @@ class PreparationStanding:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate from the rate so far; None in the first 2 seconds or if the total is unknown."""
+        """Estimate from the rate so far; None in the first 2 seconds, or if bytes are unknown."""
         if not self.whole or not self.size or self.seconds < 2:
             return None
         return self.seconds * max(0, self.whole - self.size) / self.size
@@ -74,9 +74,7 @@ class PreparationMeter:
         self._tell()
 
     def task(self, size: int, documents: int = 0) -> None:
-        """Count a finished task of `size` bytes, and its documents unless `document` has counted
-        them.
-        """
+        """Count a finished task of `size` bytes, and `documents` not counted by `document`."""
         self.documents += documents
         self.size += size
         self._of_task = 0

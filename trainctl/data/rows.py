@@ -65,13 +65,11 @@ class SampleRows:
         self._length = length
         self._bins = bins
         self._infilling = infilling
-        # There may be no bin at all: of conversations that are all left out.
+        # There are no bins if all conversations are left out.
         self.num_samples = samples_in(split.tokens, length) if bins is None else len(bins)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """Return start and end in the text of each piece of a sample, without the label token
-        behind it.
-        """
+        """Return start and end of each piece of a sample in the text, without the last label."""
         if self._bins is None:
             return [(index * self._length, (index + 1) * self._length)]
         starts, lengths = self._bins.pieces(index)
@@ -93,7 +91,7 @@ class SampleRows:
             return rows
         starts = indices * self._length
         for row, start, epoch in zip(rows.tokens, starts.tolist(), epochs, strict=True):
-            # Slices: indices of all tokens cost more than twice as much.
+            # Slices: fancy indexing of all tokens takes more than twice as long.
             self._copy(row, start, int(epoch))
         for silent, start in zip(rows.silent, starts.tolist(), strict=True):
             self._silence(silent, start)
@@ -118,7 +116,7 @@ class SampleRows:
                 self._silence(rows.silent[number, at : at + size], start, is_whole=True)
                 at += size
                 rows.ends[number, at - 1] = True
-            else:  # a whole sample, and the document goes on
+            else:  # a piece as long as the sample; the document goes on
                 self._copy(row, start, epoch)
                 self._silence(rows.silent[number], start)
                 return
@@ -140,7 +138,7 @@ class SampleRows:
 
     def _find_ends(self, rows: Rows, starts: npt.NDArray[np.int64]) -> None:
         """Mark the last token of each document; none if the corpus does not know the ends."""
-        if self._ends is None:  # a corpus of before they were kept
+        if self._ends is None:  # a corpus made before ends were stored
             if self._end_of_document is not None:
                 rows.ends[:] = rows.tokens[:, :-1] == self._end_of_document
             return

@@ -191,7 +191,7 @@ def choose(
 def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> PartToMeasure:
     content = source.store.part(task).folder.name
     name, number = content, 1
-    while (source.name, name) in taken:  # two tasks of the same content
+    while (source.name, name) in taken:  # two tasks with the same content
         number += 1
         name = f"{content}-{number}"
     return PartToMeasure(

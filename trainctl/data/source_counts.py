@@ -81,7 +81,7 @@ def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
 
     try:
         counts, unread = count_sources(plan.config)
-    except TrainctlError:  # of the tokenizer: who encodes with it says so
+    except TrainctlError:  # tokenizer errors are reported elsewhere
         return None, []
     if unread:
         return None, []

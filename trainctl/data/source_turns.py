@@ -50,7 +50,7 @@ class Turns:
         return periods * int(self.quotas[source]) + inside
 
     def position(self, source: int, draw: int) -> int:
-        """Return the position among all draws of a source's own draw (from 0): the inverse of
+        """Return the position of a source's draw (from 0) among all draws: the inverse of
         `drawn`.
         """
         periods, rank = divmod(draw, int(self.quotas[source]))

@@ -152,7 +152,7 @@ class Store:
             except TrainctlError:
                 if not self.is_done(task):
                     raise
-                return  # who has taken it over has swept this away
+                return  # the process that took over removed this
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         _require_unchanged(task)
@@ -258,12 +258,12 @@ def _facts(piece: FilePiece, reader: Reader, lines: int) -> PieceFacts:
 def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     """Return a digest of the bytes that a task reads, and the line feeds of each piece.
 
-    File names are part of the digest, because a source may depend on a file's suffix, but folders
-    are not. The start of a range is part of it only as far as it matters: 0 differs from the rest
-    because of a byte order mark, unless the source does not count lines. Remote files are not
-    fetched for the digest: URL and version stand for their bytes, and they are read only to count
-    the lines of a range. Path, size and time stand for ranges that are not byte ranges, which would
-    read the whole file each.
+    File names are part of the digest, because a source may depend on a file's suffix; folders are
+    not. Of a range's start only whether it is 0 counts, because a byte order mark may come first.
+
+    Remote files are not fetched for the digest: URL and version stand for their bytes, and they are
+    read only to count the lines of a range. Path, size and time stand for ranges that are not byte
+    ranges, because reading one of them reads the whole file.
     """
     digest = hashlib.blake2b(digest_size=16)
     lines = []

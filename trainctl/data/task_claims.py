@@ -58,7 +58,7 @@ class Claims:
             done.set()
             beating.join()
             with suppress(OSError):
-                if nonce in _said(path):  # nobody thought that we were gone
+                if nonce in _said(path):  # the claim was not taken over
                     path.unlink()
 
     def forget(self, name: str) -> None:
@@ -74,7 +74,7 @@ class Claims:
             except FileExistsError:
                 if not self._is_abandoned(path):
                     return False
-            with suppress(OSError):  # another was faster
+            with suppress(OSError):  # another process was faster
                 aside = path.with_name(f"{path.name}.{nonce}")
                 path.rename(aside)
                 aside.unlink()
@@ -87,7 +87,7 @@ class Claims:
         beat = 0
         while not done.wait(_BEAT_SECONDS):
             beat += 1
-            with suppress(OSError):  # a disk that is away for a while; or it was taken over
+            with suppress(OSError):  # the disk is away, or the claim was taken over
                 if nonce in _said(path):
                     new = path.with_name(f"{path.name}.{nonce}")
                     new.symlink_to(self._text(nonce, beat))
@@ -96,7 +96,7 @@ class Claims:
     def _is_abandoned(self, path: Path) -> bool:
         try:
             text = _said(path)
-        except OSError:  # given back in this moment
+        except OSError:  # released just now
             return True
         with suppress(ValueError):
             here, pid, _, _ = json.loads(text)

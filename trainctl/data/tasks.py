@@ -52,9 +52,7 @@ class FilePiece:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether the file is unchanged since the task was planned. Remote files check this
-        themselves.
-        """
+        """Whether the file is unchanged since planning. Remote files check this themselves."""
         return isinstance(self.file, RemoteFile) or self == _of(self.file, self.start, self.end)
 
     def to_plain(self) -> list[Any]:

@@ -99,7 +99,7 @@ def render(
         renderer = _started()
         try:
             kind, *found = _ask(renderer.connection, request)
-        except BaseException:  # of an interrupt too: the next text would get this one's answer
+        except BaseException:  # also an interrupt: a late answer would be the next text's
             _end(renderer)
             raise
     if kind == "refused":

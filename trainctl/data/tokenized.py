@@ -36,7 +36,7 @@ Ids = npt.NDArray[np.integer]
 Ends = npt.NDArray[np.int64]
 
 _MEGATRON = b"MMIDIDX\x00\x00"
-# megatron/core/datasets/indexed_dataset.py, `DType`; of floating point numbers are no ids.
+# megatron/core/datasets/indexed_dataset.py, `DType`, without its floating-point types.
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_HEADER = 34
 """Bytes of the magic, version, type, number of sequences, and number of document entries."""
@@ -73,8 +73,7 @@ class Tokenized:
     def problems(
         self, vocab_size: int, end_of_document: int | None, *, whole: bool = False
     ) -> list[str]:
-        """Find reasons why a model of this vocabulary cannot train on the file; empty if none is
-        seen.
+        """Describe why a model of this vocabulary cannot train on the file; empty if it can.
 
         `whole` checks every id instead of ids at places all over the file.
         """
@@ -163,7 +162,7 @@ def _megatron(file: Path, index: Path) -> Tokenized:
     if head[17] not in _MEGATRON_TYPES:
         raise _unfit(index, f"its type is number {head[17]}, which is none of ids")
     sequences, entries = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
-    # Lengths, then places in bytes, then the first sequence of each document and one past the last.
+    # Lengths, byte offsets, then the first sequence of each document and the number of all.
     starts = [_MEGATRON_HEADER, _MEGATRON_HEADER + 4 * sequences, _MEGATRON_HEADER + 12 * sequences]
     if len(raw) < starts[2] + 8 * entries:
         raise _unfit(index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes")
@@ -183,7 +182,7 @@ def _megatron(file: Path, index: Path) -> Tokenized:
 def _datatrove(file: Path, dtype: str | None) -> Tokenized:
     index, metadata = (file.with_name(f"{file.name}.{end}") for end in ("index", "metadata"))
     tokenizer, width = "", ""
-    if metadata.is_file():  # "NAME|BYTES", since the time when ids had two: "NAME"
+    if metadata.is_file():  # "NAME|BYTES"; older files: "NAME", two bytes
         first = metadata.read_text("utf-8", errors="replace").partition("\n")[0]
         tokenizer, _, width = first.rpartition("|") if "|" in first else (first, "", "2")
     known = dtype or (f"u{width}" if width in ("2", "4") else None)

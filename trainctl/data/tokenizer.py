@@ -94,7 +94,7 @@ class ByteTokenizer:
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        return [self.encode(text) for text in texts]  # a copy of memory: one core is enough
+        return [self.encode(text) for text in texts]  # a memory copy: one core is enough
 
     def id_of(self, token: str) -> int | None:
         return None
@@ -129,7 +129,7 @@ class FileTokenizer:
         had_limits = take_limits(self._backend)
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
-        end = f"\0{facts.end_of_document}"  # it is among the ids of every text
+        end = f"\0{facts.end_of_document}"  # it is part of every encoded text
         self.file: Path | None = path
         whole = "\0whole" if had_limits else ""
         self.fingerprint = hashlib.sha256((text + end + whole).encode()).hexdigest()
@@ -138,7 +138,7 @@ class FileTokenizer:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        # The library's own threads, one a core (RAYON_NUM_THREADS); nobody wants the offsets.
+        # Runs on the library's threads, one per core (RAYON_NUM_THREADS), without offsets.
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
 

@@ -204,7 +204,7 @@ def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[
 
 @cache
 def _classes() -> npt.NDArray[np.uint8]:
-    """Return the class of each code point below `_ASTRAL`, and one for all others: [_ASTRAL
+    """Return the class of each code point below `_ASTRAL`, and one for all others, [_ASTRAL
     + 1].
     """
     table = np.zeros(_ASTRAL + 1, dtype=np.uint8)

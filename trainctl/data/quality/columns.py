@@ -73,9 +73,7 @@ class ColumnWriter:
         self.append({name: values, f"{name}.ends": before + np.cumsum(counts, dtype=np.int64)})
 
     def finish(self, **facts: Any) -> None:
-        """Write the manifest with these facts of the part (plain JSON), and publish the folder by a
-        rename.
-        """
+        """Write the manifest with facts of the part (plain JSON), and publish the folder."""
         for stream in self._open.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -143,14 +141,12 @@ class Columns:
             self._mapped[name] = (
                 np.asarray(np.memmap(file, form["dtype"], "r", shape=shape))
                 if 0 not in shape
-                else np.empty(shape, form["dtype"])  # a file of no bytes cannot be mapped
+                else np.empty(shape, form["dtype"])  # an empty file cannot be mapped
             )
         return self._mapped[name]
 
     def ragged(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return the values of some rows of a column, concatenated, and their number in
-        each row.
-        """
+        """Return the values of some rows of a column, concatenated, and the count of each row."""
         values, ends = self[name], self[f"{name}.ends"]
         last = ends[rows]
         first = np.where(rows > 0, ends[rows - 1], 0)

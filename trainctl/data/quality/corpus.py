@@ -40,9 +40,7 @@ class MeasuredPart:
         return np.arange(self.first, self.first + self.columns.documents)
 
     def among(self, ids: I64) -> Bool:
-        """Return the mask of the part's documents that are in `ids`, [documents]. `ids` must
-        ascend.
-        """
+        """Return the mask of the part's documents in `ids` (ascending), [documents]."""
         found = np.zeros(self.columns.documents, dtype=np.bool_)
         begin, end = np.searchsorted(ids, (self.first, self.first + len(found)))
         found[ids[begin:end] - self.first] = True
@@ -110,7 +108,7 @@ class Measured:
         return result
 
     def ragged(self, name: str, ids: I64) -> tuple[Array, I64]:
-        """Return the values of a ragged column for some ids, concatenated, and their number for
+        """Return the values of a ragged column for some ids, concatenated, and the count of
         each.
         """
         counts = np.zeros(len(ids), dtype=np.int64)
@@ -129,9 +127,7 @@ class Measured:
         return result, counts
 
     def _of(self, ids: I64) -> Iterator[tuple[MeasuredPart, I64, I64]]:
-        """Yield each part with some of the ids, their positions in `ids`, and their rows in the
-        part.
-        """
+        """Yield each part with some of the ids, their positions in `ids`, and their rows."""
         if not len(ids):
             return
         owner = np.searchsorted(self.firsts, ids, side="right") - 1

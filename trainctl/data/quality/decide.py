@@ -84,8 +84,8 @@ class _Judge:
         self._examples: dict[str, dict[str, list[tuple[int, int, float | None, int | None]]]] = {}
 
     def places(self, ids: I64) -> I64:
-        """Return the ranks of documents: of two duplicates the higher rank goes. Fixed documents
-        rank first.
+        """Return ranks: of two duplicates the document with the higher rank goes. Fixed ones are
+        first.
         """
         return np.where(self.fixed[ids], ids, ids + len(self.fixed))
 
@@ -99,8 +99,8 @@ class _Judge:
         """Remove documents for a reason.
 
         Args:
-            ids: Ids, ascending. Documents that are already removed only count as affected; fixed
-                ones stay.
+            ids: Ids, ascending. Documents that are already removed only count in `Tally.applies`;
+                fixed ones stay.
             values: The number that decided, for each document.
             likes: The document that stays in place of each.
         """
@@ -153,9 +153,7 @@ class _Judge:
         values: npt.NDArray[Any] | None,
         likes: I64 | None,
     ) -> None:
-        """Keep examples: those with the lowest hashed ids, so that they do not depend on other
-        documents.
-        """
+        """Keep the examples with the lowest hashed ids: they do not depend on other documents."""
         if not len(places):
             return
         drawn = mix(ids[places].view(np.uint64))
@@ -167,7 +165,7 @@ class _Judge:
                 (
                     int(mix(np.uint64(number))),
                     number,
-                    value if value is not None and isfinite(value) else None,  # as JSON has it
+                    value if value is not None and isfinite(value) else None,  # JSON has no NaN
                     int(likes[place]) if likes is not None else None,
                 )
             )
@@ -203,7 +201,7 @@ def _filtered(
             value = part.columns[f"{name}.{bound.statistic}"]
             edge = np.float32(limit)
             within = value >= edge if bound.is_least else value <= edge
-            yield f"{name}.{bound.key}", value, ~within  # NaN is not within anything
+            yield f"{name}.{bound.key}", value, ~within  # NaN is out of bounds
 
 
 def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
@@ -276,7 +274,7 @@ def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -
     for (low, high), value in zip(ids[order].tolist(), index[order].tolist(), strict=True):
         if judge.fixed[high]:
             continue
-        if high not in gone and low not in gone:  # all pairs in which `low` is the later are done
+        if high not in gone and low not in gone:  # `low` is final: pairs are sorted by `high`
             gone[high] = (low, value)
     removed = np.array(list(gone), dtype=np.int64)
     judge.remove(

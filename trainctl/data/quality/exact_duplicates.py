@@ -28,7 +28,7 @@ def same_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
     for ids, counts in equal_keys(rows, corpus.documents, scratch, memory):
         rest = corpus.rows("hash", ids)[:, 1]
         group = np.repeat(np.arange(len(counts)), counts)
-        order = np.lexsort((ids, rest, group))  # the other 64 bits; a group falls apart very rarely
+        order = np.lexsort((ids, rest, group))  # by the other 64 bits, which rarely split a group
         ids, rest, group = ids[order], rest[order], group[order]
         is_first = np.ones(len(ids), dtype=np.bool_)
         is_first[1:] = (group[1:] != group[:-1]) | (rest[1:] != rest[:-1])

@@ -43,7 +43,7 @@ def equal_keys(
             keys, ids = (np.concatenate(each) for each in zip(*given, strict=True))
             yield from _grouped(keys, ids)
         return
-    shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     try:
         scratch.mkdir(parents=True)
         for keys, ids in rows():

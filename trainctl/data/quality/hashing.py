@@ -44,7 +44,7 @@ class Segments:
         np.cumsum(scaled, out=self._sums[1:])
 
     def hashes(self, starts: I64, ends: I64) -> U64:
-        """Return 64-bit hashes of values[start:end], [segments]. Equal segments have equal
+        """Return 64-bit hashes of values[start:end], [segments]; equal segments have equal
         hashes.
         """
         sums = (self._sums[ends] - self._sums[starts]) * _INVERSES.up_to(len(self._sums))[starts]

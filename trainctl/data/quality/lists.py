@@ -53,7 +53,7 @@ def function(batch: DocumentBatch, *, call: str) -> Statistics:
 def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
     try:
         return float(score(entry.text))
-    except Exception as error:  # whatever the user's code does
+    except Exception as error:  # user code may raise anything
         raise TrainctlError(
             f"the filter {call} failed with document {entry.number}: {describe_exception(error)}",
             hint="it is called with a text, and must give a number for any",
@@ -64,7 +64,7 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
 def _imported(call: str) -> Callable[[str], float]:
     module, _, name = call.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # for this function alone: our processes do not look there
+    if here not in sys.path:  # our processes do not import from there
         sys.path.insert(0, here)
     try:
         found: Callable[[str], float] = getattr(importlib.import_module(module), name)
@@ -116,9 +116,7 @@ def _plain(url: str) -> str:
 
 
 def _above(url: str) -> set[str]:
-    """Return all entries that would match a URL: itself, its parent paths and its parent
-    domains.
-    """
+    """Return all entries that match a URL: itself, its parent paths and its parent domains."""
     if not url:
         return set()
     plain = _plain(url)

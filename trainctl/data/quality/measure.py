@@ -1,8 +1,8 @@
 """Measure the documents of a corpus, part by part: the only time that their texts are read.
 
 A part is done if its columns' manifest exists with the key of what is wanted. A finished part is
-not measured again, whichever process did it. Memory is that for one batch in each process
-(`batches`), plus 13 bytes and a table of up to 32 bytes for each word of held-out texts.
+not measured again, whichever process did it. Memory is one batch per process (`batches`), plus 13
+bytes and a table of up to 32 bytes for each word of held-out texts.
 """
 
 from __future__ import annotations
@@ -198,9 +198,7 @@ def _append_near(writer: ColumnWriter, batch: DocumentBatch) -> None:
 
 
 def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
-    """Yield the batches, or one empty batch if there are none, so that an empty part has all
-    columns.
-    """
+    """Yield the batches, or one empty batch, so that an empty part has all columns."""
     empty = True
     for batch in every:
         empty = False

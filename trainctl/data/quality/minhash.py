@@ -48,8 +48,8 @@ class Bands:
 
     @classmethod
     def for_threshold(cls, threshold: float, recall: float = 0.95) -> Bands:
-        """Return the bands with the most rows, and so fewest candidates, with this recall at a
-        threshold.
+        """Return the bands with this recall at a threshold that have most rows: fewest
+        candidates.
         """
         for rows in range(HASHES, 1, -1):
             bands = cls(HASHES // rows, rows)
@@ -58,9 +58,7 @@ class Bands:
         return cls(HASHES, 1)
 
     def keys(self, signatures: U32) -> U64:
-        """Return 64-bit keys of each document's bands, [documents, count]; different bands share no
-        key.
-        """
+        """Return 64-bit keys of each document's bands, [documents, count]; bands share no key."""
         used = signatures[:, : self.count * self.rows].astype(np.uint64)
         split = used.reshape(len(signatures), self.count, self.rows)
         keys = np.broadcast_to(np.arange(self.count, dtype=np.uint64), split.shape[:2])
@@ -84,8 +82,7 @@ def ngram_sets(batch: DocumentBatch) -> tuple[U32, I64]:
 
 
 def signatures(values: U32, counts: I64) -> U32:
-    """Return MinHash signatures, [documents, HASHES]; all bits are ones for a document without
-    words.
+    """Return MinHash signatures, [documents, HASHES]; all ones for a document without words.
 
     `values` and `counts` are the result of `ngram_sets`.
     """
@@ -117,7 +114,7 @@ def jaccard(left: tuple[U32, I64], right: tuple[U32, I64]) -> npt.NDArray[np.flo
 
     `left` and `right` have the hashes of the pairs' first and second documents, concatenated, and
     their counts, [pairs]. If a sketch is cut off, only hashes in the range of both sketches are
-    compared: an unbiased sample of the documents' n-grams.
+    compared: a random sample of the documents' n-grams.
     """
     pairs = len(left[1])
     owners = [np.repeat(np.arange(pairs), counts) for _, counts in (left, right)]

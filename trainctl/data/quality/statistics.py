@@ -81,9 +81,7 @@ def repetition(batch: DocumentBatch) -> Statistics:
 
 
 def c4(batch: DocumentBatch) -> Statistics:
-    """Compute the statistics of C4's rules for documents, and the share of lines that C4 would
-    keep.
-    """
+    """Compute the statistics of C4's rules, among them the share of lines C4 would keep."""
     lines = batch.lines
     last = np.isin(batch.codes[lines.ends - 1], _TERMINAL) & ~_ends_in_dots(batch)[lines.ends - 1]
     begins = np.zeros(len(batch.codes) + 1, dtype=np.int64)
@@ -162,9 +160,7 @@ def _repeated_ngrams(batch: DocumentBatch) -> dict[str, npt.NDArray[np.float64]]
 
 
 def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArray[np.float64]:
-    """Return the characters of words in the n-grams that begin at `begin`, each word once,
-    [documents].
-    """
+    """Return the characters of words in the n-grams at `begin`, each word once, [documents]."""
     edges = np.bincount(begin, minlength=len(tokens.starts) + 1)
     edges -= np.bincount(begin + size, minlength=len(edges))[: len(edges)]
     inside = np.cumsum(edges)[:-1] > 0
@@ -172,8 +168,7 @@ def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArra
 
 
 def _runs(keys: U64) -> tuple[I64, I64]:
-    """Return an order that puts equal keys together, first occurrence first, and the start of each
-    run.
+    """Return an order that puts equal keys together (first occurrence first), and the runs' starts.
 
     Positions are sorted with the keys, in their low bits, which costs a quarter of `argsort`.
     Different keys are taken as equal with a probability of N^2 / 2^(65 - bits) for N keys.

@@ -36,7 +36,7 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
         whole = np.flatnonzero(document[: len(windows)] == document[WINDOW - 1 :])
         chosen = whole + windows[whole].argmin(axis=1)
     counts = np.bincount(document, minlength=len(batch))
-    short = np.flatnonzero((counts < WINDOW)[document])  # one window, of all that there is
+    short = np.flatnonzero((counts < WINDOW)[document])  # a document of one incomplete window
     order = short[np.lexsort((hashes[short], document[short]))]
     first = np.ones(len(order), dtype=np.bool_)
     first[1:] = document[order[1:]] != document[order[:-1]]

@@ -51,8 +51,8 @@ def to_remove(
 ) -> list[str] | None:
     """Return the names of shards to remove to make room, those with the latest next use first.
 
-    None if removing all shards that may be removed does not make enough room. The policy is optimal
-    (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
+    Returns None if removing all of them does not make enough room. This is the policy of Belady ("A
+    study of replacement algorithms for a virtual-storage computer", 1966).
 
     Args:
         here: Sizes of the shards that may be removed, by name.
@@ -96,8 +96,7 @@ class ShardCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def opened(self, name: str) -> int:
-        """Return a file descriptor of a shard. Fetch the shard, or wait for its fetch, if it is
-        missing.
+        """Return a file descriptor of a shard; fetch it, or wait for its fetch, if it is missing.
 
         Raises:
             TrainctlError: The shard cannot be fetched, is not what was written, or has no room.
@@ -205,7 +204,7 @@ class ShardCache:
         return descriptor
 
     def _sizes(self) -> dict[str, int]:
-        """Remove files of killed processes and return the sizes of the others. The folder must be
+        """Remove files of killed processes and return the other sizes. The folder must be
         locked.
         """
         found = {}
@@ -228,9 +227,7 @@ class ShardCache:
         return True
 
     def _fetched(self, name: str, descriptor: int) -> int:
-        """Fill a claimed file, rename it to its final name, and return its descriptor for
-        reading.
-        """
+        """Fill a claimed file, rename it to its final name, and return its descriptor."""
         unfinished = self._folder / (name + _UNFINISHED)
         try:
             for attempt in range(1, CRC_ATTEMPTS + 1):

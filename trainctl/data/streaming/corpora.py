@@ -109,7 +109,7 @@ class Stream:
                 pass
             names = [f"train-{number:05d}.shard" for number in ahead.wanted()]
             fetched = False
-            # Who needs the shard tries again, and raises what there is to raise.
+            # Errors are ignored here: a rank that needs the shard fetches it again and raises.
             with suppress(TrainctlError):
                 fetched = self.cache.fetch_ahead(names)
             if not fetched:
@@ -187,8 +187,7 @@ def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) ->
 
 
 def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
-    """Verify the local shards and check that the cache has room. Called before a node's ranks
-    start.
+    """Check that the cache has room for a run, and verify its shards, before ranks start.
 
     Raises:
         TrainctlError: `cache_bytes` is too small for the order of the run, or the disk is too full.

@@ -158,7 +158,7 @@ def packed(
         dtype: dtype of the ids in the file.
     """
     bounds = np.array([start, stop], dtype=ends.dtype)
-    # A first document without a token ends at 0, which is behind no other shard.
+    # An empty first document ends at 0, which only the first shard can contain.
     first, last = np.searchsorted(ends, bounds, side="right")
     relative = (ends[0 if start == 0 else first : last].astype(np.int64) - start).astype(END)
     return relative.tobytes() + ids[start : stop + 1].astype(dtype).tobytes()
@@ -167,8 +167,6 @@ def packed(
 def unpacked(
     raw: memoryview, facts: ShardFacts, dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return ids and document ends of a shard's file, as views. Ends are counted from its first
-    token.
-    """
+    """Return ids and document ends (from its first token) of a shard's file, as views."""
     ends = np.frombuffer(raw, END, count=facts.documents)
     return np.frombuffer(raw, dtype, offset=ends.nbytes), ends

@@ -69,9 +69,7 @@ class Lookahead:
                 self._add()
 
     def look(self) -> bool:
-        """Look one chunk further ahead; return False if the lookahead already reaches far
-        enough.
-        """
+        """Look one chunk further ahead; return False if the lookahead reaches far enough."""
         with self._lock:
             most = min(self._end, self._at + MOST_SAMPLES)
             if self._next >= most or len(self._uses) >= self._enough:
@@ -85,8 +83,9 @@ class Lookahead:
             return list(dict.fromkeys(shard for _, shards in self._chunks for shard in shards))
 
     def next_use(self, shard: int) -> int | None:
-        """Return a counter near the next sample that needs a shard: 0 for now, None if none is in
-        sight.
+        """Return a counter near the next sample that needs a shard.
+
+        0 means now, and None that no such sample is in sight.
         """
         with self._lock:
             uses = self._uses.get(shard)

@@ -16,9 +16,7 @@ from trainctl.data.streaming.layout import StreamRecord, name_of, shards_of, unp
 
 
 class StreamedTokens:
-    """Ids and document ends of one side of a remote corpus. Reading blocks until shards are
-    fetched.
-    """
+    """Ids and document ends of one side of a remote corpus. Reading waits for shards."""
 
     def __init__(self, record: StreamRecord, side: str, cache: ShardCache) -> None:
         self._record, self._side, self._cache = record, side, cache
@@ -82,7 +80,7 @@ class StreamedTokens:
             os.close(descriptor)
         if hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
-        # Views keep the map until they are gone, with what copies of them are made within.
+        # The views keep the map open until they are deleted; callers copy what they need.
         yield unpacked(memoryview(mapped), self._record.facts(name), self._record.dtype)
 
 
@@ -102,9 +100,7 @@ class StreamedEnds:
     def searchsorted(
         self, values: npt.ArrayLike, side: Literal["left", "right"] = "left", sorter: None = None
     ) -> npt.NDArray[np.int64]:
-        """Return insertion points like `numpy.ndarray.searchsorted`, which `numpy.searchsorted`
-        calls.
-        """
+        """Return insertion points, as `numpy.searchsorted` does by calling this method."""
         asked = np.asarray(values).astype(np.int64)
         flat = [self._place(value, side) for value in asked.reshape(-1).tolist()]
         return np.array(flat, dtype=np.int64).reshape(asked.shape)
@@ -124,7 +120,7 @@ class StreamedEnds:
         return np.concatenate(found)
 
     def _place(self, value: int, side: Literal["left", "right"]) -> int:
-        # Shard k has the ends behind k S, so `value` is among those of the one that it is behind.
+        # Shard k has the ends above k S, up to (k + 1) S: find the shard that has `value`.
         number = max(0, -(-value // self._tokens.shard_tokens) - 1)
         if number >= len(self._firsts) - 1:
             return len(self)

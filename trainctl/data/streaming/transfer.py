@@ -45,7 +45,7 @@ def as_url(place: str) -> str:
     """Return a URL without a final slash, and a folder as a file URL."""
     if is_url(place):
         return place.rstrip("/")
-    return f"file://{Path(place).expanduser().resolve()}"  # as it is: fsspec decodes no %20
+    return f"file://{Path(place).expanduser().resolve()}"  # not quoted: fsspec decodes no %20
 
 
 def read_record(place: str, tell: Tell = say) -> StreamRecord:
@@ -122,7 +122,7 @@ def write_elsewhere(
 
     facts: dict[str, list[ShardFacts]] = {side: [] for side in SIDES}
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        # A few at a time: results that wait for their turn would be of all shards.
+        # A few at a time: `map` over all jobs would queue the results of all shards.
         for first in range(0, len(work), _AT_ONCE):
             jobs = work[first : first + _AT_ONCE]
             for job, made in zip(jobs, threads.map(write, jobs), strict=True):
