@@ -46,13 +46,13 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TYPING = ("user", "tool")
 """Roles whose text is untrusted: it never becomes a token that the template writes."""
 _PRIVATE = range(0x100000, 0x10FFFE)
-"""Private-use code points, which have no meaning in text: placeholders for names of special
-tokens.
+"""Private-use code points, which mean nothing in text: placeholders for special tokens'
+names.
 """
 
 
 class CannotRender(TrainctlError):
-    """A template refuses a conversation, or its rendering does not show what the answers are."""
+    """Error: a template refuses a conversation, or its rendering does not show the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Text:
     text: str
     """The rendering, with a private-use character in place of each such name."""
     typed: Mapping[str, str]
-    """Private-use character to the name of the special token it stands for."""
+    """Name of each such special token, by the private-use character that stands for it."""
 
 
 class ChatTemplate:

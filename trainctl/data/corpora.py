@@ -41,7 +41,7 @@ _NO_TEXT = "see what is in the files, and that the text is where data looks for 
 
 
 class _Together:
-    """Progress over several sources: adds the documents of finished sources."""
+    """Progress callback over several sources: adds the documents of finished sources."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._before, self._last = progress, 0, 0

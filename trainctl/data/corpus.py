@@ -49,8 +49,8 @@ CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
 Tell = Callable[[str], None]
 
 _MOST_REPAIRS = 5
-"""Attempts to repair damaged parts before giving up: a disk that damages this many damages
-more.
+"""Attempts to repair damaged parts before giving up: a disk that fails this often keeps
+failing.
 """
 
 

@@ -30,9 +30,7 @@ file).
 FILES = "files.json"
 """Name of the JSON list of source paths that `ORIGIN` indexes."""
 BLOCK_BYTES = 1 << 24
-"""Bytes covered by one checksum. It is CRC-32: zlib computes it at several gigabytes a
-second.
-"""
+"""Bytes covered by one checksum (CRC-32, which zlib computes at several gigabytes a second)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +77,9 @@ class Corpus:
     end_of_document: int | None
     """Id that closes a document, or None."""
     train: Split
-    """The text to train on."""
+    """Training text."""
     held_out: Split
-    """The held-out text; 0 tokens if nothing is held out."""
+    """Held-out text; 0 tokens if nothing is held out."""
     unigram_entropy: float
     """Unigram entropy of the train split, in nats: the loss of a model that knows only token
     frequencies.
@@ -293,7 +291,7 @@ def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
 
 
 def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
-    """Yield the rest of a file, `BLOCK_BYTES` at a time. The next block overwrites a block."""
+    """Yield the rest of a file, `BLOCK_BYTES` at a time. Each block overwrites the previous one."""
     buffer = memoryview(bytearray(BLOCK_BYTES))  # reused: allocation costs as much as CRC-32
     while size := stream.readinto(buffer):
         yield buffer[:size]

@@ -72,11 +72,8 @@ def matches(
     """Yield the documents that contain a text, by source, in the order of the training text.
 
     The search decodes tokens, so it finds what the model is shown, even if the files are gone. If
-    the tokenizer changes a text (its case or white space), search for the changed text.
-
-    Args:
-        wanted: Text to find; not empty.
-        events: Records of the run, for the samples of each step.
+    the tokenizer changes a text (its case or white space), search for the changed text. `wanted`
+    must not be empty. `events` are the run's records, which have the samples of each step.
     """
     names = sources_of(plan.config.data)
     lengths = {name: corpora[name].train.tokens for name in names}

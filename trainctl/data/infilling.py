@@ -41,11 +41,11 @@ class Infilling:
     spm_rate: float
     """Fraction of rearranged documents in SPM form."""
     prefix: int
-    """Id before a prefix."""
+    """Sentinel id before a prefix."""
     middle: int
-    """Id before a middle."""
+    """Sentinel id before a middle."""
     suffix: int
-    """Id before a suffix."""
+    """Sentinel id before a suffix."""
     end_of_document: int | None
     """Id that closes a document and stays last; None if there is none."""
 

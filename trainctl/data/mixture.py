@@ -53,7 +53,7 @@ class SourceUse:
     share: float
     """Fraction of all tokens of the stage or run."""
     epochs: float
-    """Passes over its training text."""
+    """Epochs of the training text."""
     unseen: int | None = None
     """Training tokens that no sample contains; None for a single stage."""
 

@@ -36,7 +36,7 @@ class OrderedSource:
     are.
     """
     tokens: int
-    """Length of its training text."""
+    """Tokens of the training text."""
     window: int | None = None
     """Number of shards that are shuffled together; None shuffles the whole text."""
 
@@ -46,9 +46,9 @@ class OrderedStage:
     """A stage of one mixture and one sample length."""
 
     first: int
-    """Counter of its first sample."""
+    """Counter of the stage's first sample."""
     length: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     weights: Mapping[str, Fraction]
     """Shares of the tokens by source, each above 0; they need not sum to 1."""
 

@@ -129,7 +129,7 @@ class Part:
 
 
 class DamagedPart(Exception):
-    """A part in `folder` is not what was written (`why`, in words). Callers write it again."""
+    """Error: the part in `folder` is not what was written (`why`, in words). Callers rewrite it."""
 
     def __init__(self, folder: Path, why: str) -> None:
         super().__init__(f"{folder}: {why}")

@@ -60,13 +60,13 @@ class Leg:
     key: int
     """Permutation key of the source."""
     tokens: int
-    """Length of its text."""
+    """Tokens of the source's text."""
     length: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     window: int | None
     """Number of shards that are shuffled together; None shuffles the whole text."""
     shard_tokens: int
-    """Tokens of a shard, a multiple of every length where there are windows."""
+    """Tokens per shard; a multiple of every sample length if there are windows."""
     shuffle: bool = True
     """Whether epochs are permuted; otherwise they are in the order of the text."""
     first: int = 0
@@ -78,7 +78,7 @@ class Leg:
     tail_from: int = 0
     """Draw of the previous leg at which the tail begins."""
     tail: int = 0
-    """Samples of the tail."""
+    """Number of samples in the tail."""
 
     @property
     def samples(self) -> int:
@@ -206,10 +206,8 @@ def located(
 ) -> tuple[Integers, Integers]:
     """Return epoch and index of draws behind the tail of a leg, or of one leg per draw.
 
-    Args:
-        draws: Draw of a leg, each.
-        numbers: `Leg.numbers`, each a scalar or an array with one value per draw.
-        shuffle: False keeps the order of the text in an epoch.
+    `numbers` are `Leg.numbers`, each a scalar or an array with one value per draw. Without
+    `shuffle` an epoch is in the order of the text.
     """
     key, first, tail, samples, each, in_shard = (np.asarray(number) for number in numbers)
     epochs, places = np.divmod(first + draws - tail, samples)

@@ -28,10 +28,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Turns:
-    """One period of a mixture, which is repeated."""
+    """One period of a mixture's schedule, which is repeated."""
 
     quotas: Integers
-    """Draws of each source in a period."""
+    """Draws of each source per period."""
     source: Integers
     """Source of each slot."""
     rank: Integers

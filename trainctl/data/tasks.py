@@ -47,7 +47,7 @@ class FilePiece:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The range; None for a whole file."""
+        """Start and end of the range; None for a whole file."""
         return None if self.end is None else (self.start, self.end)
 
     @property

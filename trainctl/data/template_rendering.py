@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from trainctl.errors import TrainctlError
 
 SECONDS = 10.0
-"""Time limit for one text. A text takes about a millisecond, and far less than this on any
-machine.
+"""Time limit for one text. A text takes about a millisecond; no machine is slow enough to need
+this.
 """
 
 MEMORY_BYTES = 1 << 30
@@ -50,7 +50,7 @@ Spans = list[tuple[int, int]]
 
 
 class RefusedByTemplate(Exception):
-    """The template raised an error for this conversation; the message is the reason."""
+    """Error that a template raised for a conversation; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,9 @@ _MEGATRON_HEADER = 34
 """Bytes of the magic, version, type, number of sequences, and number of document entries."""
 _NPY = b"\x93NUMPY"
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""Magic number of a header of 256 integers (llm.c, `dev/data/data_common.py`), to the ids'
-dtype.
-"""
+"""dtype of the ids by the magic number of the header (llm.c, `dev/data/data_common.py`)."""
 _LLM_C_HEADER = 1024
+"""Bytes of the header: 256 integers."""
 _PROBES = 64
 """Number of places in a file whose ids are checked."""
 _PROBE = 1 << 14
@@ -56,7 +55,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A file of ids."""
+    """An open file of token ids."""
 
     file: Path
     ids: Ids

@@ -112,7 +112,7 @@ def take_limits(backend: Backend) -> bool:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library."""
+    """Tokenizer of a `tokenizer.json` of the `tokenizers` library."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend

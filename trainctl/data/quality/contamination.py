@@ -1,7 +1,7 @@
 """Decontamination: find word n-grams of held-out texts in documents.
 
 As for GPT-3 (Brown et al., 2020, appendix C) n-grams have 13 words. N-grams that very many
-documents have are boilerplate; `selection` decides this afterwards. A shorter held-out text is
+documents have are boilerplate; `decide` ignores them afterwards. A shorter held-out text is
 searched for as a whole, if it has at least `SHORTEST` words.
 """
 

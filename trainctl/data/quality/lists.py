@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError, describe_exception
 
 
 def words(batch: DocumentBatch, *, file: str) -> Statistics:
-    """Return the number of a document's words that are listed, `listed`, and their share.
+    """Return the number and share of a document's words that are listed: `listed`, `listed_share`.
 
     An entry of several words matches consecutive words, and counts as one.
     """

@@ -36,9 +36,9 @@ class ShardFacts:
     documents: int
     """Number of documents that end in the shard."""
     size: int
-    """Bytes of its file."""
+    """Bytes of the file."""
     crc: int
-    """CRC-32 of its file."""
+    """CRC-32 of the file."""
 
 
 @dataclass(frozen=True, slots=True)
