@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from trainctl.errors import TrainctlError
 
 SECONDS = 10.0
-"""Time limit for one text. A text takes about a millisecond; no machine is slow enough to need
-this.
+"""Time limit for one text: far more than the slowest machine needs, as a text takes a
+millisecond.
 """
 
 MEMORY_BYTES = 1 << 30
