@@ -1,4 +1,4 @@
-"""A process that tokenizes for another one: `python -m trainctl.data`, with its work on stdin."""
+"""Worker that tokenizes for another process: `python -m trainctl.data`, with its job on stdin."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainctl.runs.processes import die_with_parent
 
 
 def main() -> int:
-    """Do what stdin says; an error of the user's goes to stdout as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    """Do the job on stdin. A user's error is printed to stdout as JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     die_with_parent()
     job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     try:

@@ -1,4 +1,4 @@
-"""From the parts of a store to the two sides of a corpus: which document is on which."""
+"""Assemble the parts of a store into the two sides of a corpus."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trainctl.data.tasks import Task
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Documents that follow each other on a side."""
+    """Consecutive documents of one side."""
 
     side: str
     ids: npt.NDArray[np.integer]
-    """Their tokens."""
+    """Tokens of the documents."""
     ends: npt.NDArray[np.integer]
-    """Tokens of the chunk up to the end of each document."""
+    """End of each document, in tokens of the chunk."""
     files: npt.NDArray[np.integer] | None = None
-    """Number of each one's file among those of the corpus; None where there is none."""
+    """Index of each document's file among the corpus's files; None if there are none."""
     lines: npt.NDArray[np.integer] | None = None
-    """Line of each in its file, from 1, or 0."""
+    """Line of each document in its file, from 1; 0 if the file is the document."""
     span: Span | None = None
-    """Where the tokens are, if they stay there; `ids` are then some of them, to be counted."""
+    """Location of tokens that stay in place; `ids` are then a sample of them, for counting."""
 
 
 def chunks(
@@ -41,13 +41,13 @@ def chunks(
     fraction: float,
     keep: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[Chunk]:
-    """Yield all documents of the tasks, each side in their order.
+    """Yield all documents of the tasks, in order within each side.
 
     Args:
-        store: Whose tasks are all done.
-        files: Which file is on which side; or that documents are divided.
-        fraction: Of these, held out.
-        keep: Which documents of a task are taken, by its key, [documents]; None takes all.
+        store: All of the tasks are done in it.
+        files: Which file is on which side, or that documents are divided.
+        fraction: Held-out fraction if documents are divided.
+        keep: Mask of documents to keep, [documents], by task key; None keeps all.
 
     Raises:
         DamagedPart: A part is not what was written.
@@ -75,13 +75,12 @@ def chunks(
 def held_out_of(
     store: Store, tasks: Sequence[Task], files: TextFiles, fraction: float
 ) -> Iterator[npt.NDArray[np.bool_]]:
-    """Of each task, which documents are held out, [documents].
+    """Yield the mask of held-out documents of each task, [documents].
 
-    Args:
-        store: As for `chunks`; so are the others.
+    Arguments are as in `chunks`.
 
     Raises:
-        DamagedPart: Likewise.
+        DamagedPart: A part is not what was written.
     """
     held_out_files = set(files.held_out)
     limit = _limit(store, tasks, fraction) if files.by_document else None
@@ -95,10 +94,10 @@ def held_out_of(
 
 
 def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
-    """What was bad in the text of the tasks, the held-out files' first.
+    """Return the account of bad text in the tasks, examples of held-out files first.
 
     Raises:
-        DamagedPart: As `chunks`.
+        DamagedPart: A part is not what was written.
     """
     of_sides = {True: BadText(), False: BadText()}
     held_out_files = set(files.held_out)
@@ -124,7 +123,7 @@ def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
 def _chosen(
     ids: npt.NDArray[np.integer], ends: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-    """Ids and ends of some of the documents."""
+    """Return ids and ends of the chosen documents."""
     if chosen.all():
         return ids, ends
     lengths = np.diff(ends, prepend=0)
@@ -132,7 +131,7 @@ def _chosen(
 
 
 def _places(part: Part) -> npt.NDArray[np.uint64]:
-    """Of each document, as `config.text.documents` has it."""
+    """Return the first 8 bytes of documents' hashes as numbers, as in `config.text.documents`."""
     first = np.ascontiguousarray(part.hashes()[:, :8])
     return first.view(">u8").reshape(-1).astype(np.uint64)
 
@@ -140,4 +139,4 @@ def _places(part: Part) -> npt.NDArray[np.uint64]:
 def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
     places = (_places(store.part(task)) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
-    return max(0, limit_of(extremes, fraction))  # below 0 where there is no document
+    return max(0, limit_of(extremes, fraction))  # below 0 if there are no documents

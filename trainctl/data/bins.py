@@ -1,9 +1,9 @@
-"""The bins of best-fit packing: made once for a side of a corpus and a length, and kept. No torch.
+"""Cached bins of best-fit packing, computed once for a side of a corpus and a length. No torch.
 
 packing-KEY/starts.bin    u64: first token of each piece in the side's text, bin after bin
-packing-KEY/lengths.bin   u32: its tokens
+packing-KEY/lengths.bin   u32: tokens of each piece
 packing-KEY/firsts.bin    u64: number of each bin's first piece, and the number of pieces
-packing-KEY/packing.json  what they are of, with sizes and CRC-32; written last
+packing-KEY/packing.json  settings that the bins depend on, sizes and CRC-32; written last
 """
 
 from __future__ import annotations
@@ -40,23 +40,18 @@ _BLOCK = 1 << 24
 
 
 def _unheard(message: str) -> None:
-    """Nobody listens."""
+    """Ignore a message."""
 
 
 def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard) -> Bins | None:
-    """Return the bins of a side for a run, from the cache if they are there and whole, else made.
+    """Return the bins of a side for a run, from the cache or newly packed.
 
-    Args:
-        corpus: Of one of its sources.
-        split: A side of it.
-        tell: Called with a sentence where another process is waited for, or what was kept is
-            damaged.
-
-    Returns:
-        None where the run packs nothing, or the side is empty.
+    None if the run does not pack, or the side is empty. `tell` is called with a sentence before
+    waiting for another process, and if the cached bins are damaged.
 
     Raises:
-        TrainctlError: The cache cannot be written (exit code 4).
+        TrainctlError: The cache cannot be written (exit code 4), or a conversation is too long and
+            `data.on_too_long=error`.
     """
     if config.data.packing is Packing.stream or not split.tokens:
         return None
@@ -104,12 +99,10 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
 
 
 def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
-    """Return how long a source's training text is as a run draws it: with the padding of its bins.
+    """Return the tokens of a source's training text as a run draws it, including bins' padding.
 
-    The order counts samples of a length L by N tokens, as floor((N - 1) / L).
-
-    Args:
-        tell: As for `bins_of`; and called with how much of the samples is text.
+    The order computes floor((N - 1) / L) samples of length L from this number N. `tell` is called
+    as in `bins_of`, and with how much of the samples is text.
 
     Raises:
         TrainctlError: As `bins_of`.
@@ -132,7 +125,7 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
 
 
 def in_words(counts: Mapping[str, int], held_out: int) -> str:
-    """Describe what became of the conversations to train on, beside those that are held out."""
+    """Describe how many conversations are trained on, held out, cut and left out."""
     reasons = {
         "cut": "cut at the length of a sample",
         "dropped_too_long": "left out, as longer than a sample",
@@ -148,7 +141,7 @@ def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
     ends = corpus.ends(split)
     if ends is not None:
         return ends
-    tokens = corpus.tokens(split)[: split.tokens]  # of before they were kept
+    tokens = corpus.tokens(split)[: split.tokens]  # a corpus made before ends were stored
     if corpus.end_of_document is None:
         return np.array([split.tokens][: split.tokens], dtype=np.int64)
     return ends_by_id(tokens, corpus.end_of_document)
@@ -178,7 +171,7 @@ def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> tuple[Bins | None, str]:
-    """What a folder has, if it is whole; else what is wrong, if there is one."""
+    """Return the bins of a folder if they are intact, else None and the problem, if any."""
     record = folder / "packing.json"
     if not record.is_file():
         return None, ""

@@ -1,4 +1,4 @@
-"""Whether what is to be tokenized has room on the disk: asked before anything is written."""
+"""Check that the disk has room for tokenizing, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
 
 _OF_A_DOCUMENT = 40
-"""Bytes beside its tokens: its end, origin and hash in the store, and its end in the corpus."""
+"""Bytes per document besides its tokens: end, origin and hash in the store, and end in the
+corpus.
+"""
 _SAMPLE = 1 << 18
-"""Characters that tell how many tokens a text has, where nothing has been tokenized yet."""
+"""Characters tokenized to estimate tokens per byte, if nothing has been tokenized yet."""
 _UNPACKED = 3.0
-"""Bytes of text in a byte of a packed file, at least."""
+"""Minimum bytes of text per byte of a compressed file."""
 
 
 def space_needed(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> int:
-    """Return bytes that the tasks that are left will take, with the corpus made of all; about.
+    """Estimate the bytes that the open tasks `left` and the corpus of all `tasks` will take.
 
-    A part takes its tokens, and the corpus has them a second time.
-
-    Args:
-        tasks: All of the corpus.
-        left: Those to be done.
+    A part stores its tokens, and the corpus stores them a second time.
     """
     share = _bytes_per_byte(store, tasks)
     return round(share * sum(task.size for task in [*tasks, *left]))
 
 
 def require_space(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> None:
-    """Refuse to begin what the disk has no room for.
+    """Refuse to start if the disk has too little room.
 
     Raises:
-        TrainctlError: It has too little (exit code 4).
+        TrainctlError: There is too little room (exit code 4).
     """
     needed = space_needed(store, tasks, left)
     free = _free(store.folder)
@@ -56,7 +54,7 @@ def require_space(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> 
 
 
 def _bytes_per_byte(store: Store, tasks: Sequence[Task]) -> float:
-    """What is written for a byte of the files: as for those that are done, or for a first few."""
+    """Return the bytes written per byte of the files, from finished tasks or from a sample."""
     done = [task for task in islice(tasks, 1000) if store.is_done(task)]
     size = sum(task.size for task in done)
     if size:
@@ -74,7 +72,7 @@ def _on_disk(folder: Path) -> int:
 
 
 def _sampled(store: Store, tasks: Sequence[Task]) -> float:
-    """By the first documents; what is wrong with them is not said here."""
+    """Estimate bytes written per byte from the first documents. Errors in them are ignored here."""
     texts: list[str] = []
     room = _SAMPLE
     try:

@@ -1,14 +1,15 @@
-"""Conversations to token ids, and which of them are learnt, by a chat template. No torch.
+"""Convert conversations to token ids and loss masks with a chat template. No torch.
 
-Which tokens are the assistant's a template may say itself, by `{% generation %}` blocks. Where it
-has none they are found by prefixes: what the template makes of the messages before an answer, with
-its generation prompt, has to begin what it makes of all; so has what it makes of the messages up to
-and with the answer. The answer is between the two, with the token that ends its turn. A template
-that writes earlier turns otherwise once others follow is refused: nobody knows what to learn then.
+A template can mark the assistant's tokens itself, with `{% generation %}` blocks. Without such
+blocks the answers are found by prefixes. The rendering of the messages before an answer, with the
+generation prompt, must be a prefix of the rendering of the whole conversation, and so must the
+rendering up to and including the answer. The answer lies between the two prefixes, with the token
+that ends its turn. A template that renders earlier turns differently once others follow is refused,
+because its learned tokens are not known.
 
-What a user types is text: where it has the name of a special token, it becomes the ids of its
-letters, and forges no turn. So does, of a user or a tool, the name of any other added token that
-the template writes itself: some tokenizers do not call the tokens special that begin a turn.
+User text is plain text: the name of a special token in it is encoded as its letters and cannot
+forge a turn. In messages of a user or a tool this also holds for any other added token that the
+template itself writes: some tokenizers do not declare the tokens special that begin a turn.
 """
 
 from __future__ import annotations
@@ -38,51 +39,48 @@ Ids = npt.NDArray[np.int64]
 Learnt = npt.NDArray[np.bool_]
 
 FORMAT = 2
-"""Of what is made of a conversation: another one is tokenized again."""
+"""Version of the encoding of conversations. Raising it has all conversations tokenized
+again.
+"""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TYPING = ("user", "tool")
-"""Roles that say what nobody has looked at: what they say writes none of the template's tokens."""
+"""Roles whose text is untrusted: it never becomes a token that the template writes."""
 _PRIVATE = range(0x100000, 0x10FFFE)
-"""Characters that no text has a meaning for: they stand for the names of special tokens in it."""
+"""Private-use code points, which mean nothing in text: placeholders for special tokens'
+names.
+"""
 
 
 class CannotRender(TrainctlError):
-    """A template does not make a text of a conversation, or not one whose answers are known."""
+    """Error: a template refuses a conversation, or its rendering does not show the answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A conversation as a model sees it."""
+    """An encoded conversation with its loss mask."""
 
     ids: Ids
-    """Its tokens, (tokens,)."""
+    """Token ids, shape (tokens,)."""
     learnt: Learnt
-    """Which of them are learnt, (tokens,)."""
+    """True for tokens that are labels, shape (tokens,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A text that was rendered, with what was typed in it."""
+    """A rendered text, and the names of special tokens that messages contained as text."""
 
     text: str
-    """It, with a private character in place of each name of a special token."""
+    """The rendering, with a private-use character in place of each such name."""
     typed: Mapping[str, str]
-    """Those names, by their characters."""
+    """Name of each such special token, by the private-use character that stands for it."""
 
 
 class ChatTemplate:
-    """A tokenizer and a template, for one conversation after the other.
+    """A tokenizer with a chat template (Jinja), which encodes conversations.
 
-    Attributes:
-        source: The template, in Jinja.
-        arguments: What it is given beside the messages, by name.
-        has_marks: Whether the template says itself what the assistant's tokens are.
-
-    Args:
-        tokenizer: A file of the tokenizers library.
-        source: The template, in Jinja.
-        special_tokens: What templates call `bos_token`, `eos_token` and so on.
-        arguments: What the template is given beside the messages, by name.
+    `has_marks` tells whether the template marks the assistant's tokens itself. `arguments` are
+    passed to the template beside the messages. `special_tokens` are the names `bos_token`,
+    `eos_token` and so on with their values. `tokenizer` is a file of the tokenizers library.
     """
 
     def __init__(
@@ -103,15 +101,13 @@ class ChatTemplate:
         named: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> ChatTemplate:
-        """That of a tokenizer's files, or one that is named.
+        """Create the chat template of a tokenizer.
 
-        Args:
-            tokenizer: Its file; None for one that has none.
-            named: File of another template; None is the tokenizer's own.
-            arguments: What it is given beside the messages, by name.
+        `named` is the file of another template, or the name of one of several that the tokenizer
+        has; None uses the tokenizer's own.
 
         Raises:
-            TrainctlError: There is none.
+            TrainctlError: The tokenizer has no file, or there is no template.
         """
         source = template_of(tokenizer, named)
         assert tokenizer is not None
@@ -123,7 +119,7 @@ class ChatTemplate:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same, to which the name of a special token, or of a mark, is text."""
+        """A second tokenizer, which encodes names of special tokens and of marks as text."""
         found = _loaded(self._file, self._marks.values())
         found.encode_special_tokens = True
         return found
@@ -135,7 +131,7 @@ class ChatTemplate:
 
     @cached_property
     def _marks(self) -> dict[int, str]:
-        """Tokens that the template writes, and that the tokenizer does not call special."""
+        """Added tokens that the template writes but the tokenizer does not declare special."""
         added = self._backend.get_added_tokens_decoder().items()
         others = {number: each.content for number, each in added if not each.special}
         if not others:
@@ -145,16 +141,16 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Any special token's name, the longest first."""
+        """Pattern that matches the name of any special token, longest names first."""
         return _any_of(self._special.values())
 
     @cached_property
     def _names_and_marks(self) -> re.Pattern[str]:
-        """Any special token's name, or a mark's."""
+        """Pattern that matches the name of any special token or mark."""
         return _any_of([*self._special.values(), *self._marks.values()])
 
     def _probes(self) -> list[str]:
-        """What the template makes of an answer, and of another one; nothing if it refuses both."""
+        """Render two conversations that differ only in the answer; [] if one is refused."""
         texts = []
         for said in "01":
             answer = [{"role": "user", "content": "0"}, {"role": "assistant", "content": said}]
@@ -166,8 +162,10 @@ class ChatTemplate:
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The token that ends a turn of the assistant: the first after its content that is special
-        or a mark; none if the template writes none."""
+        """Id of the token that ends an assistant turn, or () if the template writes none.
+
+        It is the first token after the content that is special or a mark.
+        """
         texts = self._probes()
         content = [n for n, said in enumerate(zip(*texts, strict=False)) if len({*said}) > 1]
         if not content:
@@ -178,7 +176,10 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same conversation could give other ids, beside the tokenizer's."""
+        """Hash that changes whenever the same conversation could be encoded differently.
+
+        It does not cover the tokenizer, which has its own fingerprint.
+        """
         settings = [FORMAT, self.source, self._special_tokens]
         settings += [self.arguments] if self.arguments else []
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -189,18 +190,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         learn: Learn = Learn.assistant,
     ) -> ChatTokens:
-        """Return a conversation's ids, and which of them are learnt.
+        """Encode a conversation and return its ids with the mask of learned tokens.
 
-        No token is added to what the template writes. The token that ends a turn of the assistant
-        is learnt with it, if the template writes one: in a `{% generation %}` block, or at all
-        where it has none.
-
-        Args:
-            tools: JSON schemas of the tools that may be called.
-            learn: Which tokens.
+        No token is added to what the template writes. The token that ends an assistant turn is
+        learned if the template writes one: inside the `{% generation %}` block, or anywhere if
+        there are no such blocks. `tools` are JSON schemas of the tools that may be called.
 
         Raises:
-            CannotRender: The template refuses the conversation, or does not show its answers; or
+            CannotRender: The template refuses the conversation, its answers cannot be located, or
                 there is nothing to learn.
         """
         typed = self._typed(messages, tools)
@@ -228,10 +225,10 @@ class ChatTemplate:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Ids:
-        """Ids of messages that the assistant is to answer, with the template's prompt for that.
+        """Encode messages that the assistant is to answer, followed by the generation prompt.
 
         Raises:
-            CannotRender: The template refuses them.
+            CannotRender: The template refuses the messages.
         """
         typed = self._typed(messages, tools)
         text, _ = self._rendered(messages, tools, typed, prompts=True)
@@ -246,7 +243,7 @@ class ChatTemplate:
         ids: Ids,
         places: Ids,
     ) -> tuple[int, int]:
-        """First token of an answer and one past its last, by what comes before and with it."""
+        """Return an answer's first token and one past its last, found by prefixes."""
         whole, typed = rendered.text, rendered.typed
         before, _ = self._rendered(messages[:number], tools, typed, prompts=True)
         through, _ = self._rendered(messages[: number + 1], tools, typed)
@@ -260,7 +257,7 @@ class ChatTemplate:
         if len(special):
             last = first + int(special[-1]) + 1
             if not whole[places[last - 1, 1] : len(through.text)].strip():
-                end = last  # what follows the end of the turn is nobody's
+                end = last  # white space after the turn is not learned
         return first, end
 
     def _no_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
@@ -275,10 +272,10 @@ class ChatTemplate:
     def _typed(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> dict[str, str]:
-        """Return the names of special tokens that a conversation has in its texts, by what stands
-        there.
+        """Return a placeholder for each name of a special token in a conversation's texts.
 
-        Found once for all of it: its beginnings are then written as the whole is.
+        The names are collected once for the whole conversation, so that its prefixes are rendered
+        with the same placeholders.
         """
         said = "\0".join(_texts_in([*messages, *(tools or ())]))
         typed = "\0".join(_texts_in([each for each in messages if each["role"] in _TYPING]))
@@ -295,7 +292,7 @@ class ChatTemplate:
         prompts: bool = False,
         marks: bool = False,
     ) -> tuple[_Text, Spans]:
-        """What the template makes of messages, and the spans of characters that it marks."""
+        """Render messages and return the text with the character spans that the template marks."""
         standing = {name: character for character, name in typed.items()}
 
         def plain(value: Any, names: re.Pattern[str]) -> Any:
@@ -313,11 +310,11 @@ class ChatTemplate:
         return _Text(text, typed), spans
 
     def _names_of(self, message: Message) -> re.Pattern[str]:
-        """What is text in a message, whatever it is called."""
+        """Return the pattern of token names that are plain text in this message."""
         return self._names_and_marks if message["role"] in _TYPING else self._names
 
     def _written(self, messages: Sequence[Message]) -> str:
-        """What the template makes of messages that have no names of tokens in them."""
+        """Render messages that contain no names of tokens."""
         return self._by_jinja(messages, (), prompts=False, marks=False)[0]
 
     def _by_jinja(
@@ -328,11 +325,11 @@ class ChatTemplate:
         prompts: bool,
         marks: bool,
     ) -> tuple[str, Spans]:
-        """Return the template's text, and the spans of characters that it marks.
+        """Return the template's text, and the character spans that it marks.
 
         Raises:
-            CannotRender: It refuses the conversation.
-            TrainctlError: It takes more time, memory or text than any template needs.
+            CannotRender: The template refuses the conversation.
+            TrainctlError: The template exceeds the limits on time, memory or length of text.
         """
         given = {**self.arguments, **self._special_tokens}
         try:
@@ -345,7 +342,7 @@ class ChatTemplate:
             ) from None
 
     def _encoded(self, text: _Text) -> tuple[Ids, Ids]:
-        """Ids of a text, (tokens,), and where each begins and ends in it, (tokens, 2)."""
+        """Return the ids of a text, (tokens,), and the span of each token in it, (tokens, 2)."""
         if not text.typed:
             found = self._backend.encode(text.text, add_special_tokens=False)
             return _array(found.ids), _array(found.offsets).reshape(-1, 2)
@@ -364,8 +361,7 @@ class ChatTemplate:
 
 
 def _loaded(file: Path, special: Collection[str] = ()) -> Tokenizer:
-    """Return a tokenizer that gives all of a text; added tokens that are named are special to
-    it."""
+    """Load a tokenizer without truncation or padding; the named added tokens become special."""
     from tokenizers import Tokenizer
 
     text = file.read_text(encoding="utf-8")
@@ -380,20 +376,20 @@ def _loaded(file: Path, special: Collection[str] = ()) -> Tokenizer:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of names, the longest first."""
+    """Return a pattern that matches any of the names, the longest first."""
     longest = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
 
 def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:
-    """Return the first token that has a character of a span, and one past the last."""
+    """Return the first token that overlaps a character span, and one past the last."""
     return int(np.searchsorted(places[:, 1], start, side="right")), int(
         np.searchsorted(places[:, 0], end, side="left")
     )
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield every text of a value of JSON, keys among them."""
+    """Yield every string in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -404,7 +400,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _without_names(value: Any, standing: Mapping[str, str], names: re.Pattern[str]) -> Any:
-    """Return the same with a character in place of each name of a special token, in keys too."""
+    """Replace each name of a special token in a JSON value, keys included, by its placeholder."""
     if not standing:
         return value
     if isinstance(value, str):
@@ -420,7 +416,7 @@ def _without_names(value: Any, standing: Mapping[str, str], names: re.Pattern[st
 
 
 def _in_words(messages: Sequence[Message]) -> str:
-    """Return a conversation, by how it begins."""
+    """Describe a conversation by its first words, for an error message."""
     texts: Iterator[str] = (str(each.get("content") or "") for each in messages)
     first = next((text for text in texts if text), "")
     return f"the conversation that begins {first!r:.60}"

@@ -1,4 +1,4 @@
-"""Whether a run may go on with another plan of its data: what was drawn has to stay what it was."""
+"""Check whether a run may continue with another data plan: drawn samples must not change."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from trainctl.data.order import Order, OrderedStage
 
 
 def changes_of_past(before: Order, now: Order, until: int) -> Iterator[str]:
-    """What another order changes of the samples before a counter, in sentences; mostly nothing.
+    """Yield a sentence for each change between two orders that affects samples drawn so far.
 
-    Without a change both give the same stage, source, epoch and index there. What comes later may
-    be anything: other stages, other sources, an end of a stage that has not been reached.
+    Without a change, both orders give the same stage, source, epoch and index for every counter
+    below `until`. Later samples may change: other stages, other sources, another end of a stage
+    that has not been reached.
 
     Args:
         before: The order that the run was trained with.
-        now: The order that it is to go on with.
-        until: Samples drawn so far: the run's position.
+        now: The order that it is to continue with.
+        until: Number of samples drawn so far.
     """
     if until == 0:
         return

@@ -1,4 +1,4 @@
-"""What was in a sample: its text, and the files and documents that it was cut from. No torch."""
+"""Contents of samples: their text, and the files and documents they were cut from. No torch."""
 
 from __future__ import annotations
 
@@ -33,70 +33,72 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.records import Event, step_curve
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]
-"""Places right after the end of each document, ascending."""
+"""End of each document (exclusive), ascending."""
 
 MOST_SAMPLES = 1000
-"""That are shown at once."""
+"""Maximum number of samples shown at once."""
 _CHUNK = 1 << 24
-"""Tokens that are searched for ends of documents at a time."""
+"""Tokens searched for ends of documents at a time."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The part of a sample that is of one document."""
+    """The part of a sample that belongs to one document."""
 
     document: int | None
-    """Its number in the training split, from 0; None where nothing separates them."""
+    """Number of the document in the training split, from 0; None if documents are not
+    separated.
+    """
     file: str | None
-    """That the document is in now; None if that cannot be told."""
+    """Current file of the document; None if unknown."""
     line: int | None
-    """Or row of that file, from 1; None where the file is one document."""
+    """Line or row of the file, from 1; None if the file is one document."""
     start: int
-    """First token of the passage in the document."""
+    """First token of the passage, counted in the document."""
     end: int
-    """One past its last."""
+    """End of the passage (exclusive), counted in the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatStretch:
-    """Tokens of a sample that follow each other and are learnt, or are not."""
+    """Consecutive tokens of a sample that are either all learned or all not learned."""
 
     text: str
-    """Theirs, special tokens among it."""
+    """Text of the tokens, including special tokens."""
     is_learnt: bool
-    """Whether they are labels."""
+    """Whether the tokens are labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a sample held."""
+    """Content of a sample."""
 
     counter: int
-    """Its number in the run's order, as in the records."""
+    """Sample counter in the run's order, as in the records."""
     source: str
-    """Name of its source; that of a run with one source is `plan.mixture.SOLE`."""
+    """Name of the source; `plan.mixture.SOLE` if the run has one source."""
     index: int
-    """Its number in the source, in samples of its stage's length."""
+    """Index in the source, in samples of the stage's length."""
     epoch: int
-    """How often the source had been gone through before it."""
+    """Epoch of the source, from 0."""
     first_token: int
-    """Its place in the training split; of its first passage, where those are packed."""
+    """Position of the sample (of its first passage, if packed) in the training split."""
     passages: tuple[Passage, ...]
-    """What it has of its documents, in order."""
+    """Parts of documents in the sample, in order."""
     text: str
-    """What its tokens say, cut to the length that was asked for."""
+    """Decoded text, cut to the requested length."""
     is_cut: bool
-    """Whether there is more of it."""
+    """Whether the text was cut."""
     stretches: tuple[ChatStretch, ...] = ()
-    """The same text by what is learnt of it, where that is not all: of conversations."""
+    """Text divided into learned and other tokens; only of sources with loss marks."""
 
 
 def parse_counters(text: str) -> list[int]:
-    """Sample counters as ``12,40-44``: both ends of a range are in it.
+    """Parse sample counters like ``12,40-44``. Ranges include both ends.
 
     Raises:
-        TrainctlError: It is not that, or more than `MOST_SAMPLES`.
+        TrainctlError: The text is invalid, or names more than `MOST_SAMPLES` samples.
     """
     counters: list[int] = []
     for part in text.split(","):
@@ -116,13 +118,11 @@ def parse_counters(text: str) -> list[int]:
 
 
 def counters_of_step(events: Iterable[Event], step: int) -> list[int]:
-    """Return the samples of an optimizer step, by the run's records as it stands.
-
-    Args:
-        step: From 1.
+    """Return the sample counters of an optimizer step (from 1), from the run's records so far.
 
     Raises:
-        TrainctlError: No record says (exit code 5), or there are more than `MOST_SAMPLES`.
+        TrainctlError: There is no record of the step (exit code 5), or it has more than
+            `MOST_SAMPLES` samples.
     """
     record = step_curve(events).get(step)
     if record is None or not record.get("samples"):
@@ -144,17 +144,15 @@ def samples_of(
     *,
     most_characters: int,
 ) -> list[Sample]:
-    """What the samples of a run's order held.
+    """Return the contents of the samples with these counters.
 
-    Args:
-        corpora: Of the run, with their tokens in place.
-        most_characters: Of each text; 0 keeps all of it.
+    The corpora's files must exist. Texts are cut to `most_characters`; 0 keeps them whole.
     """
     sections = sources_of(plan.config.data)
     try:
         tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in sections}
         order = order_of(plan, tokens)
-    except ValueError:  # there is no sample
+    except ValueError:  # there are no samples
         return []
     found = order.at(counters)
     numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
@@ -206,7 +204,7 @@ def samples_of(
 def document_of_all(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:
     """Return a document that every batch has tokens of, with its source; None if there is none.
 
-    Of several it is the one with the most samples in these batches.
+    If there are several, it is the one with the most samples in the batches.
     """
     found: dict[tuple[str, int], tuple[set[int], Passage, int]] = {}
     for number, batch in enumerate(batches):
@@ -233,7 +231,7 @@ def _stretches(
     tokenizer: Tokenizer,
     most_characters: int,
 ) -> Iterator[ChatStretch]:
-    """Yield a sample's tokens by what is learnt of them; the first of all is no label."""
+    """Yield a sample's text by runs of learned and other tokens. The first token is no label."""
     is_learnt = np.concatenate([[False], ~silent[: len(ids) - 1]])
     borders = np.flatnonzero(np.diff(is_learnt)) + 1
     for first, end in pairwise([0, *borders.tolist(), len(ids)]):
@@ -246,27 +244,18 @@ def _stretches(
 def training_text(
     plan: RunPlan, corpus: Corpus, source: str, limit: int | None = None
 ) -> TrainingText:
-    """Return the training text of a source.
-
-    Args:
-        limit: Tokens that are looked at; None looks at all.
-    """
+    """Return the training text of a source; `limit` tokens of it are searched, None for all."""
     from_function = plan.config.data.factory is not None
     section = None if from_function else sources_of(plan.config.data)[source]
     return TrainingText(corpus, section, corpus.train.tokens if limit is None else limit)
 
 
 class TrainingText:
-    """The training text of a source.
+    """Training text of a source: `tokens`, and the `ends` of documents.
 
-    Args:
-        corpus: Of the source.
-        config: Its section; None where a function gave the texts.
-        limit: Tokens that are looked at.
-
-    Attributes:
-        tokens: All ids.
-        ends: Tokens up to the end of each document; None where nothing separates them.
+    `config` is the source's section, None if a function gave the texts. `ends` is None if documents
+    are not separated. At most `limit` tokens are searched for ends if the corpus has not stored
+    them.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
@@ -281,14 +270,14 @@ class TrainingText:
             self._places = _Sources(config)
 
     def place_of(self, document: int) -> tuple[str | None, int | None]:
-        """File and line of a document; the file is None where that cannot be told."""
+        """Return file and line of a document; the file is None if unknown."""
         return self._places.find(document) if self._places else (None, None)
 
 
 def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
-    """Places right after the end of each document, up to a limit; None if nothing marks them.
+    """Find the end of each document up to a limit; None if documents are not separated.
 
-    For a corpus of before they were kept.
+    This is for a corpus made before document ends were stored.
     """
     if end_of_document is None:
         return None
@@ -307,21 +296,21 @@ def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
     number = bisect_right(ends, first)
     inside = [int(end) for end in ends[number : bisect_right(ends, last - 1)]]
     for document, (start, end) in enumerate(pairwise([first, *inside, last]), number):
-        if start == end:  # a document without a token
+        if start == end:  # an empty document
             continue
         begins = int(ends[document - 1]) if document else 0
         yield Passage(document, *text.place_of(document), start - begins, end - begins)
 
 
 class _Origins:
-    """The files of the training split, and which document was in which when it was tokenized."""
+    """Files and lines of documents, from the origins stored when the split was tokenized."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._origin = corpus.origin(corpus.train)
         self._files: list[str] = json.loads((Path(corpus.folder) / FILES).read_bytes())
 
     def find(self, document: int) -> tuple[str | None, int | None]:
-        """File and line of a document; the file must be there still."""
+        """Return file and line of a document; the file is None if it does not exist any more."""
         assert self._origin is not None
         if document >= len(self._origin):
             return None, None
@@ -331,18 +320,18 @@ class _Origins:
 
 
 class _Sources:
-    """The same of a corpus that does not say: from the files as they are now."""
+    """Files and lines of documents of a corpus without origins, from the files as they are now."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
         self._places: list[tuple[File, int | None]] | None = None
         try:
             self._files = split_files(config)
-        except TrainctlError:  # they have gone; the tokens have not
+        except TrainctlError:  # the files are gone, but not the tokens
             self._files = TextFiles([], [])
 
     def find(self, document: int) -> tuple[str | None, int | None]:
-        """File and line of a document."""
+        """Return file and line of a document, None if there is no such document."""
         if self._places is None:
             self._places = self._all_places()
         if document >= len(self._places):
@@ -351,21 +340,21 @@ class _Sources:
         return str(file), line
 
     def _all_places(self) -> list[tuple[File, int | None]]:
-        """Return the place of every document."""
+        """Return file and line of every training document."""
         places = spec_of(self._config).places
         is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
         if places is None or is_divided:
             return self._places_read()
         found: list[tuple[File, int | None]] = []
         for file in self._files.train:
-            with suppress(OSError, TrainctlError):  # it has gone, or is another
+            with suppress(OSError, TrainctlError):  # the file is gone or has changed
                 found += [(file, line) for line in places(file)]
         return found
 
     def _places_read(self) -> list[tuple[File, int | None]]:
-        """Return the same where not every line is a document that was trained on: read as then."""
+        """Return the places by reading all text, as needed if some lines were not trained on."""
         try:
             found = sides(self._config, self._files, Reader(self._config))
             return [(document.file, document.line) for side, document in found if side == "train"]
-        except TrainctlError:  # not as it was
+        except TrainctlError:  # the text has changed
             return []

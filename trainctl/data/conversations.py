@@ -1,4 +1,4 @@
-"""Conversations to marked ids, as a store has them of its documents. No torch."""
+"""Encode conversations as marked ids, in the form that a store has for documents. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.options.data.chat import ChatConfig
 
 
 def encoder_of(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
-    """What makes marked ids of a source's conversations.
+    """Return the encoder of a source's conversations.
 
     Raises:
         TrainctlError: There is no chat template.
@@ -28,13 +28,11 @@ def encoder_of(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
 class ChatEncoder:
     """An encoder of conversations, each as the JSON that `data=chat` makes of it.
 
-    Attributes:
-        vocab_size: Ids are below it, with their marks (`data.marks`).
-        fingerprint: Changes whenever the same conversation could give other ids, or marks.
+    `vocab_size` bounds the ids with their marks (`data.loss_marks`).
     """
 
     end_of_document: int | None = None
-    """None: what ends a conversation its template writes."""
+    """None: the template writes what ends a conversation."""
 
     def __init__(self, section: ChatConfig, tokenizer: Tokenizer) -> None:
         self._template = template = ChatTemplate.of(
@@ -46,10 +44,12 @@ class ChatEncoder:
         self.fingerprint = " ".join(of)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Marked ids of each conversation; none where it is left out, by `data.on_bad_text`.
+        """Return the marked ids of each conversation.
+
+        A conversation that `data.on_bad_text` leaves out has no ids.
 
         Raises:
-            CannotRender: By the policy.
+            CannotRender: A conversation cannot be rendered and is not left out.
         """
         return [self._encoded(text) for text in texts]
 

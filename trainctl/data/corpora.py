@@ -1,7 +1,7 @@
-"""The corpora of a run, one for each of its sources, by name. No torch.
+"""The corpora of a run, one per source, by name. No torch.
 
-A run of one source has one of the name `plan.mixture.SOLE`, and is kept as it was before there were
-several: `corpus.json` is then that corpus itself.
+The only source of a run is named `plan.mixture.SOLE`. Its record is stored as in versions without
+mixtures: `corpus.json` is that corpus itself.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from trainctl.runs.atomic import write_json
 Corpora = dict[str, Corpus]
 
 _EXAMPLES = 10
-"""Of bad text that a record has, of all sources together."""
+"""Maximum number of examples of bad text in a record, over all sources."""
 
 _NO_TEXT = "see what is in the files, and that the text is where data looks for it (data.text_key)"
 
 
 class _Together:
-    """Progress over several sources: documents of those before are counted too."""
+    """Progress callback over several sources: adds the documents of finished sources."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._before, self._last = progress, 0, 0
 
     def next(self) -> _Together:
-        """Of the next source."""
+        """Start counting the next source."""
         self._before, self._last = self._before + self._last, 0
         return self
 
@@ -60,7 +60,7 @@ class _Together:
 
 
 def _unheard(message: str) -> None:
-    """Nobody listens."""
+    """Ignore a message."""
 
 
 def build_corpora(
@@ -72,16 +72,16 @@ def build_corpora(
     users_folder: Path | None = None,
     workers: int | None = None,
 ) -> Corpora:
-    """Return the corpora of a run, one source after the other, each from the cache if it is there.
+    """Return the corpora of a run, each from the cache if it is there. Sources are built in turn.
 
     Args:
-        progress: Called with how far it has come, as tokenizing goes on.
-        tell: Called with a sentence, where the cache is not as it should be.
-        users_folder: For the texts of `data.factory`, which are kept with the run.
-        workers: Processes; None is one for each core.
+        progress: Called with the state of tokenizing as it goes on.
+        tell: Called with a sentence about each problem of the cache.
+        users_folder: Folder of the run for the texts of `data.factory`.
+        workers: Number of processes; None uses one per core.
 
     Raises:
-        TrainctlError: As `build_corpus`, under the keys that the source has in the mixture.
+        TrainctlError: As `build_corpus`, with keys under `data.sources.NAME`.
     """
     if config.data.factory is not None:
         assert users_folder is not None
@@ -108,10 +108,10 @@ def build_corpora(
 
 
 def _require_text(corpus: Corpus, who: str) -> None:
-    """Refuse a corpus without a token of text.
+    """Refuse a corpus without text.
 
     Raises:
-        TrainctlError: It counts the documents.
+        TrainctlError: There are no documents, or all are empty. The message has the counts.
     """
     train, held_out = corpus.train, corpus.held_out
     documents = train.documents + held_out.documents
@@ -128,7 +128,7 @@ def _require_text(corpus: Corpus, who: str) -> None:
 
 
 def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus | None]:
-    """Of each source the corpus, if the same files were tokenized before; no text is read.
+    """Return each source's corpus from the cache, None if it is not there. No text is read.
 
     Raises:
         TrainctlError: No file of a source matches.
@@ -150,17 +150,15 @@ def do_shares(
     *,
     workers: int | None = None,
 ) -> int:
-    """Tokenize one share of each source, and put nothing together: a job of an array.
+    """Tokenize one share of each source without assembling corpora: one job of a job array.
 
-    Args:
-        config: As for `build_corpora`; so are the others.
-        share: Its number, from 1, and how many there are.
+    `share` is the share's number, from 1, and the number of shares.
 
     Returns:
-        Tasks of the sources that are still to be done, by others.
+        Number of tasks of all sources that other jobs still have to do.
 
     Raises:
-        TrainctlError: As `build_corpora`; or the text of a source can be no job of an array.
+        TrainctlError: As `build_corpora`; or a source's text cannot be divided into tasks.
     """
     left, show = 0, _Together(progress)
     for name, section in sources_of(config.data).items():
@@ -174,7 +172,7 @@ def do_shares(
 
 
 def help_with(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Tokenize what nobody does yet of the sources, for a process that puts them together.
+    """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora.
 
     Raises:
         TrainctlError: As `build_corpora`.
@@ -186,7 +184,7 @@ def help_with(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def of_source(data: DataConfig, name: str, error: TrainctlError) -> TrainctlError:
-    """What is wrong with a source, under the keys that it has in the mixture."""
+    """Rewrite the keys in an error of a source to their place under `data.sources.NAME`."""
     if not data.sources:
         return error
     moved = partial(under_source, name, data.sources[name])
@@ -207,10 +205,10 @@ def save_corpora(path: Path, corpora: Mapping[str, Corpus]) -> None:
 
 
 def load_corpora(path: Path, data: DataConfig) -> Corpora:
-    """Those of a configuration's sources, from a run's record.
+    """Return the corpora of a configuration's sources from a run's record.
 
     Raises:
-        TrainctlError: It is none, or has not all of them (exit code 5).
+        TrainctlError: The record is invalid, or lacks a source (exit code 5).
     """
     found = recorded(path)
     missing = [name for name in sources_of(data) if name not in found]
@@ -224,20 +222,20 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
 
 
 def recorded(path: Path) -> Corpora:
-    """Return all that a run's record has, of sources that it has no more among them.
+    """Return every corpus in a run's record, including sources that the run no longer has.
 
     Raises:
-        TrainctlError: It is none (exit code 5).
+        TrainctlError: The record is invalid (exit code 5).
     """
     try:
         sources = json.loads(path.read_bytes())["sources"]
         return {name: Corpus.of(record) for name, record in sources.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {SOLE: Corpus.load(path)}  # of a run with one source; or says what is wrong
+        return {SOLE: Corpus.load(path)}  # a run with one source, or an error
 
 
 def digests_of(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
-    """For a checkpoint: what it was trained on."""
+    """Return the corpus digests that a checkpoint records."""
     if set(corpora) == {SOLE}:
         return {"corpus_digest": corpora[SOLE].digest}
     of_each = {name: corpus.digest for name, corpus in sorted(corpora.items())}
@@ -246,7 +244,7 @@ def digests_of(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
 
 
 def others_than(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) -> list[str]:
-    """Sources whose text is not the one that a checkpoint was trained on."""
+    """Return the sources whose text differs from the text that a checkpoint was trained on."""
     digests = manifest.get("source_digests") or {SOLE: manifest["corpus_digest"]}
     return [
         name
@@ -256,15 +254,13 @@ def others_than(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) -> l
 
 
 def as_before(corpora: Mapping[str, Corpus], path: Path) -> Corpora:
-    """Return the corpora, if those that a run has had are what they were; with those it has no
-    more.
+    """Check that corpora are unchanged since the run started, and return them.
 
-    Args:
-        corpora: As they are now.
-        path: Of the run's record, which may not be there yet.
+    The result also has the recorded corpora of sources that the run no longer has. The run's record
+    at `path` may not exist yet.
 
     Raises:
-        TrainctlError: One is another (exit code 5).
+        TrainctlError: A corpus has changed (exit code 5).
     """
     if not path.is_file():
         return dict(corpora)
@@ -297,9 +293,10 @@ def _as_before(name: str, corpus: Corpus, before: Corpus) -> Corpus:
 
 
 def unigram_entropy(corpora: Mapping[str, Corpus]) -> float:
-    """Loss in nats of a model that knows a token's source, and how often that has each token.
+    """Return the unigram entropy per source, in nats, averaged over sources.
 
-    Sources are weighted by the tokens that they hold out, as in a run's held-out loss.
+    This is the loss of a model that knows the source and its token frequencies. Sources are
+    weighted by held-out tokens, as in a run's held-out loss.
     """
     (first, *_), of = corpora.values(), sum(each.held_out.tokens for each in corpora.values())
     if len(corpora) == 1 or not of:
@@ -308,7 +305,7 @@ def unigram_entropy(corpora: Mapping[str, Corpus]) -> float:
 
 
 def bad_text(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
-    """What was done with bad text of all sources, and where first; empty if there was none."""
+    """Sum the accounts of bad text over sources, with some examples; empty if there was none."""
     found = [corpus.bad_text for corpus in corpora.values() if corpus.bad_text]
     if len(found) < 2:
         return found[0] if found else {}

@@ -1,9 +1,9 @@
 """The tokenized corpus: built once before the ranks start, then memory-mapped. No torch.
 
-A corpus is a folder of the cache with `train.bin` and `held_out.bin` (token ids, little endian, all
-documents one after the other), `train.ends` and `held_out.ends` (where each document ends) and
-`corpus.json`, which has their sizes and checksums: they are compared before every start, and what
-is damaged is made again, from the store of its parts (`trainctl.data`).
+A corpus is a folder of the cache with `train.bin` and `held_out.bin` (token ids, little endian,
+documents concatenated), `train.ends` and `held_out.ends` (where each document ends) and
+`corpus.json` (sizes and checksums). The checksums are verified before every start. A damaged corpus
+is assembled again from the store of its parts (`trainctl.data`).
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
 Tell = Callable[[str], None]
 
 _MOST_REPAIRS = 5
-"""Of damaged parts, one after the other: a disk that damages what it is given damages more."""
+"""Attempts to repair damaged parts before giving up: a disk that fails this often keeps
+failing.
+"""
 
 
 def cache_folder() -> Path:
-    """Where tokenized corpora are kept: TRAINCTL_CACHE_DIR, or the user's cache."""
+    """Return the folder of tokenized corpora: TRAINCTL_CACHE_DIR, or the user's cache."""
     explicit = os.environ.get(CACHE_VARIABLE)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(explicit) if explicit else base / "trainctl"
 
 
 def _unheard(message: str) -> None:
-    """Nobody listens."""
+    """Ignore a message."""
 
 
 def build_corpus(
@@ -76,18 +78,16 @@ def build_corpus(
 ) -> Corpus:
     """Return the corpus of a config, from the cache if the same files were tokenized before.
 
-    Its tokens are made by the tasks of a store, by any number of processes and machines, and then
-    put together by one. Only a text that is cut somewhere, or a single document, which is divided,
-    goes by itself: what its ids are depends on where.
+    Any number of processes and machines tokenize the tasks of a store. One process then assembles
+    the corpus. Text that is cut by `data.max_bytes`, and a single document that is divided, is
+    tokenized by one process instead, because its ids depend on where it is cut.
 
     Args:
-        config: Which files, and which of them are held out.
-        tokenizer: Its fingerprint is part of the cache's key.
-        progress: Called with how far it has come, as tokenizing goes on.
-        tell: Called with a sentence, where the cache is not as it should be.
-        section: Of the tokenizer, for other processes to load; None does everything in this one.
-        workers: Processes; None is one for each core.
-        whole: The `data` of the run, where the config is one of its sources.
+        progress: Called with the state of tokenizing as it goes on.
+        tell: Called with a sentence about each problem of the cache.
+        section: Tokenizer section for worker processes to load; None does all work in this process.
+        workers: Number of processes; None uses one per core.
+        whole: The run's `data` section, if `config` is one of its sources.
 
     Raises:
         TrainctlError: No file matches, one cannot be read or has bad text; nothing is left to train
@@ -127,7 +127,7 @@ def build_corpus(
         return corpus
     store, tasks = _store_of(config, tokenizer, files)
     if not problem:
-        do(store, tasks)  # before the lock, so that others help
+        do(store, tasks)  # without the lock, so that other processes can help
 
     def choose_of_run() -> Chosen:
         sources = []
@@ -172,7 +172,7 @@ def build_corpus(
 
 
 def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
-    """Return one that lies elsewhere, whole."""
+    """Return a corpus that was tokenized and stored elsewhere."""
     corpus: Corpus = function_of("data", config.kind)(config, tokenizer, tell)
     return corpus
 
@@ -180,7 +180,7 @@ def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
 def _in_place(
     config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
 ) -> Corpus:
-    """Of ids that are there already: an index of them."""
+    """Return a corpus of existing token files: only an index of them is written."""
     every = files_in_order(files.train, files.held_out)
 
     def write() -> None:
@@ -201,17 +201,16 @@ def do_share(
     section: TokenizerConfig | None = None,
     workers: int | None = None,
 ) -> int:
-    """Tokenize one share of a corpus, and put nothing together: a job of an array.
+    """Tokenize one share of a corpus without assembling it: one job of a job array.
 
-    Args:
-        config: As for `build_corpus`; so are the others.
-        share: Its number, from 1, and how many there are.
+    `share` is the share's number, from 1, and the number of shares. The other arguments are as in
+    `build_corpus`.
 
     Returns:
-        Tasks of the corpus that are still to be done, by others.
+        Number of tasks of the corpus that other jobs still have to do.
 
     Raises:
-        TrainctlError: As `build_corpus`; or the text can be no job of an array.
+        TrainctlError: As `build_corpus`; or the text cannot be divided into tasks.
     """
     if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return 0
@@ -228,10 +227,10 @@ def do_share(
 
 
 def in_parts(config: DataConfig) -> bool:
-    """Whether the ids of each document are the same wherever it is in the corpus.
+    """Return True if the ids of each document do not depend on its position in the corpus.
 
     Raises:
-        TrainctlError: A file is not there, or cannot be read.
+        TrainctlError: A file is missing or cannot be read.
     """
     if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return False
@@ -254,15 +253,13 @@ def _store_of(
 def cached_corpus(
     config: DataConfig, tokenizer: Tokenizer, whole: DataConfig | None = None, name: str = SOLE
 ) -> Corpus | None:
-    """Return the corpus of a config, if the same files were tokenized before; no text is read.
+    """Return the corpus of a config if the same files were tokenized before, else None.
 
-    Ids that others made are there as soon as they are looked at.
-
-    Args:
-        config: As for `build_corpus`; so are the others.
+    No text is read. The index of existing token files is written if it is missing. Arguments are as
+    in `build_corpus`.
 
     Raises:
-        TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
+        TrainctlError: No file matches; or, for existing token files, as `build_corpus`.
     """
     if spec_of(config).is_prepared:
         return _prepared(config, tokenizer, _unheard)
@@ -278,7 +275,7 @@ def cached_corpus(
 def _cached_at(
     config: DataConfig, tokenizer: Tokenizer, whole: DataConfig, name: str
 ) -> tuple[Path, Path, TextFiles]:
-    """Where the cache has the corpus of a config, where it had it in format 1, and its files."""
+    """Return the cache folder of a config's corpus, its folder in format 1, and its text files."""
     files = split_files(config)
     parts = _parts(config, tokenizer, files)
     cache = cache_folder()
@@ -297,15 +294,15 @@ def build_users_corpus(
     progress: Progress = unseen,
     tell: Tell = _unheard,
 ) -> Corpus:
-    """Return the corpus of a config with `data.factory`, in a folder of the run's.
+    """Return the corpus of a config with `data.factory`, in a folder of the run.
 
-    Nothing tells whether a function would give the same again, so what it gave once is kept with
-    the run: a resume trains on that. Only where that is damaged is the function asked again.
+    A function may return other texts when it is called again, so its first result is kept with the
+    run, and a resume trains on that. The function is called again only if that result is damaged.
 
     Args:
         config: Names the function. It is called as ``function(config, split)``, with ``train`` and
-            ``held_out``, and gives the documents of that split as an iterable of texts.
-        folder: Made if it is not there yet.
+            ``held_out``, and returns the documents of that split as an iterable of texts.
+        folder: Created if it does not exist.
 
     Raises:
         TrainctlError: The function cannot be imported, fails, or gives anything but texts; or, by
@@ -328,16 +325,15 @@ def build_users_corpus(
 
 
 def _needs_ends(config: DataConfig, whole: DataConfig) -> bool:
-    """Whether a source is of no use without the ends of its documents, which were not always kept.
+    """Return True if training on a source needs document ends, which older corpora lack.
 
-    Args:
-        whole: The `data` of the run.
+    `whole` is the run's `data` section.
     """
     return whole.packing is not Packing.stream or bool(config.fim_rate)
 
 
 def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
-    """As `read_corpus`; without ends that are needed it is as one that is damaged."""
+    """Call `read_corpus`, and treat a corpus without required document ends as damaged."""
     corpus, problem = read_corpus(folder)
     if corpus is not None and needs_ends and not corpus.train.ends:
         return None, "it does not say where documents end"
@@ -347,11 +343,11 @@ def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
 def _from_cache(
     folder: Path, write: Callable[[], None], tell: Tell, needs_ends: bool = False
 ) -> Corpus:
-    """Return the corpus of a folder, written where there is none or it is damaged."""
+    """Return the corpus of a folder, and write it first if it is missing or damaged."""
     corpus, _ = _read(folder, needs_ends)
     if corpus is not None:
         return corpus
-    with locked(folder, tell):  # another launch may be tokenizing the same
+    with locked(folder, tell):  # another launch may be writing it
         corpus, problem = _read(folder, needs_ends)
         if corpus is None:
             if problem:
@@ -384,7 +380,7 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
 
 
 def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
-    """Return all that the tokens depend on."""
+    """Return everything that the tokens depend on."""
     fingerprint = encoder_of(config, tokenizer).fingerprint
     parts = [fingerprint, identity_of(config), str(config.max_bytes)]
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
@@ -396,7 +392,7 @@ def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[s
 
 
 def _of_format_1(parts: list[str]) -> list[str]:
-    """What the key of the same text was made of before."""
+    """Return the parts of the cache key of format 1 for the same text."""
     return ["1", *parts[:-2]]
 
 

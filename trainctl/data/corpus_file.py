@@ -1,4 +1,4 @@
-"""`corpus.json`: what a tokenized corpus is, and whether its files are what they were. No torch."""
+"""`corpus.json`: the record of a tokenized corpus, with the checksums of its files. No torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from trainctl.errors import ExitCode, TrainctlError
 FORMAT = 2
 _BLOCKS = ("blocks", "ends_blocks", "origin_blocks")
 ENDS = "<u8"
-"""numpy name of the type of ends of documents."""
+"""numpy dtype of document ends."""
 ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
-"""Where a document came from: which of the corpus's files, and its line there from 1, or 0."""
+"""Origin of a document: index into the corpus's `files.json`, and line from 1 (0: the whole
+file).
+"""
 FILES = "files.json"
-"""Those files, a list of paths."""
+"""Name of the JSON list of source paths that `ORIGIN` indexes."""
 BLOCK_BYTES = 1 << 24
-"""That one checksum is of: CRC-32, which zlib takes of several gigabytes a second."""
+"""Bytes covered by one checksum (CRC-32, which zlib computes at several gigabytes a second)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +40,24 @@ class Split:
     file: str
     """Name of the token file in the corpus folder."""
     tokens: int
-    """Its length in tokens."""
     documents: int
-    """Documents in it, each followed by the end-of-document id if there is one."""
+    """Number of documents, each followed by the end-of-document id if there is one."""
     sha256: str = ""
     blocks: tuple[int, ...] = ()
-    """CRC-32 of each `BLOCK_BYTES` of it, in order."""
+    """CRC-32 of each `BLOCK_BYTES` of the token file, in order."""
     ends: str = ""
-    """Name of the file with the end of each document: u64, little endian, the tokens of the split
-    up to there. Empty where the corpus was made before there was one."""
+    """Name of the file of document ends: u64, little endian, tokens of the split up to each
+    end. Empty if the corpus was made before this file existed.
+    """
     ends_blocks: tuple[int, ...] = ()
     origin: str = ""
-    """Name of the file with the file and line of each document, an `ORIGIN`; empty where that is
-    not known."""
+    """Name of the file with the `ORIGIN` of each document; empty if origins are unknown."""
     origin_blocks: tuple[int, ...] = ()
     in_place: tuple[Span, ...] = ()
-    """Where its ids are, if others have written them; `file` is then empty."""
+    """Spans of existing token files that hold the ids; `file` is then empty."""
 
     def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Its files, each with its size in bytes and the checksums of its blocks."""
+        """Yield each file of the split with its size in bytes and its block checksums."""
         if not self.in_place:
             yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
         if self.ends:
@@ -67,47 +68,43 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What `corpus.json` says."""
+    """Record of a tokenized corpus, as stored in `corpus.json`."""
 
     folder: str
     """Folder of the token files."""
     dtype: str
-    """numpy name of the ids' type."""
+    """numpy dtype of the ids."""
     end_of_document: int | None
     """Id that closes a document, or None."""
     train: Split
-    """The text to train on."""
+    """Training text."""
     held_out: Split
-    """The held-out text; 0 tokens if nothing is held out."""
+    """Held-out text; 0 tokens if nothing is held out."""
     unigram_entropy: float
-    """Entropy of the train split's tokens in nats: the loss of a model that knows how often each
-    token occurs and nothing else."""
+    """Unigram entropy of the train split, in nats: the loss of a model that knows only token
+    frequencies.
+    """
     digest: str
-    """A hash of what is in both splits and which is which: the same on resume, or it is another
-    corpus."""
+    """Hash of both splits and their roles. A resume requires the same digest."""
     bad_text: dict[str, Any] = field(default_factory=dict)
-    """How many documents were repaired and left out, with examples; empty if none."""
+    """Numbers of repaired and of skipped documents, with examples; empty if there are none."""
     former_digest: str = ""
-    """That of the same tokens in format 1, for a run that was started with it."""
+    """Digest of the same tokens in format 1, for a run that started with format 1."""
     format: int = FORMAT
-    """Number of this record's form."""
+    """Version of this record's format."""
     is_marked: bool = False
-    """Whether its ids say which of them are learnt (`data.marks`)."""
+    """Whether each id carries a bit that tells whether it is learned (`data.loss_marks`)."""
 
     def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
-        """Return the split's ids, shape (tokens,), by slices.
+        """Return the split's ids without loss marks, shape (tokens,), read by slices.
 
-        Args:
-            split: As for `stored`; so is the other.
-
-        Raises:
-            TrainctlError: Likewise.
+        `in_order` is passed to `stored`, whose errors this raises.
         """
         found = self.stored(split, in_order=in_order)
         return Unmarked(found) if self.is_marked else found
 
     def learnt(self, split: Split) -> LearntTokens | None:
-        """Which of the split's tokens are learnt, by slices; None where all are.
+        """Return the split's loss mask, read by slices; None if every token is learned.
 
         Raises:
             TrainctlError: As `stored`.
@@ -115,43 +112,43 @@ class Corpus:
         return LearntTokens(self.stored(split, in_order=False)) if self.is_marked else None
 
     def stored(self, split: Split, *, in_order: bool = True) -> Tokens:
-        """Return the split's ids as they are written, shape (tokens,), memory-mapped: by slices.
+        """Return the split's ids as stored, loss marks included, shape (tokens,), memory-mapped.
 
-        Args:
-            in_order: They are read from the first to the last. For samples here and there it is
-                False: the kernel would else read 128 KiB around each page that is missing.
+        `in_order=False` is for reading scattered samples: otherwise the kernel reads 128 KiB around
+        each page fault.
 
         Raises:
-            TrainctlError: Its file is gone or of another size (exit code 5).
+            TrainctlError: The file is missing or has another size (exit code 5).
         """
         if split.in_place:
             return Joined(split.in_place)
         return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
 
     def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
-        """Tokens up to the end of each document, shape (documents,), memory-mapped; or None.
+        """Return the end of each document in tokens, shape (documents,), memory-mapped.
 
-        None is for a corpus of before they were kept: there only the end's id tells.
+        None for a corpus made before ends were stored: only the end-of-document id separates
+        documents.
 
         Raises:
-            TrainctlError: As `tokens`.
+            TrainctlError: As `stored`.
         """
         if not split.ends:
             return None
         return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
 
     def origin(self, split: Split) -> npt.NDArray[Any] | None:
-        """Where each document came from, an `ORIGIN` each, (documents,), memory-mapped; or None.
+        """Return the `ORIGIN` of each document, shape (documents,), memory-mapped; None if unknown.
 
         Raises:
-            TrainctlError: As `tokens`.
+            TrainctlError: As `stored`.
         """
         if not split.origin:
             return None
         return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
 
     def as_without_ends(self) -> Corpus:
-        """Return the same, as before anything was kept of documents."""
+        """Return a copy without document ends and origins, as in an older corpus."""
         nothing: dict[str, Any] = {
             **{"ends": "", "ends_blocks": ()},
             **{"origin": "", "origin_blocks": ()},
@@ -181,9 +178,9 @@ class Corpus:
         return np.frombuffer(mapped, dtype=dtype)
 
     def problem(self, *splits: Split) -> str:
-        """What is wrong with the files of the splits (of all, if none is given); empty if nothing.
+        """Describe what is wrong with the files of the splits (default: all); empty if nothing is.
 
-        Reads all of them, once, at the speed of the disk or of memory.
+        This reads all of the files once.
         """
         for split in splits or (self.train, self.held_out):
             found = self._size_problem(split) or self._checksum_problem(split)
@@ -193,11 +190,11 @@ class Corpus:
         return ""
 
     def is_that_of(self, digest: str) -> bool:
-        """Whether a digest of earlier in this run means this corpus."""
+        """Return True if a digest recorded earlier in this run identifies this corpus."""
         return digest in (self.digest, self.former_digest or self.digest)
 
     def continues(self, before: Corpus) -> bool:
-        """Whether a run can go on with this corpus that was started with the other."""
+        """Return True if a run that started with the corpus `before` can continue with this one."""
         if before.format >= FORMAT:
             return before.digest == self.digest
         sizes = [(split.tokens, split.documents) for split in (self.train, self.held_out)]
@@ -205,7 +202,7 @@ class Corpus:
         return sizes == was and before.digest == self.digest_of_format_1()
 
     def digest_of_format_1(self) -> str:
-        """SHA-256 of both files one after the other, which did not tell where one ends."""
+        """Return the SHA-256 of both token files concatenated, the digest of format 1."""
         digest = hashlib.sha256()
         for split in (self.held_out, self.train):
             with (Path(self.folder) / split.file).open("rb") as stream:
@@ -229,7 +226,7 @@ class Corpus:
         return next(filter(None, problems), "")
 
     def _differs(self, name: str, blocks: tuple[int, ...]) -> str:
-        """In which blocks a file is not what was written; empty if in none."""
+        """Describe which blocks of a file fail their checksum; empty if none does."""
         try:
             stream = (Path(self.folder) / name).open("rb")
         except OSError as error:
@@ -247,10 +244,10 @@ class Corpus:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Corpus:
-        """What a record says.
+        """Parse a record.
 
         Raises:
-            ValueError: Or a TypeError or KeyError: it is not one.
+            ValueError, TypeError or KeyError: The record is invalid.
         """
         sides = {name: _split(record[name]) for name in ("train", "held_out")}
         return cls(**{"format": 1, **record, **sides})
@@ -260,7 +257,7 @@ class Corpus:
         """Read a record.
 
         Raises:
-            TrainctlError: It is not one (exit code 5).
+            TrainctlError: The file is missing or invalid (exit code 5).
         """
         try:
             return cls.of(json.loads(path.read_bytes()))
@@ -276,8 +273,10 @@ class Corpus:
 
 
 def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
-    """Return the corpus of a folder if it is whole; else None and, if there is one, what is
-    wrong."""
+    """Return the corpus of a folder if it is intact, else None and the problem.
+
+    The problem is empty if the folder has no corpus.
+    """
     record = folder / "corpus.json"
     if not record.exists():
         return None, ""
@@ -292,15 +291,14 @@ def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
 
 
 def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
-    """Yield the rest of a file, `BLOCK_BYTES` at a time; each is gone when the next is asked
-    for."""
-    buffer = memoryview(bytearray(BLOCK_BYTES))  # one for all: fresh memory costs as much as CRC-32
+    """Yield the rest of a file, `BLOCK_BYTES` at a time. Each block overwrites the previous one."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))  # reused: allocation costs as much as CRC-32
     while size := stream.readinto(buffer):
         yield buffer[:size]
 
 
 def digest_of_splits(corpus: Corpus) -> str:
-    """SHA-256 of what the tokens are, where the sides end, and which side is which."""
+    """Return the SHA-256 over the tokens, the sizes and the roles of both splits."""
     sides = {
         name: [split.tokens, split.documents, split.sha256]
         for name, split in (("train", corpus.train), ("held_out", corpus.held_out))

@@ -1,4 +1,4 @@
-"""Writing a tokenized corpus so that it is there whole or not at all. No torch."""
+"""Write a tokenized corpus atomically: its folder appears when it is complete. No torch."""
 
 from __future__ import annotations
 
@@ -42,14 +42,12 @@ from trainctl.runs.atomic import sync_directory, write_json
 
 @contextmanager
 def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Within it no other process makes this folder.
+    """Lock a corpus folder, which need not exist, so that no other process writes it meanwhile.
 
-    Args:
-        folder: Of a corpus, perhaps not there yet.
-        tell: Called with a sentence where another process has to be waited for.
+    `tell` is called with a sentence before waiting for another process.
 
     Raises:
-        TrainctlError: Its parent cannot be written (exit code 4).
+        TrainctlError: The parent folder cannot be written (exit code 4).
     """
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -79,20 +77,21 @@ def write_corpus(
     *,
     is_marked: bool = False,
 ) -> None:
-    """Write tokens into a folder, which takes the place of one that is there.
+    """Write tokens into a folder, which replaces an existing one.
 
-    Everything is synced before the folder has its name; what was begun is removed on an error.
+    Everything is synced before the folder is renamed to its final name. On an error the unfinished
+    folder is removed.
 
     Args:
-        chunks: The documents; the sides may be mixed.
-        bad: The account of bad text, asked when the chunks have ended.
-        files: That chunks number; empty where they do not tell their files.
+        chunks: Documents; chunks of the two sides may alternate.
+        bad: Returns the account of bad text; called after the last chunk.
+        files: The files that the chunks number; empty if chunks have no file numbers.
         facts: Other files of the folder, by name, as plain JSON.
-        is_marked: Whether ids say which of them are learnt (`data.marks`).
+        is_marked: Whether ids carry loss marks (`data.loss_marks`).
 
     Raises:
-        TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit
-            code 4).
+        TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit code
+            4).
     """
     temporary = folder.with_suffix(".tmp")
     try:
@@ -120,11 +119,9 @@ def write_corpus(
 def chunks_of(
     texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: Progress = unseen
 ) -> Iterator[Chunk]:
-    """Yield each text by itself, tokenized here one after the other.
+    """Tokenize texts in this process and yield each as a chunk of its own.
 
-    Args:
-        texts: Each with its side, `train` or `held_out`.
-        progress: Called with how many are done.
+    Each text comes with its side, `train` or `held_out`. `progress` is called after each text.
     """
     for done, (side, _, ids) in enumerate(encoded(texts, tokenizer), 1):
         yield Chunk(side, ids, np.array([len(ids)]))
@@ -178,20 +175,20 @@ def _written(
 
 @dataclass(slots=True)
 class _CheckedFile:
-    """A file while it is written."""
+    """A file that is hashed while it is written."""
 
     stream: IO[bytes]
     folder: Path
-    """Whose corpus it is of, for errors."""
+    """Corpus folder, for errors."""
     sha256: Any = field(default_factory=hashlib.sha256)
-    """That of what was written."""
+    """Hash of everything written so far."""
     blocks: list[int] = field(default_factory=list)
-    """CRC-32 of each block; all of them only when it is finished."""
+    """CRC-32 of each full block; complete after `finish`."""
     _in_block: int = 0
     _checksum: int = 0
 
     def write(self, raw: memoryview) -> None:
-        """Some more of it."""
+        """Append bytes."""
         with writing(self.folder):
             self.stream.write(raw)
         self.sha256.update(raw)
@@ -204,7 +201,7 @@ class _CheckedFile:
                 self._close_block()
 
     def finish(self) -> None:
-        """Sync it, and close the last block."""
+        """Sync the file and close the last block."""
         with writing(self.folder):
             self.stream.flush()
             os.fsync(self.stream.fileno())
@@ -229,7 +226,7 @@ class _Side:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, chunk: Chunk, dtype: str) -> None:
-        """Some more documents."""
+        """Append documents."""
         if chunk.span is not None:
             self.spans.append(chunk.span)
         else:
@@ -244,7 +241,7 @@ class _Side:
         self.documents += len(chunk.ends)
 
     def split(self) -> Split:
-        """What it is, synced."""
+        """Sync the files and return the record of the side."""
         for file in (self.ids, self.ends, self.origin):
             if file is not None:
                 file.finish()
@@ -271,15 +268,15 @@ def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
     try:
         yield _CheckedFile(stream, folder)
     finally:
-        with suppress(OSError):  # what a full disk did not take; that has been said already
+        with suppress(OSError):  # a full disk, already reported
             stream.close()
 
 
 def migrate(folder: Path, tell: Callable[[str], None]) -> None:
-    """Give a corpus of format 1 the checksums of today, if it is what its digest says.
+    """Add today's checksums to a corpus of format 1, if it matches its digest.
 
     Raises:
-        TrainctlError: Its record cannot be written (exit code 4).
+        TrainctlError: The record cannot be written (exit code 4).
     """
     record = folder / "corpus.json"
     if not record.is_file():
@@ -308,7 +305,7 @@ def _with_checksums(folder: Path, split: Split) -> Split:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Give the folder its name; who has files of the one before mapped keeps them."""
+    """Publish the folder by a rename. Readers that have mapped the old files keep them."""
     sync_directory(temporary)
     damaged = folder.with_suffix(".damaged")
     shutil.rmtree(damaged, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A corpus of files that somebody else has tokenized: their ids stay where they are. No torch.
+"""A corpus of files that other tools tokenized: the ids are used in place. No torch.
 
-What is written is where documents end, and a record: a few bytes a document.
+Only the document ends and a record are written: a few bytes a document.
 """
 
 from __future__ import annotations
@@ -25,32 +25,30 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import Finding, TrainctlError
 
 _COUNTED = 256
-"""Places of a span whose ids are counted, for the entropy of a corpus."""
+"""Number of places of a span whose ids are counted, for the unigram entropy."""
 _AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """Documents of a file that follow one another."""
+    """Consecutive documents of a file."""
 
     first: int
-    """The first token, in the file."""
+    """Position of the first token in the file."""
     end: int
-    """One past the last."""
+    """Position in the file, one past the last token."""
     ends: Ends
-    """Those of the documents, from `first` on."""
+    """Document ends, counted from `first`."""
     number: int
-    """That of the first of them in the file, from 1."""
+    """Number of the first document in the file, from 1."""
 
 
 def look(
     config: DataConfig, vocab_size: int, end_of_document: int | None, files: Sequence[File]
 ) -> tuple[list[Tokenized], list[Finding]]:
-    """Files of ids, and what is wrong with any of them: all of it.
+    """Open files of ids and return them with all problems found.
 
-    Args:
-        vocab_size: Ids of the tokenizer.
-        end_of_document: That which closes a document.
+    `vocab_size` and `end_of_document` are the tokenizer's.
     """
     opened, found = [], []
     open_file = function_of("data", config.kind)
@@ -75,11 +73,11 @@ def look(
 def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> Iterator[Chunk]:
     """Yield the two sides of a corpus, each in the order of its files.
 
-    Of a single file it is documents at its end that are held out, and of a single document its end:
-    what is in place stays in one piece.
+    In a single file the last documents are held out, and in a single document its end, because
+    spans in place are contiguous.
 
     Raises:
-        TrainctlError: With all that is wrong with the files.
+        TrainctlError: With all problems of the files.
     """
     every = files_in_order(files.train, files.held_out)
     opened, found = look(config, tokenizer.vocab_size, tokenizer.end_of_document, every)
@@ -102,7 +100,7 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
 
 
 def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
-    """By the index, else by the id that ends a document; else all is one."""
+    """Return ends from the index, or by the end-of-document id; else all is one document."""
     if tokenized.ends is not None:
         return tokenized.ends
     if end_of_document is None:
@@ -111,7 +109,7 @@ def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
 
 
 def _divided(ends: Ends, fraction: float) -> tuple[_Document, _Document]:
-    """What is trained on of a single file, and what is held out: its last documents."""
+    """Divide a single file into training documents and held-out documents, its last ones."""
     total = int(ends[-1])
     kept = round(total * (1 - fraction))
     if len(ends) == 1:
@@ -147,8 +145,10 @@ def _chunk(side: str, tokenized: Tokenized, part: _Document, file: int, limit: i
 
 
 def _counted(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integer]:
-    """Ids all over a span, that stand for all of it; one that is none of the vocabulary's is said
-    when it is read."""
+    """Return ids from places all over a span, as a sample for the unigram entropy.
+
+    Ids outside the vocabulary are left out here; they are reported when they are read.
+    """
     parts = [ids[at : at + _AT_ONCE] for at in places(len(ids), _COUNTED, _AT_ONCE)]
     found = np.concatenate(parts) if parts else ids
     return found[(found >= 0) & (found < limit)]
@@ -157,7 +157,7 @@ def _counted(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integer
 def _of_another_tokenizer(
     config: DataConfig, tokenizer: Tokenizer, opened: Sequence[Tokenized]
 ) -> Iterator[Finding]:
-    """Where the files' maker has left the name of a tokenizer, it is that of the run."""
+    """Find files whose metadata names a tokenizer other than the run's."""
     file = tokenizer.file
     own = set(file.absolute().parts) if file else set()
     stated = getattr(config, "made_with", None)
@@ -173,9 +173,9 @@ def _of_another_tokenizer(
 
 
 def _is_copy(name: str, file: Path) -> bool:
-    """Whether a name is that of a file with the same bytes."""
+    """Return True if `name` is the path of a file with the same bytes."""
     try:
-        # A name that somebody else wrote may be a device's, which has no end.
+        # The name is foreign data: it may be a device, which would be read without end.
         return Path(name).is_file() and Path(name).read_bytes() == file.read_bytes()
     except (OSError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""What went of a corpus, read back: counts, and examples with their texts."""
+"""Read back what was dropped from a corpus: counts, and examples with their texts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainctl.options.data import read_section, spec_of
 
 
 def read_dropped(corpus: Path) -> dict[str, Any] | None:
-    """What the folder of a corpus says of it; None where nothing was asked of its documents.
+    """Return the record of dropped documents of a corpus; None if it was built without rules.
 
     Raises:
-        TrainctlError: It cannot be read (exit code 5).
+        TrainctlError: The record cannot be read (exit code 5).
     """
     file = corpus / DROPPED
     try:
@@ -37,10 +37,10 @@ def read_dropped(corpus: Path) -> dict[str, Any] | None:
 
 
 def examples_of(dropped: Mapping[str, Any]) -> Iterator[Shown]:
-    """Return the examples of a source, each file read once.
+    """Yield the examples of a source. Each file is read once.
 
     Raises:
-        TrainctlError: A file is not there any more, or has changed.
+        TrainctlError: A file does not exist any more, or has changed.
     """
     examples = {
         reason: [example_of(each) for each in some] for reason, some in dropped["examples"].items()
@@ -52,7 +52,7 @@ def examples_of(dropped: Mapping[str, Any]) -> Iterator[Shown]:
 def _texts(
     dropped: Mapping[str, Any], examples: list[Example]
 ) -> dict[tuple[str, str, int], tuple[str, str]]:
-    """Where each document is, and its text, for all that the examples name."""
+    """Return location and text of every document that the examples name."""
     wanted = {(each.source, each.part, each.number) for each in examples}
     wanted |= {each.like for each in examples if each.like is not None}
     found = {}

@@ -1,4 +1,4 @@
-"""Many texts to ids, some at a time."""
+"""Encode many texts in groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainctl.config.schema import DataConfig
 from trainctl.options.data import spec_of
 
 AT_ONCE = 4 << 20
-"""Characters of text that are tokenized together: work for every core, and little memory."""
+"""Characters tokenized together: enough work for every core, in little memory."""
 
 T = TypeVar("T")
 
 
 class Encoder(Protocol):
-    """What a store needs of a tokenizer; see `train.tokenizer.Tokenizer`."""
+    """The part of a tokenizer that a store needs; see `trainctl.data.tokenizer.Tokenizer`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,43 +33,42 @@ class Encoder(Protocol):
     def fingerprint(self) -> str: ...
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Separated:
-    """An encoder that puts a text after each document."""
+    """An encoder that appends a separator text to each document."""
 
     encoder: Encoder
-    """What gives the ids."""
     separator: str
-    """The text; it is encoded with the document, as it stands there."""
+    """Separator text, encoded together with the document before it."""
 
     @property
     def vocab_size(self) -> int:
-        """As the encoder has it."""
+        """Vocabulary size of the encoder."""
         return self.encoder.vocab_size
 
     @property
     def end_of_document(self) -> int | None:
-        """As the encoder has it; it comes after the separator."""
+        """End-of-document id of the encoder; it follows the separator."""
         return self.encoder.end_of_document
 
     @property
     def fingerprint(self) -> str:
-        """Of both."""
+        """Fingerprint of encoder and separator."""
         return f"{self.encoder.fingerprint} {json.dumps(self.separator)}"
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Ids of each text and the separator after it."""
+        """Return the ids of each text with the separator after it."""
         return self.encoder.encode_all([text + self.separator for text in texts])
 
 
 def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
-    """What makes the ids of a source's documents.
+    """Return the encoder of a source's documents.
 
     Raises:
-        TrainctlError: The source needs something of the tokenizer that it does not have.
+        TrainctlError: The tokenizer lacks something that the source needs.
     """
     if marks_learnt(section):
         made: Encoder = function_of("data", section.kind, "encoder")(section, tokenizer)
@@ -78,24 +77,21 @@ def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
 
 
 def marks_learnt(section: DataConfig) -> bool:
-    """Whether the ids of a source say which of them are learnt (`data.marks`)."""
+    """Return True if a source's ids carry loss marks (`data.loss_marks`)."""
     return section.factory is None and bool(spec_of(section).encoder)
 
 
 def dtype_for(vocab_size: int) -> str:
-    """numpy name of the type that ids are written in: little endian, as small as it can be."""
+    """Return the smallest numpy dtype for stored ids, little endian."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def encoded(
     texts: Iterable[tuple[T, str]], tokenizer: Encoder
 ) -> Iterator[tuple[T, str, npt.NDArray[np.int64]]]:
-    """Yield each text with what came with it and its ids, its end among them, in the order of the
-    texts.
+    """Yield each item with its text and ids, in order. The ids include the end-of-document id.
 
-    Args:
-        texts: Each with anything that belongs to it.
-        tokenizer: Gives the ids, `AT_ONCE` characters at a time; a longer text goes by itself.
+    Texts are encoded `AT_ONCE` characters at a time; a longer text is encoded alone.
     """
     end = tokenizer.end_of_document
     for together in _together(texts):

@@ -1,4 +1,4 @@
-"""Where a text is in what a run is trained on, and which of its steps have seen it. No torch."""
+"""Search for a text in the training data, with the steps that have seen it. No torch."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.records import Event
 
 AROUND = 60
-"""Characters before and after it that are shown."""
+"""Characters shown before and after a match."""
 
 Progress = Callable[[int, int], None]
-"""Called with the tokens that have been looked through, and all of them."""
+"""Called with the number of tokens searched, and with the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A sample in which a run has seen it."""
+    """A sample of the run that contained the text."""
 
     step: int
     """Number of the optimizer step, from 1."""
     sample: int
-    """Its counter, as in the records."""
+    """Sample counter, as in the records."""
     epoch: int
-    """How often the source had been gone through before it."""
+    """Epoch of the source, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A document that has the text."""
+    """A document that contains the text."""
 
     source: str
-    """Name of its source; that of a run with one source is `plan.mixture.SOLE`."""
+    """Name of the source; `plan.mixture.SOLE` if the run has one source."""
     document: int
-    """Its number in the training text of the source, from 0."""
+    """Number of the document in the source's training text, from 0."""
     file: str | None
-    """Where it is, if that can be told."""
+    """File of the document; None if unknown."""
     line: int | None
-    """Or row of that file, from 1; None where the file is one document."""
+    """Line or row of the file, from 1; None if the file is one document."""
     token: int
-    """The first token of the text in the document, counted from the document's own first."""
+    """First token of the text, counted from the document's first token."""
     text: str
-    """What stands there, with `AROUND` characters on each side."""
+    """The match with `AROUND` characters on each side."""
     times: int
-    """How often the document has it."""
+    """Number of occurrences in the document."""
     seen: tuple[Sighting, ...]
-    """The steps that have seen the first of them, as the run stands."""
+    """Samples that contained the first occurrence, from the run's records so far."""
 
 
 def matches(
@@ -69,17 +69,11 @@ def matches(
     ignore_case: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Iterator[Match]:
-    """Yield the documents with a text, source after source, in the order of the training text.
+    """Yield the documents that contain a text, by source, in the order of the training text.
 
-    The tokens are looked through, so it finds what the model is shown, also where the files have
-    gone. A text that the tokenizer changes (in case, or in white space) has to be asked for as it
-    is then.
-
-    Args:
-        wanted: What to look for; not empty.
-        events: Records of the run: which samples each step has seen.
-        ignore_case: Letters of another case are the same.
-        progress: Called now and then.
+    The search decodes tokens, so it finds what the model is shown, even if the files are gone. If
+    the tokenizer changes a text (its case or white space), search for the changed text. `wanted`
+    must not be empty. `events` are the run's records, which have the samples of each step.
     """
     names = sources_of(plan.config.data)
     lengths = {name: corpora[name].train.tokens for name in names}
@@ -112,7 +106,7 @@ def matches(
 
 
 def first_of(found: Iterable[Match], most: int) -> tuple[list[Match], bool]:
-    """So many of the matches, and whether there are more; 0 takes all."""
+    """Return the first `most` matches (0 for all), and whether there are more."""
     if not most:
         return list(found), False
     some = list(islice(found, most + 1))
@@ -120,7 +114,7 @@ def first_of(found: Iterable[Match], most: int) -> tuple[list[Match], bool]:
 
 
 def _token_at(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
-    """Return the token that a character of their text is of: the first after which it is there."""
+    """Return the token that a character of the decoded text belongs to, by bisection."""
     low, high = 0, len(ids) - 1
     while low < high:
         middle = (low + high) // 2
@@ -132,7 +126,7 @@ def _token_at(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
 
 
 class _History:
-    """Which step of a run has seen which token of which source, as the run stands."""
+    """Index of the samples that each step of a run has seen, from the run's records."""
 
     def __init__(
         self, plan: RunPlan, corpora: Mapping[str, Corpus], events: Iterable[Event]
@@ -149,7 +143,7 @@ class _History:
             self._order = order_of(plan, tokens)
 
     def _add(self, step: int, first: int, end: int) -> None:
-        """Of a step that is done again the last time counts, and nothing behind it does."""
+        """Record a step's samples. A repeated step replaces its earlier record and later ones."""
         while self._steps and self._steps[-1] >= step:
             for column in (self._steps, self._firsts, self._ends):
                 column.pop()
@@ -158,17 +152,17 @@ class _History:
         self._ends.append(end)
 
     def sightings(self, source: str, token: int) -> Iterator[Sighting]:
-        """Of a token of a source's training text."""
+        """Yield the samples that contained a token of a source's training text."""
         if self._order is None:
             return
         corpus = self._corpora[source]
         bins = bins_of(self._plan.config, corpus, corpus.train)
-        if bins is not None:  # the order has one bin after the other
+        if bins is not None:  # the order counts in bins
             place = bins.bin_of(token)
             if place is None:
                 return
             token = place * self._plan.batch.sequence_length
         for seen in self._order.when(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
-            if number >= 0 and seen.counter < self._ends[number]:  # not left out after a spike
+            if number >= 0 and seen.counter < self._ends[number]:  # else skipped by a rewind
                 yield Sighting(self._steps[number], seen.counter, seen.epoch)

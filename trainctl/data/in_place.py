@@ -1,4 +1,4 @@
-"""Ids in files of others, as the sides of a corpus: where they are, read as one array."""
+"""Token ids in existing files, used in place as the splits of a corpus and read as one array."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainctl.errors import ExitCode, TrainctlError
 Ids = npt.NDArray[np.integer]
 
 _PROBES = 16
-"""Places of a span that its fingerprint is of."""
+"""Number of places of a span that its fingerprint covers."""
 _PROBE = 1 << 12
-"""Ids at each."""
+"""Number of ids at each place."""
 _MAPPED = 256
-"""Files that one reader has mapped at once: each of them is open."""
+"""Maximum number of files that one reader keeps mapped; each is an open file."""
 
 
 class Tokens(Protocol):
-    """Ids that are read by slices: an array, or `Joined`."""
+    """Ids that are read by slices: an array or `Joined`."""
 
     def __len__(self) -> int: ...
 
@@ -35,30 +35,30 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ids that follow one another in a file."""
+    """Consecutive ids of a file."""
 
     file: str
-    """Its path."""
     dtype: str
-    """numpy name of their type."""
+    """numpy dtype of the ids."""
     offset: int
-    """Bytes of the file before its ids."""
+    """Bytes of the file before its first id."""
     first: int
-    """The span's first id, counted from there."""
+    """Position of the span's first id among the file's ids."""
     tokens: int
     size: int
     """Bytes of the file."""
     limit: int
-    """All ids are below it."""
+    """Vocabulary size: all ids must be below it."""
     fingerprint: str = ""
-    """SHA-256 of ids at places all over it, and of how many there are: nobody reads a corpus
-    through that he has not written, at each start."""
+    """SHA-256 of the number of ids and of samples of them: reading other tools' corpora in full
+    at each start would take too long.
+    """
 
     def ids(self) -> Ids:
-        """Its ids, mapped.
+        """Return the span's ids, memory-mapped.
 
         Raises:
-            TrainctlError: The file is gone or of another size (exit code 5).
+            TrainctlError: The file is missing or has another size (exit code 5).
         """
         problem = self.size_problem()
         if problem:
@@ -71,7 +71,7 @@ class Span:
         return whole[self.first : self.first + self.tokens]
 
     def size_problem(self) -> str:
-        """What is wrong with the size of its file; empty if nothing."""
+        """Describe a missing file or wrong size; empty if there is no problem."""
         try:
             size = Path(self.file).stat().st_size
         except OSError as error:
@@ -79,7 +79,7 @@ class Span:
         return "" if size == self.size else f"{self.file} has {size:,} bytes, not {self.size:,}"
 
     def problem(self) -> str:
-        """Return the same, or that other ids are there now, as far as its fingerprint sees."""
+        """Describe a missing file, wrong size or wrong fingerprint; empty if all is well."""
         found = self.size_problem()
         if not found and fingerprint(self.ids()) != self.fingerprint:
             found = f"{self.file} has other ids"
@@ -87,11 +87,7 @@ class Span:
 
 
 class Joined:
-    """Spans one after the other, read by slices.
-
-    Args:
-        spans: In order.
-    """
+    """Consecutive spans, read by slices as one array."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = [span for span in spans if span.tokens]
@@ -102,11 +98,11 @@ class Joined:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, place: slice) -> Ids:
-        """Return the ids of a slice, a copy where it goes over the end of a file.
+        """Return the ids of a slice; a copy if it crosses the end of a file.
 
         Raises:
-            TrainctlError: One of them is none of the vocabulary's: at a start they are not all
-                looked at (exit code 5).
+            TrainctlError: An id is outside the vocabulary (exit code 5). Not all ids are checked at
+                a start.
         """
         start, stop, step = place.indices(len(self))
         assert step == 1
@@ -144,7 +140,7 @@ class Joined:
 
 
 def fingerprint(ids: Ids) -> str:
-    """SHA-256 of how many ids there are, and of some at places all over them."""
+    """Return the SHA-256 of the number of ids and of ids at places all over them."""
     digest = hashlib.sha256(str(len(ids)).encode())
     for start in places(len(ids), _PROBES, _PROBE):
         digest.update(ids[start : start + _PROBE].astype("<i8").tobytes())
@@ -152,10 +148,9 @@ def fingerprint(ids: Ids) -> str:
 
 
 def digest_of_spans(spans: Sequence[Span], ends: str) -> str:
-    """SHA-256 of what a side has, as far as fingerprints see, wherever its files are.
+    """Return the SHA-256 of a split's fingerprints and document ends. It does not depend on paths.
 
-    Args:
-        ends: SHA-256 of the ends of its documents.
+    `ends` is the SHA-256 of the split's document ends.
     """
     return hashlib.sha256(
         "\n".join([*(span.fingerprint for span in spans), ends]).encode()
@@ -163,7 +158,7 @@ def digest_of_spans(spans: Sequence[Span], ends: str) -> str:
 
 
 def places(count: int, most: int, size: int) -> list[int]:
-    """Where so many pieces of a size begin, from the first of them to the last, evenly."""
+    """Return the starts of at most `most` pieces of `size`, evenly spaced from first to last."""
     if count <= most * size:
         return list(range(0, count, size))
     return [int(start) for start in np.linspace(0, count - size, most)]

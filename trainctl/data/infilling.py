@@ -5,14 +5,14 @@ A document is cut at two random places into prefix, middle and suffix, and is th
     PREFIX prefix SUFFIX suffix MIDDLE middle      (PSM), or
     PREFIX SUFFIX suffix MIDDLE prefix middle      (SPM, in the paper's second variant)
 
-with three tokens of the tokenizer's that say so. It keeps its place and its length: its last three
-tokens before the end of the document make room for the sentinels. So samples, packing and counts
-are those of the text as it is. The cuts are between tokens, not characters, as ids are what there
-is.
+PREFIX, SUFFIX and MIDDLE are three sentinel tokens of the tokenizer. A document keeps its position
+and length: its last three tokens before the end of the document make room for the sentinels. So
+samples, packing and counts are those of the original text. The cuts are between tokens, not
+characters, because a corpus has only ids.
 
-What becomes of a document is a function of (seed, source, epoch, document) alone, and any range of
-it is read without the rest: so a document that two samples share is the same in both, whatever
-layout reads them and after every resume, and another one in the next epoch.
+The result for a document is a function of (seed, source, epoch, document) alone, and any range of
+it is computed without the rest. So a document that two samples share is the same in both, in every
+layout and after every resume. It is rearranged differently in the next epoch.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from trainctl.data.permutation import Words, key_of
 
 SENTINELS = 3
 _RANDOM = 4
-"""Numbers that a document needs: whether, which of the two forms, and two places."""
+"""Random numbers per document: whether to rearrange, PSM or SPM, and the two cuts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """How documents of a source are rearranged."""
+    """Settings that rearrange the documents of a source."""
 
     key: Words
-    """That of the source, with the seed in it."""
+    """Random key of the source, which depends on the seed."""
     rate: float
-    """Share of the documents."""
+    """Fraction of documents to rearrange."""
     spm_rate: float
-    """The share of these in the form SPM."""
+    """Fraction of rearranged documents in SPM form."""
     prefix: int
-    """Id before a prefix."""
+    """Sentinel id before a prefix."""
     middle: int
-    """Id before a middle."""
+    """Sentinel id before a middle."""
     suffix: int
-    """Id before a suffix."""
+    """Sentinel id before a suffix."""
     end_of_document: int | None
-    """Id that closes a document and stays last; None if nothing does."""
+    """Id that closes a document and stays last; None if there is none."""
 
     def apply(
         self,
@@ -57,12 +57,12 @@ class Infilling:
         ends: npt.NDArray[np.integer],
         epoch: int,
     ) -> None:
-        """Rearrange the documents of a range of the text, in place.
+        """Rearrange the documents in a range of the text, in place.
 
         Args:
-            row: The ids of the range, as the text has them.
-            start: Its first token in the text.
-            epoch: Of the source, from 0.
+            row: Ids of the range, as the text has them.
+            start: Position of the first id in the text.
+            epoch: Epoch of the source, from 0.
         """
         if not len(row):
             return
@@ -90,11 +90,11 @@ class Infilling:
                     at += size
 
     def parts(self, length: int, numbers: Words) -> tuple[int | range, ...]:
-        """What a document becomes: ids of sentinels, and ranges of its tokens.
+        """Return the rearranged document, as sentinel ids and ranges of its tokens.
 
         Args:
-            length: Its tokens without its end.
-            numbers: Random ones of it, (4,), of 64 bits.
+            length: Tokens of the document without its end.
+            numbers: Random 64-bit numbers of the document, (4,).
         """
         kept = length - SENTINELS
         if kept < 1:
@@ -107,5 +107,5 @@ class Infilling:
 
 
 def _share(number: np.uint64) -> float:
-    """From 0 to below 1."""
+    """Map a 64-bit number to [0, 1)."""
     return (int(number) >> 11) / (1 << 53)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle of a run's sources: the ids of its sentinels, and the key of a source."""
+"""Fill-in-the-middle settings of a run's sources: sentinel ids, and the random key of a source."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainctl.plan.mixture import sources_of
 
 
 def infilling_of(config: RunConfig, name: str) -> Infilling | None:
-    """What the documents of a source become when a run trains on them; None where they stay.
+    """Return the fill-in-the-middle settings of a source; None if it does not use it.
 
     Raises:
-        TrainctlError: The tokenizer has no such token.
+        TrainctlError: The tokenizer lacks a sentinel token.
     """
     section = sources_of(config.data)[name]
     if not section.fim_rate:

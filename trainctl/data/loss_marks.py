@@ -1,7 +1,7 @@
-"""Which tokens are learnt, kept with their ids: the highest bit of each is set where one is.
+"""Loss marks: the highest bit of a stored token id is set if the token is learned.
 
-So everything that moves ids moves it too, and it takes no room where a vocabulary leaves that bit
-free: below 2^15 ids of two bytes, and above 2^16 of four.
+So everything that moves ids moves the marks too. They take no space if the vocabulary leaves the
+bit free: up to 2^15 ids of two bytes, and above 2^16 ids of four.
 """
 
 from __future__ import annotations
@@ -15,35 +15,29 @@ from trainctl.data.in_place import Ids, Tokens
 
 
 def with_mark(vocab_size: int) -> int:
-    """How many ids there are with the mark, at least as many without it."""
+    """Return the size of the id range with marks, at least twice the vocabulary."""
     return 1 << 16 if vocab_size <= 1 << 15 else 1 << 32
 
 
 def marked(ids: Ids, learnt: npt.NDArray[np.bool_], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Ids of a vocabulary with their marks.
-
-    Args:
-        ids: Shape (tokens,).
-        learnt: Which of them are learnt, (tokens,).
-        vocab_size: Ids that there are.
-    """
+    """Set the mark of the learned ids. Both arrays have the shape (tokens,)."""
     return np.where(learnt, ids | (with_mark(vocab_size) >> 1), ids).astype(np.int64)
 
 
 def without_marks(ids: Ids) -> Ids:
-    """Ids as the tokenizer gave them."""
+    """Return the ids as the tokenizer gave them."""
     return ids & _highest(ids, minus=1)
 
 
 def are_learnt(ids: Ids) -> npt.NDArray[np.bool_]:
-    """Which of marked ids are learnt."""
+    """Return the loss mask of marked ids."""
     found: npt.NDArray[np.bool_] = ids >= _highest(ids)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """Marked ids, read by slices as the tokenizer gave them."""
+    """Slices of marked ids, without their marks."""
 
     tokens: Tokens
 
@@ -56,7 +50,7 @@ class Unmarked:
 
 @dataclass(frozen=True, slots=True)
 class LearntTokens:
-    """Of marked ids, by slices, which are learnt."""
+    """Loss mask of marked ids, read by slices."""
 
     tokens: Tokens
 
@@ -65,6 +59,6 @@ class LearntTokens:
 
 
 def _highest(ids: Ids, minus: int = 0) -> np.integer:
-    """Return the mark in the type of ids, less a number."""
+    """Return the mark bit in the dtype of the ids, less `minus`."""
     found: np.integer = ids.dtype.type((1 << (8 * ids.dtype.itemsize - 1)) - minus)
     return found

@@ -1,4 +1,4 @@
-"""What a run will see of each source: tokens, shares and epochs, before anything starts."""
+"""Data plan of a run: tokens, share and epochs of each source, before anything starts."""
 
 from __future__ import annotations
 
@@ -22,42 +22,45 @@ from trainctl.plan.mixture import (
 from trainctl.plan.types import RunPlan
 
 ROUNDING = 1e-3
-"""Of a source's passes: what weights that are rounded to a period may add to them."""
+"""Relative tolerance on a source's epochs: rounding weights to a period may add this much."""
 
 MOST_EPOCHS = 50
-"""Passes over a source that are not warned of: far beyond the four or so up to which repeated text
-is worth nearly as much as new text (arXiv:2305.16264), and more than small corpora are given."""
+"""Epochs of a source above which a warning is given. Repeated text is worth nearly as much as
+new text up to about four epochs (arXiv:2305.16264); small corpora are often repeated more.
+"""
 
 SHORT, OFF, LEFT_OUT, REPEATED = "TC345", "TC346", "TC347", "TC411"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How long a source is."""
+    """Length of a source."""
 
     tokens: int
-    """Length of its training text."""
+    """Tokens of the training text."""
     is_estimate: bool = False
-    """Whether it is guessed from the size of its files, which nobody has tokenized."""
+    """Whether the length is estimated from file sizes because the files are not
+    tokenized yet.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceUse:
-    """What is seen of a source in a stage, or in the whole run."""
+    """Use of a source in one stage or in the whole run."""
 
     tokens: int
     samples: int
     share: float
-    """Part of all tokens of the stage or run."""
+    """Fraction of all tokens of the stage or run."""
     epochs: float
-    """Passes over its training text."""
+    """Epochs of the training text."""
     unseen: int | None = None
-    """Tokens of its text that come in no sample; only of the whole run."""
+    """Training tokens that no sample contains; None for a single stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """A stage: the steps, and what is seen in it, of the sources that it draws from."""
+    """A stage with its steps, and the use of each source that it draws from."""
 
     first_step: int
     end_step: int
@@ -71,26 +74,21 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    """What a run will see."""
+    """Use of each source, by stage and over the whole run."""
 
     stages: tuple[StageUse, ...]
-    """One after the other."""
     run: Mapping[str, SourceUse]
-    """All of it, by source, those that are never drawn from among them."""
+    """Use of each source over the whole run, including sources that are never drawn from."""
     counts: Mapping[str, Count]
-    """How long each source is."""
     problems: tuple[Finding, ...]
-    """What a source cannot give, and what will not be as it was asked for."""
+    """Findings on sources that are too short, or whose use differs from the request."""
 
 
 def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
-    """Return the order of a run's samples.
-
-    Args:
-        tokens: Of each source's training text, by name.
+    """Return the sample order of a run, given the training tokens of each source.
 
     Raises:
-        ValueError: A source has no sample of the length that a stage draws.
+        ValueError: A stage draws from a source shorter than one of its samples.
     """
     config, stages = plan.config, stages_of_plan(plan)
     sources = sources_of(config.data)
@@ -115,11 +113,7 @@ def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
 
 
 def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
-    """What a run will see of its sources.
-
-    Args:
-        counts: How long each source is, by name.
-    """
+    """Compute what a run uses of each source, and find the problems."""
     stages = stages_of_plan(plan)
     tokens = {name: count.tokens for name, count in counts.items()}
     too_short = list(_too_short(plan.config, stages, tokens))
@@ -149,7 +143,7 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
 
 
 def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
-    """Tokens in the samples of an epoch of each source."""
+    """Return the tokens of one epoch of each source in samples of this length."""
     return {name: samples_of(count, length) * length for name, count in tokens.items()}
 
 
@@ -182,7 +176,7 @@ def _use_of(order: Order, stage: DataStage, tokens: Mapping[str, int]) -> StageU
 def _too_short(
     config: RunConfig, stages: tuple[DataStage, ...], tokens: Mapping[str, int]
 ) -> list[Finding]:
-    """Sources without a single sample of a stage's length."""
+    """Find sources shorter than one sample of a stage that draws from them."""
     found = []
     for name, section in sources_of(config.data).items():
         lengths = [
@@ -216,7 +210,7 @@ def _runs_out(
     run: Mapping[str, SourceUse],
     tokens: Mapping[str, int],
 ) -> list[Finding]:
-    """Sources of which the run needs more than `max_epochs`: by how much, and from which step."""
+    """Find sources that exceed `max_epochs`, with the missing tokens and the first such step."""
     found = []
     for name, source in config.data.sources.items():
         most = source.max_epochs
@@ -261,7 +255,7 @@ def _repeated(
 def _epochs_before(
     order: Order, stages: tuple[DataStage, ...], name: str, tokens: Mapping[str, int], step: int
 ) -> float:
-    """Passes over a source before a step."""
+    """Return the number of epochs of a source before a step."""
     epochs = 0.0
     for stage in stages:
         if step > stage.first_step:
@@ -275,7 +269,7 @@ def _epochs_before(
 def _off(
     config: RunConfig, run: Mapping[str, SourceUse], tokens: Mapping[str, int], everything: int
 ) -> list[Finding]:
-    """Sources whose tokens or epochs are not what the run comes to."""
+    """Find sources whose requested tokens or epochs differ from what the run draws."""
     found = []
     epoch_tokens = _of_epochs(tokens, config.training.sequence_length)
     for name, source in config.data.sources.items():
@@ -307,7 +301,7 @@ def _off(
 
 
 def _why_nothing(config: RunConfig, everything: int) -> str:
-    """What keeps a source with a weight from being drawn from."""
+    """Explain why a source with a weight is never drawn from."""
     data = config.data
     if data.stages and all(stage.weights is not None for stage in data.stages):
         return "every stage has weights of its own, and not of it"
@@ -317,7 +311,7 @@ def _why_nothing(config: RunConfig, everything: int) -> str:
 
 
 def _left_out(config: RunConfig, order: Order) -> list[Finding]:
-    """What a change of length leaves out of an epoch that has begun."""
+    """Find tokens that a change of sequence length leaves out of the current epoch."""
     return [
         Finding(
             rule=LEFT_OUT,

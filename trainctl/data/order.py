@@ -1,10 +1,10 @@
-"""The order of a mixture: stage, source, epoch and index of a sample, as functions of its counter.
+"""Sample order of a mixture: stage, source, epoch and index as functions of the sample counter.
 
-Samples of a run are counted from 0, over all ranks and all stages. What a counter stands for is a
-function of the seed, the sources' names and lengths, and the stages that have begun: no rank, batch
-or earlier sample occurs in it. So any layout and any resume sees the same sequence, a run stores
-one number, and a stage that is added changes nothing before it. `docs/data-order.md` has the whole
-of it.
+Samples of a run are counted from 0, over all ranks and stages. The sample of a counter is a
+function of the seed, the names and lengths of the sources, and the stages that have begun. It does
+not depend on ranks, batches or earlier samples. So every layout and every resume sees the same
+sequence, a run stores one number, and adding a stage changes nothing before it.
+`docs/data-order.md` describes the algorithm.
 """
 
 from __future__ import annotations
@@ -22,49 +22,53 @@ from trainctl.data.source_sampler import SHARD_TOKENS, Leg, located, samples_of,
 from trainctl.data.source_turns import Turns, quotas_of, turns_of
 
 _DEALT = -2
-"""In place of a source's name: how a batch is dealt to its ranks."""
+"""Value hashed in place of a source's name for the permutation that deals a batch to
+its ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedSource:
-    """What the order knows of a source."""
+    """A source as the order sees it."""
 
     name: str
-    """Its permutations follow from it, so that sources may come and go beside it."""
+    """Name of the source. Its permutations depend on this, not on which other sources there
+    are.
+    """
     tokens: int
-    """Length of its training text."""
+    """Tokens of the training text."""
     window: int | None = None
-    """Shards that are shuffled together; None shuffles the whole text."""
+    """Number of shards that are shuffled together; None shuffles the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedStage:
-    """Samples of one mixture and one length."""
+    """A stage of one mixture and one sample length."""
 
     first: int
-    """Counter of its first sample."""
+    """Counter of the stage's first sample."""
     length: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     weights: Mapping[str, Fraction]
-    """Shares of the tokens, by name of the source, above 0 and of any sum."""
+    """Shares of the tokens by source, each above 0; they need not sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What counters stand for: each an array of their shape."""
+    """Coordinates of samples: arrays with the shape of the counters."""
 
     stage: Integers
     """Number of the stage."""
     source: Integers
-    """Number of the source, in the order of `Order.names`."""
+    """Number of the source: index into `Order.names`."""
     epoch: Integers
-    """Number of the epoch of its source, from 0."""
+    """Epoch of the source, from 0."""
     index: Integers
-    """Place in its source, in samples of that length: its tokens begin at index x length."""
+    """Index of the sample in its source: its tokens begin at index x length of the stage."""
 
 
 class Seen(NamedTuple):
-    """Where a run sees a token: in which sample, of which stage, in which epoch of its source."""
+    """One occurrence of a token in a run: sample counter, stage, and epoch of the source."""
 
     counter: int
     stage: int
@@ -72,13 +76,12 @@ class Seen(NamedTuple):
 
 
 class Order:
-    """The order of a run's samples.
+    """Sample order of a run.
 
     Args:
-        seed: Of the run.
-        sources: In any order; those of no stage yet among them.
-        stages: By their first counters, ascending from 0.
-        shuffle: Without it each source is read in its own order.
+        sources: In any order, including sources that no stage draws from.
+        stages: Sorted by first counter, the first from 0.
+        shuffle: False reads each source in the order of its text.
         shard_tokens: Tokens of a shard: a multiple of every length where a source has a window.
 
     Raises:
@@ -96,7 +99,7 @@ class Order:
     ) -> None:
         self.seed, self.shuffle = seed, shuffle
         self.stages = tuple(stages)
-        # By name: whose turn it is among equals is then no matter of who else is listed.
+        # Sorted by name, so that ties between sources do not depend on the order of listing.
         self.sources = tuple(sorted(sources, key=lambda source: source.name))
         self.names = tuple(source.name for source in self.sources)
         self._firsts = np.array([stage.first for stage in self.stages], dtype=np.int64)
@@ -120,10 +123,9 @@ class Order:
         ]
 
     def at(self, counters: npt.ArrayLike) -> Samples:
-        """What counters stand for; asked for thousands at a time it is fastest.
+        """Return stage, source, epoch and index of each counter (from 0, any shape).
 
-        Args:
-            counters: From 0, any shape.
+        It is fastest for thousands of counters at a time.
         """
         asked = np.asarray(counters, dtype=np.int64)
         flat = asked.reshape(-1)
@@ -155,12 +157,10 @@ class Order:
     def dealt(self, first: int, size: int) -> Integers:
         """Return the counters of a batch in the order in which it is dealt to the ranks.
 
-        Turns are regular: of a 1:1 mixture every second sample would be of the same source, and so
-        all of a rank's. With one source the order stays: it is at random, or the text's own.
-
-        Args:
-            first: Counter of its first sample.
-            size: Samples of the batch.
+        `first` is the batch's first counter, `size` its number of samples. Sources take turns
+        regularly: in a 1:1 mixture every second sample has the same source, and a rank could get
+        samples of one source only, so the batch is permuted. With one source the order stays: it is
+        random, or the text's own.
         """
         number = int(np.searchsorted(self._firsts, first, "right")) - 1
         counters = np.arange(first, first + size, dtype=np.int64)
@@ -169,7 +169,7 @@ class Order:
         return counters[permute(counters - first, size, key_of(self.seed, _DEALT, first))]
 
     def drawn(self, counter: int) -> dict[str, int]:
-        """Samples of each source before a counter, of whatever lengths."""
+        """Return the number of samples of each source before a counter, over all sample lengths."""
         total = dict.fromkeys(self.names, 0)
         ends = [*(stage.first for stage in self.stages[1:]), counter]
         for stage, turns, end in zip(self.stages, self._turns, ends, strict=True):
@@ -179,10 +179,9 @@ class Order:
         return total
 
     def when(self, source: str, token: int, until: int) -> list[Seen]:
-        """Return the samples before a counter that a token of a source is in: the inverse of `at`.
+        """Return where a token occurs before counter `until`, by counter: the inverse of `at`.
 
-        Args:
-            token: Position in the source's training text.
+        `token` is a position in the source's training text.
         """
         number = self.names.index(source)
         ends = [*(stage.first for stage in self.stages[1:]), until]
@@ -198,7 +197,7 @@ class Order:
         return sorted(found)
 
     def left_out(self) -> dict[str, int]:
-        """Tokens of each source that a change of length leaves out of an epoch that has begun."""
+        """Return the tokens of each source that changes of length leave out of begun epochs."""
         lost = dict.fromkeys(self.names, 0)
         for name, course, number in zip(
             self.names, self._courses, range(len(self.names)), strict=True
@@ -225,8 +224,10 @@ class Order:
 
 
 def _numbers(legs: list[tuple[Leg, int]]) -> list[npt.NDArray[np.generic]]:
-    """Of a stage, one array of all sources for each number that `located` needs: before them the
-    draws of the leg before the stage, and the leg's tail."""
+    """Return the arguments of `located` for one stage, each an array with one value per source.
+
+    Two arrays come first: the draws of the leg before the stage, and the samples of the leg's tail.
+    """
     columns = [(before, leg.tail, *leg.numbers) for leg, before in legs]
     types = (np.int64, np.int64, np.uint64, *[np.int64] * 5)
     return [
@@ -244,9 +245,9 @@ def _course(
     shuffle: bool,
     shard_tokens: int,
 ) -> list[tuple[Leg, int]]:
-    """Of each stage, the leg that a source is on and the draws of that leg before the stage.
+    """Return, for each stage, a source's leg and the number of that leg's draws before the stage.
 
-    A stage that does not draw from it changes nothing, whatever its length.
+    A stage that does not draw from the source changes nothing, whatever its length.
     """
     drawing = [stage for stage, each in zip(stages, turns, strict=True) if each.quotas[number]]
     leg = Leg(

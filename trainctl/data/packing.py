@@ -1,12 +1,12 @@
-"""Best-fit packing: which pieces of which documents a sample has, so that few are cut.
+"""Best-fit packing: assigns pieces of documents to samples so that few documents are cut.
 
-Documents of at most a sample's length stay whole; longer ones are cut into whole samples and a
-rest. Rests and short documents go into bins of a sample's length by *best-fit decreasing*: the
-longest first, each into the bin that has the least room for it (Ding et al. 2024,
-arXiv:2404.10830). Every token is in one bin, once; what a bin has left is padding, without a loss.
+Documents up to the length of a sample stay whole. Longer ones are cut into whole samples and a
+remainder. Remainders and short documents go into bins of a sample's length by *best-fit
+decreasing*: the longest first, each into the bin with the least sufficient room (Ding et al. 2024,
+arXiv:2404.10830). Every token is in exactly one bin. The rest of a bin is padding without a loss.
 
-Lengths are small whole numbers: pieces of one length are placed together, and bins are known by the
-room that they have left. So no bin is looked for, and a sort is what it costs.
+Lengths are small integers, so pieces of one length are placed together, and bins are indexed by
+remaining room. No bin has to be searched for; the cost is one sort.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What is packed, in the order of the text."""
+    """Pieces of documents to pack, in the order of the text."""
 
     starts: Array
-    """First token of each piece, in the text."""
+    """Position of each piece's first token in the text."""
     lengths: Array
-    """Its tokens, from one to a sample's."""
+    """Tokens of each piece, from 1 to the length of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Which pieces a sample has."""
+    """Assignment of pieces to samples: bin i is sample i."""
 
     starts: Array
-    """First token of each piece in the text, bin after bin."""
+    """Position of each piece's first token in the text, bin after bin."""
     lengths: Array
-    """Tokens of each."""
+    """Tokens of each piece."""
     firsts: Array
-    """Number of each bin's first piece; one more is the end of the last."""
+    """Index of each bin's first piece, and the total number of pieces, (bins + 1,)."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """How many conversations were packed, cut and left out; empty of other texts."""
+    """Numbers of conversations packed, cut and left out; empty for other texts."""
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
     def pieces(self, number: int) -> tuple[list[int], list[int]]:
-        """Starts and lengths of a bin's pieces, in the order of the text: two slices."""
+        """Return starts and lengths of a bin's pieces, in the order of the text."""
         place = slice(int(self.firsts[number]), int(self.firsts[number + 1]))
         return self.starts[place].tolist(), self.lengths[place].tolist()
 
     def bin_of(self, token: int) -> int | None:
-        """Return the bin that has a token of the text: all pieces are looked through.
+        """Return the bin that contains a token of the text. All pieces are searched.
 
-        None has one of a conversation that was left out, or of what was cut off.
+        None if the token belongs to a conversation that was left out, or to a part that was cut
+        off.
         """
         found = np.flatnonzero((self.starts <= token) & (token < self.starts + self.lengths))
         if not len(found):
@@ -66,10 +67,9 @@ class Bins:
 
 
 def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
-    """Documents as they are, and those longer than a sample in pieces of one and the rest.
+    """Return documents as pieces; longer documents become pieces of `length` and a remainder.
 
-    Args:
-        ends: Of the documents, one past the last token of each; empty ones have no piece.
+    `ends` has the end (exclusive) of each document; empty documents have no piece.
     """
     ends = ends.astype(np.int64)
     begins = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
@@ -81,26 +81,26 @@ def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Conversations that are packed, and those that are not."""
+    """Conversations to pack, with the numbers of those changed or left out."""
 
     pieces: Pieces
-    """One of each that stays, its beginning where it is too long."""
+    """One piece per kept conversation; its beginning if the conversation is too long."""
     counts: dict[str, int]
-    """How many there are, and why others are not as they were, by reason."""
+    """Number of conversations, and numbers cut and left out by reason."""
 
 
 def conversations_of(
     ends: npt.NDArray[np.integer], length: int, learnt: LearntTokens, *, cuts: bool
 ) -> Conversations:
-    """Return each conversation in one piece; those that are too long are cut or left out.
+    """Return each conversation as one piece; conversations that are too long are cut or left out.
 
-    One that is cut is left out too if nothing of what is left is learnt; so is one that its
-    template could not write, which has no token.
+    A cut conversation is left out too if nothing in its beginning is learned. So is a conversation
+    that its template could not render, which has no token.
 
     Args:
-        ends: One past the last token of each.
-        learnt: Which tokens are learnt, by slices.
-        cuts: Whether the beginning of those that are too long stays.
+        ends: End (exclusive) of each conversation.
+        learnt: Loss mask, read by slices.
+        cuts: Whether to keep the beginning of conversations that are too long.
     """
     ends = ends.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
@@ -120,13 +120,13 @@ def conversations_of(
 
 
 def each_alone(pieces: Pieces) -> Bins:
-    """Return a bin of its own for every piece, in the order of the text."""
+    """Return one bin per piece, in the order of the text."""
     firsts = np.arange(len(pieces.starts) + 1, dtype=np.int64)
     return Bins(pieces.starts, pieces.lengths, firsts)
 
 
 def pack(pieces: Pieces, length: int) -> Bins:
-    """Best-fit decreasing: a function of the lengths alone, in the time of a sort."""
+    """Pack by best-fit decreasing. The result depends only on the lengths; the cost is one sort."""
     order = np.argsort(-pieces.lengths, kind="stable")
     bin_of = np.empty(len(order), dtype=np.int64)
     placed = count = 0
@@ -135,7 +135,7 @@ def pack(pieces: Pieces, length: int) -> Bins:
     for size in range(length, 0, -1):
         left = of_length[size]
         while left:
-            # The bin that has taken one has less room than the others, and so is next again.
+            # A bin that has taken a piece has the least room, so it is next again.
             room = rooms.least(size)
             each = (room or length) // size
             wanted = -(-left // each)
@@ -157,14 +157,14 @@ def pack(pieces: Pieces, length: int) -> Bins:
 
 
 class _Rooms:
-    """Numbers of bins by the room that they have left."""
+    """Bin numbers indexed by their remaining room."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[Array]] = {}
         self._rooms: list[int] = []
 
     def add(self, room: int, bins: Array) -> None:
-        """More bins; those that are full are done with."""
+        """Add bins with this room; full bins are dropped."""
         if room and len(bins):
             if room not in self._bins:
                 insort(self._rooms, room)
@@ -172,12 +172,12 @@ class _Rooms:
             self._bins[room].append(bins)
 
     def least(self, size: int) -> int:
-        """Return the least room of a bin with at least so much; 0 where none has it."""
+        """Return the smallest room of at least `size`; 0 if there is none."""
         place = bisect_left(self._rooms, size)
         return self._rooms[place] if place < len(self._rooms) else 0
 
     def take(self, room: int, most: int) -> Array:
-        """Some bins with that room, at least one."""
+        """Remove and return up to `most` bins with this room, at least one."""
         runs = self._bins[room]
         bins, rest = runs[-1][:most], runs[-1][most:]
         if len(rest):

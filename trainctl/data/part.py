@@ -1,15 +1,16 @@
-"""A part of a store: the tokens of some documents, and of each document where it ends, where it
-came from and what it is. Other programs can read it: each file is one flat array.
+"""A part of a store: the tokens of some documents, with the end, origin and hash of each document.
 
-| file | of each | |
+Other programs can read a part: each file is one flat array.
+
+| file | one entry per | |
 |---|---|---|
 | `ids.bin` | token | u16 or u32, little endian, with each document's end if there is one |
 | `ends.bin` | document | u64: tokens of the part up to its end |
-| `origin.bin` | document | u32: which piece of the task; u32: its line there from 1, or 0 |
+| `origin.bin` | document | u32: number of its piece in the task; u32: its line there from 1, or 0 |
 | `hash.bin` | document | 16 bytes: the first of the SHA-256 of its text |
-| `part.json` | | sizes and CRC-32 of these, what was bad in the text; written last |
+| `part.json` | | sizes and CRC-32 of these files, and bad text; written last |
 
-A part knows no paths, only its pieces' numbers: it serves a copy of the same files, too.
+A part stores piece numbers instead of paths, so that it also serves a copy of the same files.
 """
 
 from __future__ import annotations
@@ -40,51 +41,49 @@ _NOTHING = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a document of a part came from."""
+    """Origin of a document: a piece of the task, and a line in it."""
 
     piece: int
     """Number of the piece in its task."""
     line: int
-    """Its line in that piece, from 1; 0 where the file is the document."""
+    """Line in the piece, from 1; 0 if the file is the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceFacts:
-    """What is kept of a piece beside its documents."""
+    """Facts about a piece that are not stored per document."""
 
     lines: int = 0
-    """Line feeds in it: how far the lines of the next piece of the same file are."""
+    """Number of line feeds: the offset of line numbers in the next piece of the same file."""
     replaced: int = 0
-    """Its documents in which something is replaced."""
+    """Number of documents in which bad text was replaced."""
     skipped: int = 0
     examples: tuple[str, ...] = ()
-    """Places of such, each after the file's path."""
+    """Places of bad text, to be appended to the file's path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `part.json` says."""
+    """Manifest of a part, as stored in `part.json`."""
 
     folder: Path
-    """Where its files are."""
     dtype: str
-    """numpy name of the ids' type."""
+    """numpy dtype of the ids."""
     tokens: int
-    """Their number."""
     documents: int
     text_bytes: int
-    """Length of its documents in UTF-8."""
+    """Total UTF-8 length of the documents."""
     files: dict[str, tuple[int, int]]
-    """Bytes and CRC-32 of each file."""
+    """Size in bytes and CRC-32 of each file, by name."""
     pieces: tuple[PieceFacts, ...]
-    """One for each of its task."""
+    """Facts of each piece of the task, in order."""
 
     @classmethod
     def load(cls, folder: Path) -> Part:
         """Read the manifest of a folder.
 
         Raises:
-            DamagedPart: There is none, or it is none.
+            DamagedPart: The manifest is missing or invalid.
         """
         try:
             data = json.loads((folder / MANIFEST).read_bytes())
@@ -96,26 +95,26 @@ class Part:
             raise DamagedPart(folder, f"{MANIFEST}: {error}") from None
 
     def ids(self) -> npt.NDArray[np.integer]:
-        """Token ids, (tokens,), memory-mapped and compared with their checksum."""
+        """Return the token ids, (tokens,), memory-mapped and verified by checksum."""
         return self._read("ids.bin", self.dtype)
 
     def ends(self) -> npt.NDArray[np.uint64]:
-        """Tokens up to the end of each document, (documents,); likewise."""
+        """Return the end of each document in tokens, (documents,), memory-mapped and verified."""
         return self._read("ends.bin", "<u8")
 
     def origin(self) -> npt.NDArray[Any]:
-        """Of each document, an `ORIGIN`; likewise."""
+        """Return the `ORIGIN` of each document, (documents,), memory-mapped and verified."""
         return self._read("origin.bin", ORIGIN)
 
     def hashes(self) -> npt.NDArray[np.uint8]:
-        """Of each document, (documents, `HASH_BYTES`); likewise."""
+        """Return each document's hash, (documents, `HASH_BYTES`), memory-mapped and verified."""
         return self._read("hash.bin", "u1").reshape(-1, HASH_BYTES)
 
     def _read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
-        """Return an array of the part.
+        """Map a file of the part as an array.
 
         Raises:
-            DamagedPart: It is not what was written.
+            DamagedPart: The file is missing, or its size or checksum is wrong.
         """
         size, checksum = self.files.get(name, (0, 0))
         try:
@@ -130,12 +129,7 @@ class Part:
 
 
 class DamagedPart(Exception):
-    """A part is not what was written; it is made again.
-
-    Attributes:
-        folder: The part's.
-        why: What is wrong, in words.
-    """
+    """Error: the part in `folder` is not what was written (`why`, in words). Callers rewrite it."""
 
     def __init__(self, folder: Path, why: str) -> None:
         super().__init__(f"{folder}: {why}")
@@ -149,13 +143,12 @@ def write_part(
     pieces: Callable[[], Iterable[PieceFacts]],
     progress: Callable[[int], None],
 ) -> None:
-    """Tokenize documents into a new folder: all files synced, the manifest last.
+    """Tokenize documents into a new folder. All files are synced, the manifest last.
 
     Args:
-        folder: To make; it gets its final name by who calls.
-        documents: Each with where it came from.
-        pieces: What is kept of them, asked when the documents have ended.
-        progress: Called after each document with the length of its text.
+        folder: Created here; the caller renames it to its final name.
+        pieces: Returns the facts of the pieces; called after the last document.
+        progress: Called after each document with its number of characters.
 
     Raises:
         OSError: The folder cannot be written.
@@ -202,7 +195,7 @@ def write_part(
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a part its name; where another process was faster, the two are the same."""
+    """Rename a part to its final name. If another process was faster, keep its identical part."""
     try:
         temporary.rename(folder)
     except OSError:
@@ -214,7 +207,7 @@ def put_in_place(temporary: Path, folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What goes wrong within it is the disk's, or that of its permissions."""
+    """Report an OSError within the context as a TrainctlError of the cache folder (exit code 4)."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
 """Permutations of [0, n) that need no memory, and their inverses.
 
-A balanced Feistel network is a permutation of [0, 4^k) (Luby and Rackoff, 1988); walking a cycle
-until it re-enters [0, n) makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002). 4^k is below 4 n, so fewer than four walks are expected for any n above 1.
+A balanced Feistel network is a permutation of [0, 4^k) (Luby and Rackoff, 1988). Walking a cycle
+until it re-enters [0, n) makes it a permutation of [0, n) (Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002). 4^k is below 4 n, so fewer than four walks are expected for any n
+above 1.
 """
 
 from __future__ import annotations
@@ -18,27 +19,25 @@ Words = npt.NDArray[np.uint64]
 ROUNDS = 6
 
 MOST = 1 << 53
-"""Elements of a permutation, at most: so far a float has every integer."""
+"""Maximum size of a permutation: a float represents every integer up to it."""
 
 
 def permute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> Integers:
-    """Where a keyed permutation takes values.
+    """Apply a keyed permutation of [0, size) to values of any shape.
 
-    Args:
-        values: In [0, size), any shape.
-        size: Of the permuted range, from 1 to `MOST`; one, or one of each value.
-        key: Of 64 bits, one, or one of each value: each has a permutation of its own.
+    `size` (from 1 to `MOST`) and `key` (64 bits) are scalars, or have one entry per value. Each key
+    has its own permutation.
     """
     return _walk(values, size, key, backward=False)
 
 
 def unpermute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> Integers:
-    """What a keyed permutation takes to values: the inverse of `permute`."""
+    """Apply the inverse of `permute`."""
     return _walk(values, size, key, backward=True)
 
 
 def mix(value: npt.ArrayLike) -> Words:
-    """Return the finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014), a 64-bit bijection."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -47,7 +46,7 @@ def mix(value: npt.ArrayLike) -> Words:
 
 
 def key_of(key: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
-    """Return a key made of another and of numbers; each change of one gives another key."""
+    """Derive a key from another key and numbers. Changing any of them gives another key."""
     made = np.asarray(key, dtype=np.uint64)
     for part in parts:
         made = mix(made ^ mix(np.asarray(part, dtype=np.int64).astype(np.uint64)))
@@ -72,7 +71,7 @@ def _walk(
 
 
 def _feistel(values: Words, half_bits: Words, key: Words, *, backward: bool) -> Words:
-    """Return one walk; backward the rounds come in the reverse order with the halves exchanged."""
+    """Apply the network once. Backward, the rounds are reversed and the halves exchanged."""
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left: Words = values >> half_bits
     right: Words = values & mask
@@ -87,13 +86,13 @@ def _feistel(values: Words, half_bits: Words, key: Words, *, backward: bool) -> 
 
 
 def _half_bits(sizes: Words) -> Words:
-    """Half the bits of the smallest 4^k that holds [0, size), at least 1."""
+    """Return half the bits of the smallest 4^k that holds [0, size), at least 1."""
     bits = np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]
     return cast(Words, np.maximum(1, (bits + 1) // 2).astype(np.uint64))
 
 
 def _one_or_each(value: npt.ArrayLike, like: Integers) -> Words:
-    """Return one number where it is the same for all, which is much less work; else one of each."""
+    """Return a scalar if the number is the same for all (much faster); else one per value."""
     array: Words = np.asarray(value).astype(np.uint64)
     if array.ndim == 0:
         return array

@@ -1,7 +1,7 @@
-"""Pairs of answers to marked ids, as a store has them of its documents. No torch.
+"""Encode preference pairs as marked ids, in the form that a store has for documents. No torch.
 
-A pair's ids are the prompt and the chosen answer, then the prompt and the rejected one; marked are
-the two answers. So the first ends where the first run of marked ids does.
+A pair's ids are the prompt and the chosen answer, then the prompt and the rejected answer. The two
+answers are marked. So the first half ends where the first run of marked ids ends.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data.preferences import PreferencesConfig
 
 FORMAT = 1
-"""Of what is made of a pair: another one is tokenized again."""
+"""Version of the encoding of pairs. Raising it has all pairs tokenized again."""
 
 
 def encoder_of(section: PreferencesConfig, tokenizer: Tokenizer) -> Encoder:
-    """What makes marked ids of a source's pairs."""
+    """Return the encoder of a source's pairs."""
     return PreferenceEncoder(section, tokenizer)
 
 
 class PreferenceEncoder:
     """An encoder of pairs, each as the JSON that `data=preferences` makes of it.
 
-    Texts are tokenized as they are, prompt and answer by themselves as when the model answers, and
-    the tokenizer's end of a document comes after each answer. Messages are written by the chat
-    template, and an answer is all that it adds to the prompt.
+    Plain texts are tokenized as they are. Prompt and answer are tokenized separately, as when the
+    model answers, and the tokenizer's end-of-document id follows each answer. Messages are rendered
+    by the chat template, and an answer is everything it adds to the prompt.
 
-    Attributes:
-        vocab_size: Ids are below it, with their marks (`data.marks`).
-        fingerprint: Changes whenever the same pair could give other ids, or marks.
+    `vocab_size` bounds the ids with their marks (`data.loss_marks`).
     """
 
     end_of_document: int | None = None
-    """None: each answer has its own."""
+    """None: each answer already ends with the id."""
 
     def __init__(self, section: PreferencesConfig, tokenizer: Tokenizer) -> None:
         self._section, self._tokenizer = section, tokenizer
@@ -55,7 +53,7 @@ class PreferenceEncoder:
             self._template = ChatTemplate.of(
                 tokenizer.file, section.chat_template, section.template_arguments
             )
-        except TrainctlError as error:  # texts need none
+        except TrainctlError as error:  # plain texts need no template
             if section.chat_template is not None:
                 raise
             self._why_none = error
@@ -64,10 +62,11 @@ class PreferenceEncoder:
         self.fingerprint = f"pairs {FORMAT} {tokenizer.fingerprint} {template}"
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Marked ids of each pair; none where it is left out, by `data.on_bad_text`.
+        """Return the marked ids of each pair; no ids for a pair that `data.on_bad_text` leaves out.
 
         Raises:
-            TrainctlError: By the policy; or messages have no chat template.
+            TrainctlError: A pair cannot be encoded and is not left out; or messages have no chat
+                template.
         """
         return [self._encoded(json.loads(text)) for text in texts]
 

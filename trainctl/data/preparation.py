@@ -1,7 +1,7 @@
-"""Doing the tasks of a store: in this process, in others of this machine, beside other machines.
+"""Do a store's tasks: in this process, in others of this machine, and beside other machines.
 
-All of them do the same: take the next task that nobody has, until every task is done. So there is
-no queue and nobody in charge, and who starts the same command on another machine helps.
+All of them do the same: take the next task that nobody has claimed, until every task is done. So
+there is no queue and no coordinator, and starting the same command on another machine helps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import PARENT_VARIABLE
 
 _WORTH_A_PROCESS = 8 << 20
-"""Bytes of text: starting one costs as long as some of them."""
+"""Bytes of text per additional process: starting one takes as long as tokenizing some
+of them.
+"""
 _POLL_SECONDS = 0.2
 
 
@@ -37,12 +39,13 @@ def do_tasks(
     workers: int | None = None,
     show: Progress = unseen,
 ) -> None:
-    """Have every task done; what is done already is left alone.
+    """Have every task done; finished tasks are skipped.
 
     Args:
-        section: Of the tokenizer, for other processes to load; None does all in this one.
-        workers: Processes; None is one for each core, as far as they are worth their start.
-        show: Called with how far it has come.
+        section: Tokenizer section for worker processes to load; None does all work in this process.
+        workers: Number of processes; None uses as many as are worth their start, up to one per
+            core.
+        show: Called with the progress.
 
     Raises:
         TrainctlError: As `Store.do`; or the disk has too little space (exit code 4).
@@ -59,7 +62,7 @@ def do_tasks(
 
 
 def work(store: Store, tasks: Sequence[Task], show: Progress = unseen) -> None:
-    """Do tasks that nobody has, in this process, until all are done, by whomever.
+    """Do unclaimed tasks in this process until all tasks are done, by any process.
 
     Raises:
         TrainctlError: As `Store.do`.
@@ -81,15 +84,14 @@ def work(store: Store, tasks: Sequence[Task], show: Progress = unseen) -> None:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def processes_for(tasks: Sequence[Task], workers: int | None) -> int:
-    """Processes that are worth their start; 1 at least.
+    """Return the number of processes that are worth their start, at least 1.
 
-    Args:
-        workers: As many as are wanted; None is one for each core.
+    `workers` is the number that the user wants; None means up to one per core.
     """
     if workers is not None:
         return max(1, min(workers, len(tasks)))
@@ -100,9 +102,9 @@ def processes_for(tasks: Sequence[Task], workers: int | None) -> int:
 def _in_processes(
     store: Store, tasks: Sequence[Task], section: TokenizerConfig, count: int, show: Progress
 ) -> None:
-    """Start processes that work, and end with them: whatever happens, none of them is left.
+    """Run worker processes until all tasks are done, and kill them on any error.
 
-    They die with this process even where it is killed.
+    They die with this process even if it is killed.
     """
     job = {
         "folder": str(store.folder),
@@ -116,7 +118,7 @@ def _in_processes(
         processes += (_start(count) for _ in range(count))
         for process in processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended, and its code will tell
+            with suppress(BrokenPipeError):  # it has ended: `_watch` finds its exit code
                 process.stdin.write(text)
                 process.stdin.close()
         _watch(store, tasks, processes, show)
@@ -126,7 +128,7 @@ def _in_processes(
         for process in processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # what a dead one has not read
+                with suppress(OSError):  # a dead process has not read its input
                     assert pipe is not None
                     pipe.close()
 
@@ -134,7 +136,7 @@ def _in_processes(
 def _start(count: int) -> subprocess.Popen[bytes]:
     threads = str(max(1, cores() // count))
     environment = {
-        "RAYON_NUM_THREADS": threads,  # of the tokenizers library
+        "RAYON_NUM_THREADS": threads,  # for the tokenizers library
         **os.environ,
         PARENT_VARIABLE: str(os.getpid()),
     }
@@ -149,10 +151,10 @@ def _watch(
     processes: Sequence[subprocess.Popen[bytes]],
     show: Progress,
 ) -> None:
-    """Tell how far they are until all have ended well.
+    """Report progress until all processes have ended without an error.
 
     Raises:
-        TrainctlError: What one of them has said; or one was killed (exit code 4).
+        TrainctlError: The error of a process; or a process was killed (exit code 4).
     """
     left = list(tasks)
     meter = PreparationMeter(sum(task.size for task in left), show)
@@ -169,7 +171,7 @@ def _watch(
         left = [task for task in left if task.key not in keys]
         if all(code == 0 for code in codes):
             return
-        # Of a hundred thousand tasks a look takes a while, on a disk that others work with.
+        # Checking 100,000 tasks takes a while and loads a shared disk: wait longer then.
         time.sleep(max(_POLL_SECONDS, 10 * (time.monotonic() - looked)))
 
 

@@ -1,4 +1,4 @@
-"""What happens once on a node before its ranks start: the corpus is tokenized. No torch."""
+"""Preparation on a node before its ranks start: the corpus is tokenized once. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainctl.runs.layout import RunPaths
 
 
 def say(message: str) -> None:
-    """On stderr, which is the agent's log."""
+    """Print to stderr, which is the agent's log."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -41,11 +41,10 @@ def prepare(
     tell: Callable[[str], None] = say,
     show: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Tokenize the plan's corpus into the cache and say in `corpus.json` where it is.
+    """Tokenize the plan's corpus into the cache and record its location in `corpus.json`.
 
-    Args:
-        tell: Called with a sentence where the cache is not as it should be.
-        show: Called with how far it has come, in a few words.
+    `tell` is called with a sentence about each problem of the cache, `show` with the progress in a
+    few words.
 
     Raises:
         TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
@@ -65,14 +64,12 @@ def corpora_of_plan(
     *,
     users_folder: Path | None = None,
 ) -> Corpora:
-    """Tokenize the plan's text into the cache, and check that a run can be trained on it.
+    """Tokenize the plan's text into the cache, and check that a run can train on it.
 
-    Args:
-        plan: Of a run, or of one that may come.
-        users_folder: For the texts of `data.factory`, which are kept with the run.
+    No run needs to exist. `users_folder` is the run's folder for the texts of `data.factory`.
 
     Raises:
-        TrainctlError: As `prepare`, but for what depends on the run.
+        TrainctlError: As `prepare`, except for errors that depend on the run.
     """
     config = plan.config
     show("reading the corpus")
@@ -93,9 +90,9 @@ def corpora_of_plan(
 
 
 def help_to_prepare(plan: RunPlan) -> None:
-    """Tokenize what nobody does yet, for the node that puts the corpus together.
+    """Tokenize unclaimed tasks for the node that assembles the corpus.
 
-    What is wrong with the text is that node's to say, so nothing is raised.
+    Errors in the text are ignored here; that node reports them.
     """
     config = plan.config
     if config.data.factory is not None:
@@ -105,11 +102,11 @@ def help_to_prepare(plan: RunPlan) -> None:
 
 
 def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) -> None:
-    """That there is as much text as the plan draws.
+    """Check that there is as much text as the plan draws.
 
     Raises:
-        TrainctlError: A source is too short, and by how much; or the steps of the plan are passes
-            over a text of another length.
+        TrainctlError: A source is too short, and by how much; or the plan's epochs were computed
+            for a text of another length.
     """
     config, training = plan.config, plan.config.training
     counts = {
@@ -141,10 +138,10 @@ def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) 
 
 
 def _check_ends(config: RunConfig, corpora: Corpora) -> None:
-    """That a run of before ends of documents were kept goes on without what needs them.
+    """Check that a run of a corpus without document ends does not need them.
 
     Raises:
-        TrainctlError: It would pack or rearrange documents (exit code 5).
+        TrainctlError: The run would pack or rearrange documents (exit code 5).
     """
     for name, section in sources_of(config.data).items():
         needs = [
@@ -161,10 +158,10 @@ def _check_ends(config: RunConfig, corpora: Corpora) -> None:
 
 
 def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
-    """Return the corpora of a run that was launched, tokenized again if the cache has lost one.
+    """Return the corpora of a launched run, tokenized again if the cache has lost one.
 
     Raises:
-        TrainctlError: The text of one is not there any more.
+        TrainctlError: The text of one does not exist any more.
     """
     config = plan.config
 
@@ -194,7 +191,7 @@ def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
 
 
 class TokenizingProgress:
-    """How far tokenizing is: a plain line on stderr every few seconds, and shown more often."""
+    """Progress callback: prints to stderr every 5 seconds and calls `show` twice a second."""
 
     def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
         self._last = self._shown = time.monotonic()

@@ -1,4 +1,4 @@
-"""How far a preparation has come, and how long it will take."""
+"""Progress of a preparation, with its remaining time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ TOKENIZING = "tokenizing"
 
 @dataclass(frozen=True, slots=True)
 class PreparationStanding:
-    """How far it has come."""
+    """Snapshot of the progress of a preparation."""
 
     documents: int
     size: int = 0
-    """Bytes of files that they were read from, about."""
+    """Approximate bytes of files read so far."""
     whole: int = 0
-    """Bytes of all files that were left to read when it began; 0 where nobody knows."""
+    """Bytes of all files left to read at the start; 0 if unknown."""
     seconds: float = 0.0
     doing: str = TOKENIZING
-    """What is done, in words."""
+    """Name of the current activity."""
 
     @property
     def is_tokenizing(self) -> bool:
-        """Whether its documents are tokenized, and not looked at later."""
+        """Whether documents are being tokenized, rather than judged afterwards."""
         return self.doing == TOKENIZING
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate so far; None while that says little."""
+        """Estimate from the rate so far; None in the first 2 seconds, or if bytes are unknown."""
         if not self.whole or not self.size or self.seconds < 2:
             return None
         return self.seconds * max(0, self.whole - self.size) / self.size
@@ -48,33 +48,33 @@ Progress = Callable[[PreparationStanding], None]
 
 
 def unseen(standing: PreparationStanding) -> None:
-    """Nobody looks."""
+    """Ignore progress."""
 
 
 @dataclass(slots=True)
 class PreparationMeter:
-    """Counts what one process has done."""
+    """Counter of the work that one process has done."""
 
     whole: int
-    """Bytes of the files that are left."""
+    """Bytes of the files left to read at the start."""
     show: Progress
-    """Called after each document."""
+    """Called with each new snapshot."""
     documents: int = 0
     size: int = 0
-    """Bytes of the tasks that are finished."""
+    """Bytes of finished tasks."""
     doing: str = TOKENIZING
-    """What is done, in words."""
+    """Name of the current activity."""
     _of_task: int = 0
     _began: float = field(default_factory=time.monotonic)
 
     def document(self, length: int) -> None:
-        """One more, of so many characters."""
+        """Count a document of `length` characters."""
         self.documents += 1
         self._of_task += length
         self._tell()
 
     def task(self, size: int, documents: int = 0) -> None:
-        """One more is finished, of so many bytes; its documents, if they were not told of."""
+        """Count a finished task of `size` bytes, and `documents` not counted by `document`."""
         self.documents += documents
         self.size += size
         self._of_task = 0
@@ -88,7 +88,7 @@ class PreparationMeter:
 
 
 def in_words(seconds: float) -> str:
-    """Such as ``40 s``, ``12 min``, ``3 h 20 min``."""
+    """Format a duration: ``40 s``, ``12 min``, ``3 h 20 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""The tokens of samples, as they are cut out of a text or packed into bins. No torch."""
+"""Tokens of samples, sliced from the text or taken from packed bins. No torch."""
 
 from __future__ import annotations
 
@@ -15,42 +15,38 @@ from trainctl.plan.sample_order import samples_in
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Samples."""
+    """A batch of samples of one length."""
 
     tokens: npt.NDArray[np.int64]
-    """Theirs and the one behind each, (samples, length + 1)."""
+    """Ids of each sample and of the token that follows, (samples, length + 1)."""
     ends: npt.NDArray[np.bool_]
-    """Which tokens are the last of their document, (samples, length)."""
+    """True for the last token of each document, (samples, length)."""
     silent: npt.NDArray[np.bool_]
-    """Which tokens have no label, (samples, length): padding, and what comes before it."""
+    """True for tokens without a label, (samples, length): padding, and the token before a token
+    that is padding or not learned.
+    """
 
     @classmethod
     def empty(cls, count: int, length: int) -> Rows:
-        """So many samples, to be written."""
+        """Allocate samples; `tokens` are uninitialized."""
         shape = (count, length)
         tokens = np.empty((count, length + 1), dtype=np.int64)
         return cls(tokens, np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
 
     def put(self, places: npt.NDArray[np.int64], others: Rows) -> None:
-        """Write other samples at these places."""
+        """Write other samples at these rows."""
         self.tokens[places] = others.tokens
         self.ends[places] = others.ends
         self.silent[places] = others.silent
 
 
 class SampleRows:
-    """Samples of one length of a side of a corpus.
+    """Reader for samples of one length L in one split of a corpus.
 
-    Without bins, sample i covers tokens [i L, i L + L], one more than its length L for the labels;
-    what is left over at the end of the split is not used. With bins it is the pieces of bin i one
-    after the other, each the last of its document's or as long as a sample, and then padding.
-
-    Args:
-        corpus: The corpus.
-        split: Its side.
-        length: Of a sample.
-        bins: Those of best-fit packing; None cuts the text.
-        infilling: What documents become when they are read; None leaves them as they are.
+    Without `bins`, sample i covers tokens [i L, i L + L] of the text, one more than L for the
+    labels. Tokens left over at the end of the split are not used. With `bins` of best-fit packing,
+    sample i is the pieces of bin i followed by padding. Each piece ends a document or is as long as
+    a sample. `infilling` rearranges documents as they are read.
     """
 
     def __init__(
@@ -69,11 +65,11 @@ class SampleRows:
         self._length = length
         self._bins = bins
         self._infilling = infilling
-        # There may be no bin at all: of conversations that are all left out.
+        # There are no bins if all conversations are left out.
         self.num_samples = samples_in(split.tokens, length) if bins is None else len(bins)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """Where a sample's tokens begin and end in the text, without the one behind them."""
+        """Return start and end of each piece of a sample in the text, without the last label."""
         if self._bins is None:
             return [(index * self._length, (index + 1) * self._length)]
         starts, lengths = self._bins.pieces(index)
@@ -82,10 +78,9 @@ class SampleRows:
     def read(
         self, indices: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64] | None = None
     ) -> Rows:
-        """Return the samples at `indices`; below 0 is the first one.
+        """Return the samples at `indices`; a negative index reads sample 0.
 
-        Args:
-            epochs: Of each, for what is rearranged anew in each; None is the first.
+        `epochs` has the epoch of each sample, which infilling depends on; None is epoch 0.
         """
         rows = Rows.empty(len(indices), self._length)
         indices = np.maximum(indices, 0)
@@ -96,7 +91,7 @@ class SampleRows:
             return rows
         starts = indices * self._length
         for row, start, epoch in zip(rows.tokens, starts.tolist(), epochs, strict=True):
-            # Slices: indices of all tokens cost more than twice as much.
+            # Slices: fancy indexing of all tokens takes more than twice as long.
             self._copy(row, start, int(epoch))
         for silent, start in zip(rows.silent, starts.tolist(), strict=True):
             self._silence(silent, start)
@@ -110,7 +105,7 @@ class SampleRows:
             self._infilling.apply(row, start, self._tokens, self._ends, epoch)
 
     def _fill(self, rows: Rows, number: int, index: int, epoch: int) -> None:
-        """Write the sample of a bin."""
+        """Write the sample of bin `index` into row `number`."""
         assert self._ends is not None
         row, at = rows.tokens[number], 0
         for start, end in self.pieces(index):
@@ -121,7 +116,7 @@ class SampleRows:
                 self._silence(rows.silent[number, at : at + size], start, is_whole=True)
                 at += size
                 rows.ends[number, at - 1] = True
-            else:  # a whole sample, and the document goes on
+            else:  # a piece as long as the sample; the document goes on
                 self._copy(row, start, epoch)
                 self._silence(rows.silent[number], start)
                 return
@@ -131,12 +126,10 @@ class SampleRows:
     def _silence(
         self, silent: npt.NDArray[np.bool_], start: int, *, is_whole: bool = False
     ) -> None:
-        """Mark the tokens before those that are not learnt.
+        """Mark the tokens that precede tokens which are not learned.
 
-        Args:
-            silent: Of tokens that follow one another.
-            start: Place of the first in the text.
-            is_whole: Whether a document ends with the last: the next one is no label of it.
+        `silent` is the mask of consecutive tokens, the first at position `start` of the text. With
+        `is_whole` a document ends with the last token, so that the next token is no label of it.
         """
         if self._learnt is not None:
             found = self._learnt[start + 1 : start + len(silent) + 1]
@@ -144,8 +137,8 @@ class SampleRows:
             silent[len(silent) - is_whole :] = True
 
     def _find_ends(self, rows: Rows, starts: npt.NDArray[np.int64]) -> None:
-        """Mark the last tokens of documents; none where nothing tells."""
-        if self._ends is None:  # a corpus of before they were kept
+        """Mark the last token of each document; none if the corpus does not know the ends."""
+        if self._ends is None:  # a corpus made before ends were stored
             if self._end_of_document is not None:
                 rows.ends[:] = rows.tokens[:, :-1] == self._end_of_document
             return

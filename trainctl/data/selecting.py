@@ -1,8 +1,10 @@
-"""Which documents of prepared sources are trained on: the rules of a configuration, applied to the
-parts of stores. Between the tasks of the stores and the corpora that are put together.
+"""Select the training documents of prepared sources: apply the rules of a configuration to stores.
 
-What is held out stays as it is, and of two documents that are alike the held-out one does. Columns
-are kept by what they depend on, so another threshold, or another share held out, reads no text.
+This runs after the tasks of the stores are done and before the corpora are assembled.
+
+Held-out documents are never removed. If two documents are duplicates, the held-out one is kept.
+Measured columns are cached by what they depend on, so another threshold or held-out fraction reads
+no text.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section
 
 DROPPED = "dropped.json"
-"""Of a corpus, which has it if something was asked of its documents: what went, and why."""
+"""File of a corpus with the counts and reasons of dropped documents; only if there are
+rules.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +56,33 @@ class Prepared:
     """A source whose tasks are done."""
 
     name: str
-    """Its name; that of a corpus of one source is `data`."""
+    """Name of the source; `data` if there is only one."""
     config: DataConfig
     store: Store
-    """Where its tokens are."""
+    """Store of its tokens."""
     tasks: Sequence[Task]
-    """All of it, in order."""
+    """All tasks of the source, in order."""
     files: TextFiles
-    """Which are held out."""
+    """The split of its files into training and held-out files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What stays of the sources."""
+    """Documents that the rules keep, and an account of the others."""
 
     keep: Mapping[str, Mapping[str, Bool]]
-    """Which documents stay, by source and by the key of a task, [documents] each."""
+    """Mask of kept documents, [documents], by source and task key."""
     dropped: Mapping[str, Mapping[str, Any]]
-    """What `DROPPED` says, by source, as plain JSON."""
+    """Content of `DROPPED` by source, as plain JSON."""
 
 
 def identity_of_choice(
     whole: DataConfig, sources: Mapping[str, tuple[DataConfig, TextFiles]]
 ) -> str:
-    """What the choice depends on beside a source's own files: of the key of its corpus.
+    """Return a digest of everything that the selection depends on, for the keys of corpora.
 
-    Of every source it is what its texts are, and which of them are held out.
-
-    Args:
-        whole: The `data` of the run.
-        sources: Section and files of each source, by name.
+    It covers the settings of the rules, the texts of every source, which texts are held out, and
+    the held-out sets. `sources` has the section and files of each source.
 
     Raises:
         TrainctlError: A list or a held-out set cannot be read.
@@ -113,12 +114,12 @@ def identity_of_choice(
 
 
 def _of_texts(section: DataConfig) -> list[Any]:
-    """What the texts of a section depend on, beside its files."""
+    """Return the settings of a section that change its texts."""
     return [identity_of(section), section.on_bad_text.value, section.max_bytes]
 
 
 def folder_of_columns(cache: Path, whole: DataConfig, sources: Iterable[Prepared]) -> Path:
-    """Where the columns of sources are kept: one folder for all thresholds, and all files."""
+    """Return the folder of the sources' measured columns, shared by all thresholds and files."""
     what = {
         "dedup": whole.dedup.value,
         "decontaminate": whole.decontaminate,
@@ -135,15 +136,16 @@ def choose(
     workers: int | None = None,
     show: Progress = unseen,
 ) -> Chosen:
-    """Which documents of sources stay.
+    """Apply the rules to all sources and return the documents that stay.
 
-    Nobody else is to be at the folder meanwhile.
+    The caller holds the lock of `folder`, so that no other process uses it meanwhile.
 
     Args:
-        whole: The `data` of the run: copies, precedence, held-out texts.
-        sources: All of them; each has its own filters.
-        workers: Processes; None is one for each core, as far as they are worth their start.
-        show: Called with how far measuring has come.
+        whole: The run's `data` section: deduplication, precedence, held-out sets.
+        sources: All sources; each has its own filters.
+        workers: Number of processes; None uses as many as are worth their start, up to one per
+            core.
+        show: Called with the progress of measuring.
 
     Raises:
         DamagedPart: A part of a store is not what was written.
@@ -189,7 +191,7 @@ def choose(
 def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> PartToMeasure:
     content = source.store.part(task).folder.name
     name, number = content, 1
-    while (source.name, name) in taken:  # two tasks of the same content
+    while (source.name, name) in taken:  # two tasks with the same content
         number += 1
         name = f"{content}-{number}"
     return PartToMeasure(
@@ -202,14 +204,14 @@ def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object])
 
 
 def _entries(section: Mapping[str, Any], task: Mapping[str, Any]) -> Iterator[Entry]:
-    """Yield the documents of a task, numbered as they are in its part."""
+    """Yield the documents of a task, numbered as in its part."""
     documents = read_documents(Task.from_plain(dict(task)), read_section(section))
     for number, (_, text) in enumerate(documents):
         yield Entry(number, text)
 
 
 def _settings(source: Prepared) -> list[Any]:
-    """What the columns of a source depend on, of its filters."""
+    """Return the filter settings that a source's columns depend on."""
     return [
         [name, *(getattr(keys, each) for each in load("filter", name).settings)]
         for name, keys in sorted(filters_of(source.config).items())
@@ -235,7 +237,7 @@ def _held_out_texts(
     task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
     fixed: Mapping[tuple[str, str], Bool],
 ) -> Iterator[Entry]:
-    """Yield the texts that are looked for, numbered through."""
+    """Yield the texts to decontaminate against, numbered consecutively."""
     number = 0
     for section in held_out_sections(whole):
         for document in Reader(section).documents(split_files(section).train):
@@ -297,7 +299,7 @@ def _chosen(
 
 
 def in_words(dropped: Mapping[str, Any]) -> str:
-    """What went of a source and why, such as `exact took 12, c4.min_sentences 3`."""
+    """Describe what was dropped from a source and why: `exact took 12, c4.min_sentences 3`."""
     counts = {reason: tally["documents"] for reason, tally in dropped["reasons"].items()}
     most_first = sorted(counts.items(), key=lambda each: -each[1])
     some = [f"{reason} took {count:,}" for reason, count in most_first if count]
@@ -309,7 +311,7 @@ def _examples(
     name: str,
     task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
 ) -> dict[str, Any]:
-    """Return the examples of a source, and where their texts are."""
+    """Return a source's examples of dropped documents, and how to read their texts."""
     of = selection.examples.get(name, {})
     every = [each for some in of.values() for each in some]
     named = {(each.source, each.part) for each in every}

@@ -1,4 +1,4 @@
-"""How long each source of a run is: as the cache knows, else guessed from its files' sizes."""
+"""Length of each source of a run: from the cache, or estimated from file sizes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
     from trainctl.data.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 16
-"""Of a source's first file, that are tokenized to guess from."""
+"""Bytes of a source's first file that are tokenized for an estimate."""
 
 USUAL = 4.0
-"""Bytes of text in a token, where none can be tokenized."""
+"""Bytes of text per token, if no text can be sampled."""
 
 COMPRESSED = {".gz": 3.5, ".zst": 3.5, ".xz": 4.0, ".bz2": 4.0, ".parquet": 3.0}
-"""About as many bytes of text in a byte of such a file."""
+"""Approximate bytes of text per byte of a compressed file."""
 
 NO_SOURCE = "TC348"
 
 
 def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
-    """How long each source is, and what keeps one from being read; nothing is tokenized for it."""
+    """Return the length of each source, and findings on sources that cannot be read.
+
+    Sources that are not in the cache are estimated, not tokenized.
+    """
     from trainctl.data.bins import drawn_tokens
     from trainctl.data.corpora import of_source
     from trainctl.data.corpus import cached_corpus
@@ -63,14 +66,14 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
 
 
 def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
-    """Plan what a run sees of each source before it starts, and find what a source cannot give.
+    """Compute what a run uses of each source before it starts, and find sources that are too short.
 
-    Where a length is guessed only repetition is found: the run itself finds the rest before its
-    ranks start.
+    If a length is an estimate, only repetition is reported: the run itself checks the rest before
+    its ranks start.
 
     Returns:
-        The plan and the findings; no plan for a script or for `data.factory`, or where a source
-        or the tokenizer cannot be read.
+        The data plan and the findings. The plan is None for a script or for `data.factory`, or if a
+        source or the tokenizer cannot be read.
     """
     if not plan.config.trains_itself or plan.config.data.factory is not None:
         return None, []
@@ -78,7 +81,7 @@ def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
 
     try:
         counts, unread = count_sources(plan.config)
-    except TrainctlError:  # of the tokenizer: who encodes with it says so
+    except TrainctlError:  # tokenizer errors are reported elsewhere
         return None, []
     if unread:
         return None, []
@@ -89,7 +92,7 @@ def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
 
 
 def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
-    """Tokens of a source's training text, from the sizes of its files."""
+    """Estimate the tokens of a source's training text from file sizes."""
     files = split_files(section)
     share = 1 - section.held_out_fraction if files.by_document else 1.0
     size = sum(file.stat().st_size * COMPRESSED.get(file.suffix, 1.0) for file in files.train)
@@ -99,7 +102,7 @@ def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
 
 
 def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
-    """As at the beginning of the first file, if that is text."""
+    """Return the bytes per token at the start of the first file, or `USUAL` if it is not text."""
     if not files:
         return USUAL
     head = head_of(files[0], SAMPLE_BYTES)

@@ -1,15 +1,15 @@
-"""The samples of one source, draw after draw: epochs, windows, and what a new length leaves.
+"""Samples of one source, draw by draw: epochs, shuffle windows, and changes of the sample length.
 
 Draws of a source are numbered from 0 over the whole run. With n samples in its text, draw d is
-place ``d % n`` of epoch ``d // n``, and an epoch is a permutation of the text's samples, with a key
-of its own. A source with windows is shuffled in two steps: the order of its shards, then the
-samples of so many shards together, so that few shards have to be at hand and the next are known.
+position ``d % n`` of epoch ``d // n``. Each epoch is a permutation of the text's samples, with its
+own key. A source with windows is shuffled in two steps: first the order of its shards, then the
+samples within each window of shards. So few shards need to be local, and the next ones are known.
 
-A *leg* is what is drawn of a source at one length of sample. Where the length changes within a
-window, a shorter length that divides cuts what is left of that window into smaller samples, its
-*tail*, so that nothing is left out; any other leaves the rest of the window out. Then it goes on at
-the next window. No token comes twice in an epoch either way. Without shuffling it goes on where it
-is.
+A *leg* is the sequence of draws of a source at one sample length. Where the length changes within a
+window, a shorter length that divides the old one cuts the rest of the window into smaller samples,
+the *tail* of the next leg, so that nothing is left out. Any other length leaves the rest of the
+window out. The leg then goes on at the next window. No token occurs twice in an epoch either way.
+Without shuffling the next leg continues at the same position.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import numpy.typing as npt
 from trainctl.data.permutation import Integers, Words, key_of, mix, permute, unpermute
 
 SHARD_TOKENS = 1 << 26
-"""Of a shard: what is fetched and shuffled as one piece."""
+"""Tokens of a shard, which is fetched and shuffled as one piece."""
 
 SOLE = "data"
-"""The name of the source of a run that has only one, `data.kind`."""
+"""Name of the source of a run that has only one, `data.kind`."""
 
 Permutation = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], Integers]
 
 _SHARDS = -1
-"""In place of a window's first sample: the order of the shards."""
+"""Value hashed in place of a window's first sample for the permutation of the shards."""
 
 
 def samples_of(tokens: int, length: int) -> int:
-    """Samples that a text is cut into: the last of them needs one token more, for its label."""
+    """Return the number of samples in a text; the last one needs one more token as label."""
     return max(0, (tokens - 1) // length)
 
 
 def source_key(seed: int, name: str) -> int:
-    """What all of a source's permutations follow from: the seed of the run and its name.
+    """Return the key of all permutations of a source, from the run's seed and the source's name.
 
-    The name `SOLE` has the key of a run with one source, so that such a run goes on as before when
-    it is given others beside it.
+    The name `SOLE` has the key of a run with one source, so that such a run continues unchanged
+    when other sources are added.
     """
     key = mix(np.uint64(seed))
     if name != SOLE:
@@ -55,37 +55,38 @@ def source_key(seed: int, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """What is drawn of a source at one length; its own draws are counted from 0."""
+    """The draws of a source at one sample length, counted from 0 in each leg."""
 
     key: int
-    """The key of the source."""
+    """Permutation key of the source."""
     tokens: int
-    """Length of its text."""
+    """Tokens of the source's text."""
     length: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     window: int | None
-    """Shards that are shuffled together; None shuffles the whole text."""
+    """Number of shards that are shuffled together; None shuffles the whole text."""
     shard_tokens: int
-    """Tokens of a shard, a multiple of every length where there are windows."""
+    """Tokens per shard; a multiple of every sample length if there are windows."""
     shuffle: bool = True
-    """Without it an epoch has the text's own order."""
+    """Whether epochs are permuted; otherwise they are in the order of the text."""
     first: int = 0
-    """Draw of the leg's first sample behind the tail, counted as if this had been the length from
-    the start."""
+    """Draw number of the first sample after the tail, as if this length had been used from the
+    start.
+    """
     before: Leg | None = None
-    """The leg before, of which it has a tail; None if it has none."""
+    """Previous leg, which the tail is cut from; None if there is no tail."""
     tail_from: int = 0
-    """Draw of the leg before that the tail begins with."""
+    """Draw of the previous leg at which the tail begins."""
     tail: int = 0
-    """Samples of the tail."""
+    """Number of samples in the tail."""
 
     @property
     def samples(self) -> int:
-        """Of an epoch."""
+        """Number of samples in an epoch."""
         return samples_of(self.tokens, self.length)
 
     def at(self, draws: Integers) -> tuple[Integers, Integers]:
-        """Epoch and index of the sample of each draw; its tokens begin at index x length."""
+        """Return epoch and index of the sample of each draw; its tokens begin at index x length."""
         if self.before is None or not (inside := draws < self.tail).any():
             return located(draws, self.numbers, self.shuffle)
         epoch, index = np.empty_like(draws), np.empty_like(draws)
@@ -94,9 +95,9 @@ class Leg:
         return epoch, index
 
     def draws_of(self, token: int, draws: int) -> list[tuple[int, int]]:
-        """Epoch and draw of the samples among the first `draws` that have a token: the inverse.
+        """Return epoch and draw of each of the first `draws` samples that has a token.
 
-        One of each epoch at most, in the order of the draws.
+        This is the inverse of `at`. Each epoch occurs at most once, in the order of the draws.
         """
         found = []
         index, samples = token // self.length, self.samples
@@ -111,13 +112,13 @@ class Leg:
         return [(epoch, draw) for epoch, draw in found if 0 <= draw < draws]
 
     def turned(self, draws: int, length: int) -> Leg:
-        """Return the leg that follows after so many draws, at another length."""
+        """Return the leg that follows after this many draws, at another length."""
         end, epoch, done = self._window_end(draws)
         samples = samples_of(self.tokens, length)
         place = min(done * (self._per_window(length) or samples), samples)
         rest, ratio = end - draws, self.length // length
         has_tail = rest > 0 and self.length % length == 0 and self.shuffle
-        if not self.shuffle:  # what is left lies behind the last sample
+        if not self.shuffle:  # in text order the rest follows the last sample
             epoch, place = divmod(self.first + draws, self.samples)
             place = min(-(-place * self.length // length), samples)
         return Leg(
@@ -134,14 +135,17 @@ class Leg:
         )
 
     def left_out(self, draws: int, length: int) -> int:
-        """Tokens of the present window that nobody sees in this epoch after such a turn."""
+        """Return the tokens of the current window that a change of length leaves out."""
         end, _, _ = self._window_end(draws)
         is_cut = self.length % length == 0 or not self.shuffle
         return 0 if is_cut else (end - draws) * self.length
 
     def _window_end(self, draws: int) -> tuple[int, int, int]:
-        """Return the draw that ends the window which `draws` are in, or at the beginning of; its
-        epoch, and windows of that epoch that are then done (1 for the whole of a text without)."""
+        """Return the end of the window at draw `draws`, its epoch, and the windows done by then.
+
+        At a window's boundary this is the window that ends there. A text without windows is one
+        window per epoch.
+        """
         draw = self.first + max(0, draws - self.tail)
         epoch, place = divmod(draw, self.samples)
         each = self._per_window(self.length) or self.samples
@@ -156,14 +160,14 @@ class Leg:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What `located` needs of the leg: of several, each is then an array."""
+        """Arguments of `located` for this leg. For several legs, each argument is an array."""
         each = self._per_window(self.length)
         samples = self.samples
         in_shard = self.shard_tokens // self.length if each else 0
         return self.key, self.first, self.tail, samples, each or samples, in_shard
 
     def _place(self, epoch: int, index: int) -> int:
-        """Where in an epoch a sample is."""
+        """Return the position of a sample in an epoch."""
         if not self.shuffle:
             return index
         keys, each = _epoch_keys(self.key, np.array([epoch])), self._per_window(self.length)
@@ -200,12 +204,10 @@ class Leg:
 def located(
     draws: Integers, numbers: Sequence[npt.ArrayLike], shuffle: bool
 ) -> tuple[Integers, Integers]:
-    """Epoch and index of samples behind the tail of a leg, or of several legs.
+    """Return epoch and index of draws behind the tail of a leg, or of one leg per draw.
 
-    Args:
-        draws: Draws of a leg each.
-        numbers: As `Leg.numbers` has them; each may be one of each draw.
-        shuffle: Without it an epoch has the text's own order.
+    `numbers` are `Leg.numbers`, each a scalar or an array with one value per draw. Without
+    `shuffle` an epoch is in the order of the text.
     """
     key, first, tail, samples, each, in_shard = (np.asarray(number) for number in numbers)
     epochs, places = np.divmod(first + draws - tail, samples)
@@ -227,7 +229,7 @@ def located(
 
 
 def _shards(shards: Integers, full: npt.ArrayLike, keys: Words, how: Permutation) -> Integers:
-    """Return the full shards in another order; one that is not full stays the last of an epoch."""
+    """Permute the full shards. A shard that is not full stays the last of an epoch."""
     most = np.asarray(full)
     inside = np.minimum(shards, np.maximum(most - 1, 0))
     moved = how(inside, np.maximum(most, 1), key_of(keys, _SHARDS))

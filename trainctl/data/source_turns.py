@@ -1,9 +1,9 @@
-"""Whose turn it is: sources take turns so that no prefix is a whole draw off their shares.
+"""Turns of sources: an interleaving whose every prefix is less than one draw off the shares.
 
-Weights become whole numbers q of sum Q; a period has Q slots. Draw k of a source may take the
-slots from ``floor(k Q / q)`` to ``ceil((k + 1) Q / q) - 1``. These are the windows of a pfair task
-of rate q / Q (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", 1996); the rates have
-the sum 1, so a schedule that meets all of them exists, and on one processor earliest deadline first
+Weights become whole numbers q of sum Q; a period has Q slots. Draw k of a source may take the slots
+from ``floor(k Q / q)`` to ``ceil((k + 1) Q / q) - 1``. These are the windows of a pfair task of
+rate q / Q (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", 1996); the rates have the
+sum 1, so a schedule that meets all of them exists, and on one processor earliest deadline first
 finds it (Tijdeman, "The chairman assignment problem", 1980). Then ``floor(m q / Q) <= drawn <=
 ceil(m q / Q)`` at every prefix m.
 """
@@ -21,21 +21,21 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_SLOTS = 10**6
-"""Of a period: weights of more digits are rounded to so many parts."""
+"""Maximum slots of a period: weights that need more are rounded to this many parts."""
 
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Turns:
-    """One period of a mixture, which is repeated."""
+    """One period of a mixture's schedule, which is repeated."""
 
     quotas: Integers
-    """Draws of each source in a period."""
+    """Draws of each source per period."""
     source: Integers
-    """The source of each slot."""
+    """Source of each slot."""
     rank: Integers
-    """Draws that the source of each slot had before it in the period."""
+    """Number of earlier draws of each slot's source in the period."""
     slots: tuple[Integers, ...]
     """Slots of each source, ascending."""
 
@@ -44,23 +44,24 @@ class Turns:
         return len(self.source)
 
     def drawn(self, source: int, draws: int) -> int:
-        """Draws of a source among the first so many of all."""
+        """Return the number of a source's draws among the first `draws` of all sources."""
         periods, rest = divmod(draws, self.size)
         inside = int(np.searchsorted(self.slots[source], rest))
         return periods * int(self.quotas[source]) + inside
 
     def position(self, source: int, draw: int) -> int:
-        """Of which draw of all a source's own draw, counted from 0, is: the inverse of `drawn`."""
+        """Return the position of a source's draw (from 0) among all draws: the inverse of
+        `drawn`.
+        """
         periods, rank = divmod(draw, int(self.quotas[source]))
         return periods * self.size + int(self.slots[source][rank])
 
 
 @cache
 def turns_of(quotas: tuple[int, ...]) -> Turns:
-    """Return the period of whole numbers that have the greatest common divisor 1; about 1 s for
-    10^6.
+    """Return the period of quotas without a common divisor. Takes about 1 s for 10^6 slots.
 
-    Of draws that are due at the same slot the earlier source is first.
+    Of draws that are due at the same slot the source with the lower number is first.
     """
     total = sum(quotas)
     source, rank = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
@@ -80,10 +81,10 @@ def turns_of(quotas: tuple[int, ...]) -> Turns:
 
 
 def quotas_of(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Weights as whole numbers without a common divisor, in exactly their proportions.
+    """Return weights as whole numbers without a common divisor, in exactly their proportions.
 
-    Where that needs more than `MOST_SLOTS` slots, in the nearest proportions of so many (largest
-    remainders), and none that is above 0 has none.
+    If that needs more than `MOST_SLOTS` slots, proportions are rounded to `MOST_SLOTS` parts by
+    largest remainders. A weight above 0 always gets at least one slot.
     """
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]

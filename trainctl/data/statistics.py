@@ -1,4 +1,4 @@
-"""What a corpus is made of: documents, tokens, lengths and copies of each source. No torch."""
+"""Statistics of a corpus: documents, tokens, lengths and duplicates of each source. No torch."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from trainctl.data.in_place import Tokens
 
 PERCENTILES = (10, 50, 90, 99)
 SAMPLED = 256
-"""Documents, all over a source, whose text tells how long a token is."""
+"""Number of documents, from all over a source, that the bytes per token are measured on."""
 MOST_SAMPLED = 4096
-"""Tokens of each that are looked at."""
+"""Maximum number of tokens measured per document."""
 
 Decode = Callable[[list[int]], str]
 Hashes = npt.NDArray[np.uint64]
 Progress = Callable[[int, int], None]
-"""Called with the tokens that have been looked through, and all of them."""
+"""Called with the number of tokens read, and with the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """What is looked at of a source."""
+    """Text of a source to compute statistics of."""
 
     tokens: Tokens
-    """Ids that are trained on."""
+    """Training token ids."""
     ends: npt.NDArray[np.uint64]
-    """Tokens up to the end of each document, (documents,)."""
+    """Document ends in tokens, (documents,)."""
     held_out_documents: int
-    """Number of documents that are held out."""
     held_out_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStatistics:
-    """What is trained on of a source."""
+    """Statistics of a source's training text."""
 
     documents: int
-    """Their number."""
     tokens: int
-    """Theirs, with the ends of documents."""
+    """Number of tokens, including ends of documents."""
     held_out_documents: int
-    """Number of those that are held out."""
     held_out_tokens: int
     bytes_per_token: float | None
-    """Bytes of text in UTF-8, by documents all over the source; None without any."""
+    """UTF-8 bytes per token, from documents all over the source; None if there are none."""
     mean_length: float
-    """Tokens of a document."""
+    """Mean tokens per document."""
     percentiles: Mapping[int, int]
-    """Length that so many of a hundred documents have at most, in tokens."""
+    """Percentiles of document lengths, in tokens."""
     longest: int
     """Tokens of the longest document."""
     lengths: Mapping[int, int]
-    """Documents of up to so many tokens, a power of two, and more than half as many."""
+    """Histogram of document lengths: key n, a power of two, counts lengths above n / 2 up to n
+    tokens.
+    """
     copies: int
-    """Documents with the same tokens as an earlier one, of this source or of one before."""
+    """Number of documents with the same tokens as an earlier one, in this or an earlier
+    source.
+    """
 
 
 def statistics_of(
@@ -66,13 +67,10 @@ def statistics_of(
     decode: Decode,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, SourceStatistics]:
-    """What is trained on of each source; all tokens are read once, for the copies.
+    """Compute statistics of each source. All tokens are read once, to find duplicates.
 
-    Args:
-        sources: By name. A document is a copy of one before it, of the same source or of one that
-            stands before.
-        decode: Gives the text of ids.
-        progress: Called now and then.
+    A document is a copy if an earlier one of the same source, or of an earlier source in the
+    mapping, has the same tokens.
     """
     whole, before = sum(len(source.tokens) for source in sources.values()), 0
     found: dict[str, SourceStatistics] = {}
@@ -111,7 +109,7 @@ def _of_source(
 
 
 def _hashes(tokens: Tokens, bounds: npt.NDArray[np.int64], tell: Callable[[int], None]) -> Hashes:
-    """64 bits for the tokens of each document that has any."""
+    """Return a 64-bit hash of the tokens of each document that is not empty."""
     found = []
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if end > start:
@@ -133,6 +131,6 @@ def _bytes_per_token(tokens: Tokens, bounds: npt.NDArray[np.int64], decode: Deco
 
 
 def _by_powers(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
-    """Documents by the least power of two that is no less than their length, ascending."""
+    """Count documents by the smallest power of two that is at least their length, ascending."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     return {1 << int(power): int((powers == power).sum()) for power in np.unique(powers)}

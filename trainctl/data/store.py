@@ -1,14 +1,15 @@
-"""A store: a source of text by one tokenizer, in parts that are each made once. No torch.
+"""Store of a text source tokenized by one tokenizer, in parts that are each made once. No torch.
 
     store-KEY/parts/CONTENT/    the tokens of a few files, or of a range of one (see `part`)
-    store-KEY/tasks/TASK.json   those files, as they were, and which part they gave: it is done
-    store-KEY/claims/TASK       who is at it
+    store-KEY/tasks/TASK.json   the files as they were, and the part made of them: the task is done
+    store-KEY/claims/TASK       the process that works on the task
 
-The store's key is what turns bytes into tokens: the tokenizer, how the source reads, what is done
-with bad text. A part's is the bytes, so a copied corpus is read and not tokenized again. A task's
-is the files' paths, sizes and times, so nothing is read to see that all is there. A part is renamed
-to its name when all of it is on the disk, and then its task's record is written: whatever is killed
-in between, the next one goes on, and what it makes is byte for byte the same.
+The store's key covers what turns bytes into tokens: the tokenizer, how the source is read, and what
+is done with bad text. A part's key is a hash of the bytes, so a copied corpus is read but not
+tokenized again. A task's key covers the files' paths, sizes and times, so checking that everything
+is done reads no text. A part is renamed to its final name once it is complete on disk, and then its
+task's record is written. If a process is killed in between, the next one continues, and its part is
+the same byte for byte.
 """
 
 from __future__ import annotations
@@ -48,25 +49,24 @@ _BLOCK = 1 << 20
 
 @dataclass
 class Store:
-    """One store, as one process works on it."""
+    """A store as one process works on it."""
 
     folder: Path
     config: DataConfig
-    """How its source reads, and what is done with bad text."""
+    """Section of the source: how it is read, and what is done with bad text."""
     tokenizer: Encoder
     claims: Claims = field(init=False)
-    """Who is at which task."""
+    """Claims of processes on tasks."""
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.folder / "claims")
 
     @classmethod
     def of(cls, cache: Path, config: DataConfig, tokenizer: Encoder) -> Store:
-        """Return the store of a source and a tokenizer, in a folder of caches; made if it is not
-        there.
+        """Return the store of a source and a tokenizer under `cache`; it is created if missing.
 
         Raises:
-            TrainctlError: It cannot be written (exit code 4).
+            TrainctlError: The folder cannot be written (exit code 4).
         """
         settings = {
             "format": FORMAT,
@@ -84,10 +84,10 @@ class Store:
         return store
 
     def tasks(self, files: Sequence[File]) -> list[Task]:
-        """What has to be done for all documents of files, in their order.
+        """Return the tasks for all documents of files, in order.
 
         Raises:
-            TrainctlError: A file is not there.
+            TrainctlError: A file does not exist.
         """
         try:
             return tasks_of(files, spec_of(self.config).ranges)
@@ -95,15 +95,15 @@ class Store:
             raise TrainctlError(f"cannot read {error.filename}: {error.strerror}") from None
 
     def is_done(self, task: Task) -> bool:
-        """Whether its part is there."""
+        """Return True if the task's part exists."""
         content = self._content_of(task)
         return content is not None and (self._part_folder(content) / "part.json").is_file()
 
     def part(self, task: Task) -> Part:
-        """Return the part of a task that is done.
+        """Return the part of a finished task.
 
         Raises:
-            DamagedPart: It is not there, or its manifest is not.
+            DamagedPart: The part or its manifest is missing, or the part is of other files.
         """
         content = self._content_of(task)
         if content is None:
@@ -114,16 +114,17 @@ class Store:
         return part
 
     def documents_in(self, task: Task) -> int:
-        """Documents of a task that is done; 0 where its part is damaged."""
+        """Return the number of documents of a finished task; 0 if its part is damaged."""
         try:
             return self.part(task).documents
         except DamagedPart:
             return 0
 
     def do(self, task: Task, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Make the part of a task, unless its content has been tokenized before.
+        """Make the part of a task, unless the same content has been tokenized before.
 
-        Only who holds the claim does it; who has lost that to another does no harm.
+        The process that holds the claim calls this. A process that has lost its claim meanwhile
+        does no harm.
 
         Raises:
             TrainctlError: A file cannot be read, has bad text or has changed; or the store cannot
@@ -151,7 +152,7 @@ class Store:
             except TrainctlError:
                 if not self.is_done(task):
                     raise
-                return  # who has taken it over has swept this away
+                return  # the process that took over removed this
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         _require_unchanged(task)
@@ -159,10 +160,10 @@ class Store:
             write_json(self._record(task), {**task.to_plain(), "part": content})
 
     def discard(self, part: Path) -> None:
-        """Take a damaged part away, of this store or of another source's.
+        """Remove a damaged part of this store or of another source's.
 
         Raises:
-            TrainctlError: It cannot be (exit code 4).
+            TrainctlError: The part cannot be removed (exit code 4).
         """
         with writing(self.folder):
             if part.parent.name == "parts" and part.exists():
@@ -172,7 +173,7 @@ class Store:
                 shutil.rmtree(away, ignore_errors=True)
 
     def finish(self, tasks: Sequence[Task]) -> None:
-        """Remove what those who were killed have left of tasks that are done."""
+        """Remove what killed processes left of finished tasks."""
         claimed = {path.name.partition(".")[0] for path in (self.folder / "claims").iterdir()}
         for task in tasks:
             if task.key in claimed:
@@ -199,13 +200,12 @@ class Store:
 
 
 def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File]:
-    """Return all files of a corpus, so that each side's are in its own order: tasks know no
-    sides."""
+    """Return all files of a corpus in one order that keeps the order within each side."""
     return sorted({*train, *held_out}, key=order) if held_out else list(train)
 
 
 def lines_before(piece: FilePiece) -> int:
-    """Return lines of a file before one of its ranges; all that is before it is read."""
+    """Count the lines of a file before a range; everything before it is read."""
     found, left = 0, piece.start
     with piece.file.open("rb") as stream:
         while left > 0 and (block := stream.read(min(_BLOCK, left))):
@@ -215,18 +215,18 @@ def lines_before(piece: FilePiece) -> int:
 
 
 def in_file(text: str, piece: FilePiece, before: int) -> str:
-    """What says `FILE:LINE`, or `:LINE` at its beginning, with the line counted in all of the file.
+    """Replace a range's line number at the start of a text by the line number in the file.
 
     Args:
-        text: With the line of its range.
-        before: Lines of the file before it.
+        text: Begins with `FILE:LINE` or `:LINE`, counted within the range; else it is unchanged.
+        before: Lines of the file before the range.
     """
     match = re.match(rf"((?:{re.escape(str(piece.file))})?:)(\d+)(?!\d)", text)
     return f"{match[1]}{int(match[2]) + before}{text[match.end() :]}" if match else text
 
 
 def read_documents(task: Task, config: DataConfig) -> Iterator[tuple[Origin, str]]:
-    """Yield the documents of a task once more, as they are in its part.
+    """Yield the documents of a task from its files again, as they are in its part.
 
     Raises:
         TrainctlError: A file cannot be read, or has changed since.
@@ -256,14 +256,14 @@ def _facts(piece: FilePiece, reader: Reader, lines: int) -> PieceFacts:
 
 
 def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
-    """Return a digest of the bytes that a task reads, and how many lines to count on for each
-    piece.
+    """Return a digest of the bytes that a task reads, and the line feeds of each piece.
 
-    The names are of it, as a source goes by a file's ending; the folders are not. So is where a
-    range begins, unless lines are counted from there; but a byte order mark has to come first.
-    What is fetched is not fetched twice, but to count the lines of a range: its URL and version
-    stand for its bytes. So do path, size and time where a range is no range of bytes, as all of
-    the file would be read for each.
+    File names are part of the digest, because a source may depend on a file's suffix; folders are
+    not. Of a range's start only whether it is 0 counts, because a byte order mark may come first.
+
+    Remote files are not fetched for the digest: URL and version stand for their bytes, and they are
+    read only to count the lines of a range. Path, size and time stand for ranges that are not byte
+    ranges, because reading one of them reads the whole file.
     """
     digest = hashlib.blake2b(digest_size=16)
     lines = []
@@ -288,7 +288,7 @@ def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
 
 
 def _lines_in(piece: FilePiece) -> int:
-    """Line feeds of a piece, for the pieces of its file after it."""
+    """Count the line feeds of a piece."""
     return sum(block.count(b"\n") for block in _blocks(piece))
 
 

@@ -1,12 +1,11 @@
-"""Who does which task: a symbolic link that says so, on a disk that all of them see.
+"""Claims of processes on tasks: symbolic links on a disk that all of the processes share.
 
-A link is made with what it says, or not at all, and by one process alone; it points nowhere.
-
-A claim saves work and guards nothing: two that do the same task write the same bytes, and the first
-to finish is the one that counts. So it may rest on what a shared disk is good at, and be wrong once
-in a while: a claim is taken over when its process is gone, or, where that cannot be seen (another
-machine), when it has not stirred for `LEASE_SECONDS` of the waiting one's own clock. No two clocks
-are compared.
+A link's target is the text of the claim; it points nowhere. Creating a link is atomic, and only one
+process succeeds. A claim saves work but guards nothing: two processes that do the same task write
+the same bytes, and the first to finish counts. So rare errors of a shared disk do no harm. A claim
+is taken over when its process is gone. For a process on another machine, it is taken over when the
+claim has not changed for `LEASE_SECONDS` by the waiting process's own clock. Clocks of machines are
+never compared.
 """
 
 from __future__ import annotations
@@ -24,16 +23,12 @@ from pathlib import Path
 from trainctl.runs.processes import is_alive
 
 LEASE_SECONDS = 120.0
-"""Longer than a network disk may show an old file."""
+"""Longer than a network disk may show an outdated file."""
 _BEAT_SECONDS = LEASE_SECONDS / 8
 
 
 class Claims:
-    """The claims of a folder, as one process takes them and waits for those of others.
-
-    Args:
-        folder: Of all of them.
-    """
+    """Claims in a folder: takes them for this process, and observes those of others."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +37,9 @@ class Claims:
 
     @contextmanager
     def held(self, name: str) -> Iterator[bool]:
-        """Whether it is ours within it: nobody has it, or who had it is gone.
+        """Try to claim a task for the duration of the context; provide True if the claim was taken.
+
+        A claim of a process that is gone is taken over.
 
         Raises:
             OSError: The folder cannot be written.
@@ -61,11 +58,11 @@ class Claims:
             done.set()
             beating.join()
             with suppress(OSError):
-                if nonce in _said(path):  # nobody thought that we were gone
+                if nonce in _said(path):  # the claim was not taken over
                     path.unlink()
 
     def forget(self, name: str) -> None:
-        """Remove what is left of claims on a task that is done."""
+        """Remove remaining claims on a finished task."""
         for path in self._folder.glob(f"{name}*"):
             path.unlink(missing_ok=True)
 
@@ -77,7 +74,7 @@ class Claims:
             except FileExistsError:
                 if not self._is_abandoned(path):
                     return False
-            with suppress(OSError):  # another was faster
+            with suppress(OSError):  # another process was faster
                 aside = path.with_name(f"{path.name}.{nonce}")
                 path.rename(aside)
                 aside.unlink()
@@ -90,7 +87,7 @@ class Claims:
         beat = 0
         while not done.wait(_BEAT_SECONDS):
             beat += 1
-            with suppress(OSError):  # a disk that is away for a while; or it was taken over
+            with suppress(OSError):  # the disk is away, or the claim was taken over
                 if nonce in _said(path):
                     new = path.with_name(f"{path.name}.{nonce}")
                     new.symlink_to(self._text(nonce, beat))
@@ -99,7 +96,7 @@ class Claims:
     def _is_abandoned(self, path: Path) -> bool:
         try:
             text = _said(path)
-        except OSError:  # given back in this moment
+        except OSError:  # released just now
             return True
         with suppress(ValueError):
             here, pid, _, _ = json.loads(text)
@@ -117,7 +114,7 @@ def _said(path: Path) -> str:
 
 
 def _namespace() -> str:
-    """In which a process id means something: containers of one host name have the same ids."""
+    """Return this process's pid namespace: containers with one host name may share process ids."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

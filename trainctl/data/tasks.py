@@ -1,7 +1,7 @@
-"""The tasks of a preparation: a few files, or a range of a large one. No file is read through.
+"""Tasks of a preparation: each is a few files, or a range of a large file. No file is read through.
 
-Tasks do not know which text is held out, and a file more changes those around it alone, so what is
-tokenized once serves every configuration that reads the same.
+Tasks do not depend on which text is held out, and adding a file changes only neighboring tasks. So
+text is tokenized once for all configurations that read the same files.
 """
 
 from __future__ import annotations
@@ -16,78 +16,82 @@ from trainctl.config.text.files import digest_of
 from trainctl.config.text.remote import File, RemoteFile, is_url
 
 TASK_BYTES = 32 << 20
-"""Of files in a task, about: seconds of work, lost at most where a process is killed."""
+"""Approximate file bytes per task: seconds of work, the most that is lost if a process is
+killed.
+"""
 _FEWEST = 16
-"""A group of files may end early, with this share of a task: where that is, their names say."""
+"""A group of files may end early, at 1/16 of a task, after a file whose name hashes to a
+boundary. So adding a file changes only the groups near it.
+"""
 
 Ranges = Callable[[File, int], list[tuple[int, int]]]
-"""A file's ranges that can be read by themselves, in order, each of about so many bytes; their
-numbers are the source's own."""
+"""Returns the independently readable ranges of a file, in order, each of about so many bytes.
+Ranges are in the source's own units.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A file, or a range of it."""
+    """A file or a range of a file."""
 
     file: File
-    """Absolute, or of a URL."""
+    """Absolute path, or a remote file."""
     size: int
-    """Length of the file in bytes."""
+    """Size of the whole file in bytes."""
     version: str
-    """When the file was modified, in nanoseconds; of a URL what its server calls it."""
+    """Modification time in nanoseconds; for a URL, the version that its server reports."""
     start: int = 0
-    """First of the range, in the source's own units; 0 for a whole file."""
+    """Start of the range, in the source's own units; 0 for a whole file."""
     end: int | None = None
-    """One past its last; None for a whole file."""
+    """End of the range (exclusive); None for a whole file."""
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The range; None for a whole file."""
+        """Start and end of the range; None for a whole file."""
         return None if self.end is None else (self.start, self.end)
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether the file is the one that it was; one of a URL sees to that itself."""
+        """Whether the file is unchanged since planning. Remote files check this themselves."""
         return isinstance(self.file, RemoteFile) or self == _of(self.file, self.start, self.end)
 
     def to_plain(self) -> list[Any]:
-        """As JSON has it."""
+        """Return the piece as plain JSON."""
         return [str(self.file), self.size, self.version, self.start, self.end]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is tokenized by one process at a time, and is there whole or not at all."""
+    """Unit of tokenizing: done by one process, and stored completely or not at all."""
 
     pieces: tuple[FilePiece, ...]
-    """What it reads, in order."""
+    """Files and ranges to read, in order."""
     size: int
-    """Bytes that it reads, about."""
+    """Approximate number of bytes to read."""
     key: str = field(init=False)
-    """Names it in a store: other files, or files that have changed, are other tasks."""
+    """Name in a store, a hash of the pieces: other or changed files make another task."""
 
     def __post_init__(self) -> None:
         text = json.dumps([piece.to_plain() for piece in self.pieces])
         object.__setattr__(self, "key", digest_of(text)[:24])
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the task as plain JSON."""
         return {"pieces": [piece.to_plain() for piece in self.pieces], "size": self.size}
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> Task:
-        """What `to_plain` gave."""
+        """Create a task from `to_plain`'s result."""
         return cls(tuple(_piece(*each) for each in data["pieces"]), data["size"])
 
 
 def tasks_of(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
-    """Return the tasks that read all documents of files, in their order.
+    """Return the tasks that read all documents of files, in order.
 
-    Args:
-        ranges: Of their source, which divides what is larger than a task; None divides no file.
+    `ranges` divides files that are larger than a task; None divides no file.
 
     Raises:
-        OSError: A file is not there.
+        OSError: A file does not exist.
     """
     return list(_tasks(files, ranges))
 
@@ -116,7 +120,7 @@ def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
 
 
 def _of(file: File, start: int = 0, end: int | None = None) -> FilePiece:
-    """Return a file, or a range of it, as it is now."""
+    """Return the piece of a file with its current size and version."""
     if isinstance(file, RemoteFile):
         return FilePiece(file, file.size, file.version, start, end)
     status = file.stat()
@@ -124,12 +128,11 @@ def _of(file: File, start: int = 0, end: int | None = None) -> FilePiece:
 
 
 def _piece(name: str, size: int, version: str, start: int, end: int | None) -> FilePiece:
-    """Of what `FilePiece.to_plain` gave."""
+    """Create a piece from `FilePiece.to_plain`'s result."""
     file = RemoteFile(name, size, version) if is_url(name) else Path(name)
     return FilePiece(file, size, version, start, end)
 
 
 def _ends_a_group(file: File) -> bool:
-    """Return one file in `_FEWEST`, by its name: where it does, the groups after it are as they
-    were."""
+    """Return True for one in `_FEWEST` files, chosen by a hash of the name."""
     return int(digest_of(file.name)[:8], 16) % _FEWEST == 0

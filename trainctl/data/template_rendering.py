@@ -1,9 +1,9 @@
-"""Chat templates rendered within bounds, in a process that can be ended. No torch.
+"""Render chat templates within limits, in a process that can be killed. No torch.
 
 A template is code of whoever published the tokenizer. Jinja's sandbox keeps it from files and
-modules, and not from computing forever or filling the memory: some of that is one call into C,
-which nothing inside the process interrupts. So a fork of this process makes the text: it has all
-that is imported, and answers one request after the other over a pipe.
+modules, but not from computing forever or filling the memory, and a single call into C cannot be
+interrupted within the process. So a fork of this process renders: it has all modules imported, and
+answers requests over a pipe, one after the other.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from typing import Any, NoReturn
 from trainctl.errors import TrainctlError
 
 SECONDS = 10.0
-"""For one text, which takes a millisecond: far more than the slowest machine needs."""
+"""Time limit for one text: far more than the slowest machine needs, as a text takes a
+millisecond.
+"""
 
 MEMORY_BYTES = 1 << 30
-"""Beyond what the process had when it was forked."""
+"""Memory limit beyond what the process had when it was forked."""
 
 CHARACTERS = 1_000_000
 CHARACTERS_FOR_BYTE = 20
-"""Longest text: so much, and so many times the conversation, parts of which it may repeat."""
+"""The longest text has `CHARACTERS`, and this many more per byte of the request, since a
+template may repeat parts of the conversation.
+"""
 
 OF_TEMPLATES = (
     ArithmeticError,
@@ -40,25 +44,25 @@ OF_TEMPLATES = (
     TypeError,
     ValueError,
 )
-"""What an expression of a template may raise, beside what Jinja does."""
+"""Exceptions that an expression in a template may raise, besides Jinja's own."""
 
 Spans = list[tuple[int, int]]
 
 
 class RefusedByTemplate(Exception):
-    """The template raised an error for this conversation; its text is the reason."""
+    """Error that a template raised for a conversation; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Renderer:
-    """The fork that renders."""
+    """The forked process that renders."""
 
     owner: int
-    """Process that forked it; another one forks its own."""
+    """Process id of the parent. Another process forks its own renderer."""
     pid: int
-    """Its number."""
+    """Process id of the fork."""
     connection: Connection
-    """Our end of the pipe."""
+    """The parent's end of the pipe."""
 
 
 _lock = Lock()
@@ -74,17 +78,17 @@ def render(
     prompts: bool,
     marks: bool,
 ) -> tuple[str, Spans]:
-    """Return the text that a template makes of a conversation, and the spans that it marks.
+    """Render a conversation and return the text with the spans that the template marks.
 
     Args:
         tools: JSON schemas of the tools that may be called.
-        variables: What else the template is given, by name.
-        prompts: Whether to add the prompt of an answer.
-        marks: Whether to look for `{% generation %}` blocks.
+        variables: Other variables of the template, by name.
+        prompts: Whether to add the generation prompt.
+        marks: Whether to return the spans of `{% generation %}` blocks.
 
     Raises:
         RefusedByTemplate: The template raised an error.
-        TrainctlError: It takes more time, memory or text than any template needs.
+        TrainctlError: The template exceeds the limits on time, memory or length of text.
     """
     from transformers.utils import chat_template_utils  # noqa: F401  the fork has it then
 
@@ -95,7 +99,7 @@ def render(
         renderer = _started()
         try:
             kind, *found = _ask(renderer.connection, request)
-        except BaseException:  # of an interrupt too: the next text would get this one's answer
+        except BaseException:  # also an interrupt: a late answer would be the next text's
             _end(renderer)
             raise
     if kind == "refused":
@@ -125,7 +129,7 @@ def _out_of_bounds(what: str) -> TrainctlError:
 
 
 def _started() -> _Renderer:
-    """Return this process's renderer; fork it where there is none."""
+    """Return this process's renderer, and fork it first if there is none."""
     global _renderer
     if _renderer is None or _renderer.owner != os.getpid():
         ours, its = Pipe()
@@ -138,7 +142,7 @@ def _started() -> _Renderer:
 
 
 def _end(renderer: _Renderer) -> None:
-    """Kill a renderer that did not answer; the next text gets another one."""
+    """Kill a renderer that did not answer; the next text forks another one."""
     global _renderer
     _renderer = None
     renderer.connection.close()
@@ -147,7 +151,7 @@ def _end(renderer: _Renderer) -> None:
 
 
 def _serve(connection: Connection) -> NoReturn:
-    """Answer requests until the process that asks has ended."""
+    """Answer requests until the parent process has ended."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

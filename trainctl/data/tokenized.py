@@ -1,4 +1,4 @@
-"""Corpora that others have tokenized: their ids and the ends of their documents, without a copy.
+"""Corpora tokenized by other tools: their ids and document ends, used without a copy.
 
 | made by | ids | ends |
 |---|---|---|
@@ -8,8 +8,8 @@
 | trainctl | `NAME.bin` | `NAME.ends`: 8 bytes a document |
 | numpy, llm.c, anyone | an array with or without its header | where the end id is |
 
-The ids stay where they are and are mapped. What can be known without reading all is checked: their
-type against the vocabulary, the index against the sizes, and ids at places all over the file.
+The files of ids are memory-mapped. Checks that need not read everything are made: the type against
+the vocabulary, the index against the sizes, and ids at places all over the file.
 """
 
 from __future__ import annotations
@@ -36,46 +36,45 @@ Ids = npt.NDArray[np.integer]
 Ends = npt.NDArray[np.int64]
 
 _MEGATRON = b"MMIDIDX\x00\x00"
-# megatron/core/datasets/indexed_dataset.py, `DType`; of floating point numbers are no ids.
+# megatron/core/datasets/indexed_dataset.py, `DType`, without its floating-point types.
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_HEADER = 34
-"""Bytes: the mark, version, type, number of sequences, and of entries for documents."""
+"""Bytes of the magic, version, type, number of sequences, and number of document entries."""
 _NPY = b"\x93NUMPY"
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""First number of the 256 of a header (llm.c, `dev/data/data_common.py`), and the ids' type."""
+"""dtype of the ids by the magic number of the header (llm.c, `dev/data/data_common.py`)."""
 _LLM_C_HEADER = 1024
+"""Bytes of the header: 256 integers."""
 _PROBES = 64
-"""Places of a file whose ids are looked at."""
+"""Number of places in a file whose ids are checked."""
 _PROBE = 1 << 14
-"""Ids at each place."""
+"""Number of ids checked at each place."""
 _CHUNK = 1 << 24
-"""Ids that are searched for ends at a time."""
+"""Ids searched for document ends at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A file of ids."""
+    """An open file of token ids."""
 
     file: Path
     ids: Ids
-    """All of them, mapped, shape (tokens,)."""
+    """All ids, memory-mapped, shape (tokens,)."""
     ends: Ends | None
-    """Where each document ends, one past its last id, ascending, shape (documents,); None where no
-    index tells."""
+    """End of each document (exclusive), ascending, shape (documents,); None if there is no
+    index.
+    """
     tokenizer: str = ""
-    """Its name, if the file's maker has left it; else empty."""
+    """Name of the tokenizer, if the file's metadata has it; else empty."""
     offset: int = 0
     """Bytes of the file before the first id."""
 
     def problems(
         self, vocab_size: int, end_of_document: int | None, *, whole: bool = False
     ) -> list[str]:
-        """What keeps a tokenizer's model from training on it; empty if nothing is seen.
+        """Describe why a model of this vocabulary cannot train on the file; empty if it can.
 
-        Args:
-            vocab_size: Ids that there are.
-            end_of_document: The id that closes a document, if there is one.
-            whole: Look at every id, at the speed of the disk, and not at places all over the file.
+        `whole` checks every id instead of ids at places all over the file.
         """
         ids, found = self.ids, []
         if len(ids) == 0:
@@ -103,19 +102,19 @@ class Tokenized:
 
 
 def open_of(section: Any, file: Path) -> Tokenized:
-    """Return a file of a source of `options.data.tokens`; errors as `open_tokenized`."""
+    """Open a file of a source of `options.data.tokens`. Raises as `open_tokenized`."""
     return open_tokenized(file, section.id_type.value if section.id_type else None)
 
 
 def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
-    """Return a file of ids with its index, which is found by the names that its maker gives.
+    """Open a file of ids with its index, which is found by the file names of the tool that made it.
 
     Args:
-        file: Of Megatron the `.bin`, of datatrove the `.ds`; else any array.
-        dtype: Type of the ids where neither index nor header tells: ``u2`` or ``u4``.
+        file: The `.bin` of Megatron, the `.ds` of datatrove, or any array.
+        dtype: Type of the ids if neither index nor header has it: ``u2`` or ``u4``.
 
     Raises:
-        TrainctlError: Index and ids do not fit, or the ids are of no known type.
+        TrainctlError: Index and ids do not fit, or the type of the ids is unknown.
     """
     with _readable(file):
         index = file.with_suffix(".idx")
@@ -138,10 +137,9 @@ def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
 
 
 def ends_by_id(ids: Ids, end_of_document: int) -> Ends:
-    """Ends of documents by the id that closes them; what follows the last of them is a document.
+    """Return the document ends, found by the end-of-document id.
 
-    Args:
-        ids: Shape (tokens,). All are read, in order.
+    Tokens after the last such id are a document. All ids are read, in order.
     """
     found = [
         np.flatnonzero(ids[start : start + _CHUNK] == end_of_document) + start + 1
@@ -163,7 +161,7 @@ def _megatron(file: Path, index: Path) -> Tokenized:
     if head[17] not in _MEGATRON_TYPES:
         raise _unfit(index, f"its type is number {head[17]}, which is none of ids")
     sequences, entries = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
-    # Lengths, then places in bytes, then the first sequence of each document and one past the last.
+    # Lengths, byte offsets, then the first sequence of each document and the number of all.
     starts = [_MEGATRON_HEADER, _MEGATRON_HEADER + 4 * sequences, _MEGATRON_HEADER + 12 * sequences]
     if len(raw) < starts[2] + 8 * entries:
         raise _unfit(index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes")
@@ -183,7 +181,7 @@ def _megatron(file: Path, index: Path) -> Tokenized:
 def _datatrove(file: Path, dtype: str | None) -> Tokenized:
     index, metadata = (file.with_name(f"{file.name}.{end}") for end in ("index", "metadata"))
     tokenizer, width = "", ""
-    if metadata.is_file():  # "NAME|BYTES", since the time when ids had two: "NAME"
+    if metadata.is_file():  # "NAME|BYTES"; older files: "NAME", two bytes
         first = metadata.read_text("utf-8", errors="replace").partition("\n")[0]
         tokenizer, _, width = first.rpartition("|") if "|" in first else (first, "", "2")
     known = dtype or (f"u{width}" if width in ("2", "4") else None)
@@ -193,7 +191,7 @@ def _datatrove(file: Path, dtype: str | None) -> Tokenized:
 
 
 def _with_ends(file: Path, index: Path, dtype: str | None, tokenizer: str = "") -> Tokenized:
-    """With an index of 8 bytes a document, which tell the width of the ids, too."""
+    """Open a file with an index of 8 bytes a document, which also tells the width of the ids."""
     if index.stat().st_size % 8:
         raise _unfit(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
     ends = np.fromfile(index, "<u8").astype(np.int64)
@@ -204,7 +202,7 @@ def _with_ends(file: Path, index: Path, dtype: str | None, tokenizer: str = "") 
 
 
 def _dolma_ends(file: Path) -> Ends | None:
-    """Of `NAME.csv.gz`, whose rows begin with the start and end of a document in ids."""
+    """Read `NAME.csv.gz`, whose rows begin with the start and end of a document in ids."""
     index = file.with_suffix(".csv.gz")
     if not index.is_file():
         return None
@@ -262,16 +260,16 @@ def _given(file: Path, dtype: str | None) -> str:
 
 
 def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
-    """Return a file's ids; the kernel is told that they are read here and there, not in order.
+    """Memory-map the ids of a file. The kernel is advised of random access.
 
     Args:
-        file: Of ids alone, after what comes first.
-        dtype: numpy name of their type.
-        offset: Bytes of what comes first.
+        file: Contains only ids after the header.
+        dtype: numpy dtype of the ids.
+        offset: Bytes of the header.
 
     Raises:
-        OSError: It cannot be read.
-        TrainctlError: Its size is not one of ids.
+        OSError: The file cannot be read.
+        TrainctlError: The size is no multiple of the dtype's.
     """
     size, width = file.stat().st_size - offset, np.dtype(dtype).itemsize
     if size % width:
@@ -298,7 +296,7 @@ def _refuse_unfit(tokenized: Tokenized) -> Tokenized:
 
 
 def _extremes(ids: Ids, whole: bool) -> Iterator[int]:
-    """Places of the lowest and the highest id of each part that is looked at."""
+    """Yield the positions of the lowest and the highest id of each part that is checked."""
     if whole or len(ids) <= _PROBES * _PROBE:
         starts: Sequence[int] = range(0, len(ids), _CHUNK)
         size = _CHUNK
@@ -311,7 +309,7 @@ def _extremes(ids: Ids, whole: bool) -> Iterator[int]:
 
 
 def _other_type(tokenized: Tokenized, vocab_size: int) -> str:
-    """Whether the bytes would be ids if they were of the other width."""
+    """Return a hint if the bytes would be valid ids of the other width; else an empty text."""
     ids = tokenized.ids
     other = np.dtype("<u4" if ids.itemsize == 2 else "<u2")
     if tokenized.ends is not None or ids.nbytes % other.itemsize:
@@ -322,7 +320,7 @@ def _other_type(tokenized: Tokenized, vocab_size: int) -> str:
 
 
 def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
-    """Places from the first to the last of so many, evenly."""
+    """Return at most `most` positions, evenly spaced from the first to the last of `count`."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes by default, or any `tokenizers` file. No torch."""
+"""Convert text to token ids and back: bytes by default, or any `tokenizers` file. No torch."""
 
 from __future__ import annotations
 
@@ -22,55 +22,53 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What the corpus and the sampler need of a tokenizer."""
+    """Interface of a tokenizer, as corpora and samplers use it."""
 
     vocab_size: int
-    """Ids are below it."""
+    """Exclusive upper bound of the ids."""
     end_of_document: int | None
-    """Id put after each document; None puts nothing."""
+    """Id appended to each document; None appends nothing."""
     fingerprint: str
-    """Changes whenever the same text could give other ids."""
+    """Hash that changes whenever the same text could be encoded differently."""
     file: Path | None
-    """That it was read from; None where there is none."""
+    """File of the tokenizer; None for bytes."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Ids of a text, shape (tokens,)."""
+        """Return the ids of a text, shape (tokens,)."""
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Ids of several texts, each as `encode` gives them, by all cores where that helps."""
+        """Return the ids of several texts, each as `encode` does, on all cores where that helps."""
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token by its text in the vocabulary; None if there is none."""
+        """Return the id of a token by its text in the vocabulary; None if there is none."""
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of ids; what is not text becomes a replacement character.
+        """Return the text of ids; invalid UTF-8 becomes a replacement character.
 
-        Args:
-            ids: Shape (tokens,).
-            with_special: Special tokens by their names; else they are left out.
+        `with_special` keeps special tokens by name; otherwise they are left out.
         """
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer that the config names.
+    """Load the tokenizer that the config names.
 
     Raises:
-        TrainctlError: Its file is missing or is none.
+        TrainctlError: The file is missing or invalid.
     """
     made: Tokenizer = function_of("tokenizer", config.kind)(config)
     return made
 
 
 def of_bytes(section: TokenizerConfig) -> Tokenizer:
-    """That of UTF-8 bytes."""
+    """Create the tokenizer of UTF-8 bytes."""
     return ByteTokenizer()
 
 
 def of_library(section: TokenizerFromPath) -> Tokenizer:
-    """That of the file that the kind names.
+    """Load the tokenizer file that the kind names.
 
     Raises:
-        TrainctlError: It is not named, is missing or is none.
+        TrainctlError: The file is not named, missing or invalid.
     """
     spec = spec_of(section)
     if not section.path:
@@ -84,7 +82,7 @@ def of_library(section: TokenizerFromPath) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255."""
+    """Tokenizer with UTF-8 bytes as ids 0 to 255."""
 
     vocab_size = 257
     end_of_document: int | None = END_OF_DOCUMENT
@@ -96,7 +94,7 @@ class ByteTokenizer:
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        return [self.encode(text) for text in texts]  # a copy of memory: one core is enough
+        return [self.encode(text) for text in texts]  # a memory copy: one core is enough
 
     def id_of(self, token: str) -> int | None:
         return None
@@ -106,11 +104,7 @@ class ByteTokenizer:
 
 
 def take_limits(backend: Backend) -> bool:
-    """Let a tokenizer give all of a text and no more, whatever batches its file was saved for.
-
-    Returns:
-        Whether it would have cut texts at a length, or padded them.
-    """
+    """Disable truncation and padding of a tokenizer, and return True if either was set."""
     had_limits = backend.truncation is not None or backend.padding is not None
     backend.no_truncation()
     backend.no_padding()
@@ -118,7 +112,7 @@ def take_limits(backend: Backend) -> bool:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library."""
+    """Tokenizer of a `tokenizer.json` of the `tokenizers` library."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -135,7 +129,7 @@ class FileTokenizer:
         had_limits = take_limits(self._backend)
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
-        end = f"\0{facts.end_of_document}"  # it is among the ids of every text
+        end = f"\0{facts.end_of_document}"  # it is part of every encoded text
         self.file: Path | None = path
         whole = "\0whole" if had_limits else ""
         self.fingerprint = hashlib.sha256((text + end + whole).encode()).hexdigest()
@@ -144,7 +138,7 @@ class FileTokenizer:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        # The library's own threads, one a core (RAYON_NUM_THREADS); nobody wants the offsets.
+        # Runs on the library's threads, one per core (RAYON_NUM_THREADS), without offsets.
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
 

@@ -1,7 +1,7 @@
-"""Functions of the user's, named in the plan as module:function: imported and called. No torch.
+"""User functions, named in the plan as module:function: imported and called here. No torch.
 
-Only the plan's own keys (`trainer`, `model.factory`, `data.factory`) name one, and only a user sets
-them: nothing else of a configuration is ever imported.
+Only the plan's own keys (`trainer`, `model.factory`, `data.factory`) name a function, and only a
+user sets them. Nothing else in a configuration is ever imported.
 """
 
 from __future__ import annotations
@@ -23,45 +23,40 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""Folder of this package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What a function that trains is told beside the plan.
+    """Facts about a rank that a user's training function is given beside the plan.
 
-    No process group is open yet: what torch and DeepSpeed need to open one is in the environment.
+    No process group is open yet. The environment has what torch and DeepSpeed need to open one.
     """
 
     rank: int
-    """Its number in the world."""
+    """Rank in the world."""
     world_size: int
-    """Ranks of the run."""
     local_rank: int
-    """Its number on this machine; the number of its device."""
+    """Rank on this machine, which is the index of its device."""
     run_dir: Path
-    """The run's directory, in which to save what must last."""
+    """The run's directory, for files to keep."""
     attempt: int
-    """Number of the attempt, 1 for the first: what a restart or a resume counts up."""
+    """Number of the attempt, from 1. Each restart or resume is a new attempt."""
     deepspeed_config: Path
-    """The file of the JSON; `plan.deepspeed` is its content."""
+    """File of the DeepSpeed JSON; `plan.deepspeed` is its content."""
 
 
 def make_importable(folder: Path) -> None:
     """Put the folder of the user's functions first on the import path of this process.
 
-    Called just before one of them is imported: until then, no module in the folder is taken for
-    one of Python's or of a package.
+    This is called just before a user function is imported. Until then no module in the folder can
+    shadow one of Python's or of a package.
     """
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def load(key: str, reference: str) -> Callable[..., Any]:
-    """Import a function.
-
-    Args:
-        key: The config key that names it, for messages.
+    """Import the function `reference`; `key` is the config key that names it, for messages.
 
     Raises:
         TrainctlError: The module cannot be imported, or has no such function.
@@ -84,7 +79,7 @@ def load(key: str, reference: str) -> Callable[..., Any]:
 
 
 def own_code() -> str:
-    """Return a digest of the imported files that belong to no installed package."""
+    """Return a digest of all imported files outside installed packages."""
     installed = {PACKAGE, *(Path(str(place)).resolve() for place in get_paths().values())}
     modules = list(sys.modules.values())
     names = {str(getattr(module, "__file__", None)) for module in modules}
@@ -94,14 +89,14 @@ def own_code() -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error of the user's code: its type, message, and the line that raised it."""
+    """Describe an error of the user's code: its type, message, and the line that raised it."""
     text = describe_exception(error)
     place = _place(error.__traceback__)
     return f"{text} ({place})" if place else text
 
 
 def _place(trace: TracebackType | None) -> str:
-    """File and line of the last call outside the import machinery and this package."""
+    """Return file and line of the last frame outside the import machinery and this file."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -112,12 +107,12 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def run_trainer(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> int:
-    """Call the plan's `trainer` with the plan and this rank; the exit code.
+    """Call the plan's `trainer` with the plan and this rank, and return the exit code.
 
-    What it raises is left to end the process, with its traceback in the rank's log.
+    Exceptions of the function propagate: they end the process, with a traceback in the rank's log.
 
     Raises:
-        TrainctlError: It cannot be imported.
+        TrainctlError: The function cannot be imported.
     """
     assert plan.config.trainer is not None
     function = load("trainer", plan.config.trainer)
@@ -134,7 +129,7 @@ def run_trainer(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> int:
     except SystemExit as end:
         if end.code in (None, 0):
             return 0
-        # Its codes are not ours: whatever it means, this rank failed.
+        # The function's exit codes are not trainctl's: any other code is a failed rank.
         print(f"error: {plan.config.trainer} ended with exit code {end.code}", file=sys.stderr)
         return int(ExitCode.training_failed)
     return 0

@@ -1,6 +1,6 @@
-"""Which documents of a corpus are trained on: measured once in numbers, decided by them afterwards.
+"""Selection of training documents: measured once as numbers, then decided from the numbers.
 
 `measure` reads each document once and writes columns: hashes, MinHash signatures, statistics of
-filters, passages that held-out texts have too. `exact` and `near` find duplicates in them, and
-`selection` decides. A threshold that changes reads no text again.
+filters, passages shared with held-out texts. `exact_duplicates` and `near_duplicates` find
+duplicates in the columns, and `decide` applies the rules. Changing a threshold reads no text again.
 """

@@ -1,7 +1,7 @@
-"""Documents that are measured together: their characters in one array, and words, lines, n-grams.
+"""Batches of documents to measure: their characters in one array, with words, lines and n-grams.
 
-All of it is arithmetic on whole arrays; no Python runs for a word. A batch takes up to 70 bytes a
-character while it is measured, so `CHARACTERS` bound the memory, and the longest document does.
+All of this is arithmetic on whole arrays, without Python code per word. Measuring a batch takes up
+to 70 bytes of memory a character, so `CHARACTERS` or the longest document bounds the memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy.typing as npt
 from trainctl.data.quality.hashing import I64, U64, Bool, Segments
 
 CHARACTERS = 1 << 18
-"""Of a batch, if no document is longer: its arrays stay in a core's cache."""
+"""Characters of a batch, if no document is longer: its arrays fit in a core's cache."""
 
 WORD, SPACE, LETTER, ALONE = 1, 2, 4, 8
 """Bits of a character's class: part of a word, white space, a letter, a word by itself."""
 
 _ASTRAL = 0x10000
-"""All characters from here on count as one: a word by itself, as ideographs are."""
+"""Code points from here on share one class: each character is a word by itself, like an
+ideograph.
+"""
 
 _WITHOUT_SPACES = (
     (0x0E00, 0x0EFF),  # Thai, Lao
@@ -34,7 +36,7 @@ _WITHOUT_SPACES = (
     (0x4E00, 0x9FFF),  # CJK ideographs
     (0xF900, 0xFAFF),  # CJK compatibility ideographs
 )
-"""Scripts that set no space between words: a character is a word, as for Chinese BLEU."""
+"""Scripts without spaces between words: each character is a word, as for Chinese BLEU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +44,35 @@ class Entry:
     """A document to measure."""
 
     number: int
-    """Its number in the part, which the columns keep."""
+    """Number of the document in its part, which the columns keep."""
     text: str
     url: str = ""
-    """Where it is from; empty if unknown."""
+    """Address of the document; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Segments of a batch's characters, none of which crosses a document."""
+    """Segments of a batch's characters. None of them crosses a document."""
 
     starts: I64
-    """First characters, ascending, [spans]."""
+    """First character of each, ascending, [spans]."""
     ends: I64
-    """Characters after the last, [spans]."""
+    """Character after the last of each, [spans]."""
     document: I64
-    """The index in the batch of each one's document, [spans]."""
+    """Index of each span's document in the batch, [spans]."""
 
     @property
     def lengths(self) -> I64:
-        """Characters, [spans]."""
+        """Number of characters, [spans]."""
         return self.ends - self.starts
 
 
 class DocumentBatch:
-    """Some documents, lower-cased, one after the other.
+    """Consecutive documents in lower case, as arrays.
 
-    Args:
-        entries: The documents, in order.
-
-    Attributes:
-        entries: The same.
-        lowered: Their texts in lower case.
-        codes: Code points of all; a line feed stands after each document, [characters].
-        ends: Where each document ends, without that line feed, [documents].
-        starts: Where each begins, [documents].
+    `lowered` are the lower-case texts and `codes` their code points, [characters], with a line feed
+    after each document. `starts` and `ends` are the bounds of each document in `codes` without that
+    line feed, [documents].
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -93,18 +89,20 @@ class DocumentBatch:
 
     @cached_property
     def classes(self) -> npt.NDArray[np.uint8]:
-        """Bits of each character's class, [characters]."""
+        """Class bits of each character, [characters]."""
         classes: npt.NDArray[np.uint8] = _classes()[np.minimum(self.codes, _ASTRAL)]
         return classes
 
     @cached_property
     def segments(self) -> Segments:
-        """For hashes of spans."""
+        """Rolling hashes over the code points."""
         return Segments(self.codes)
 
     @cached_property
     def words(self) -> Spans:
-        """Runs of letters, digits, marks and underscores; of scripts without spaces, characters."""
+        """Runs of letters, digits, marks and underscores; single characters in scripts without
+        spaces.
+        """
         is_word = (self.classes & WORD) != 0
         alone = (self.classes & ALONE) != 0
         cut = (
@@ -114,13 +112,13 @@ class DocumentBatch:
 
     @cached_property
     def tokens(self) -> Spans:
-        """Runs of anything but white space: what the rules of filters call words."""
+        """Runs without white space, which the rules of filters call words."""
         is_token = (self.classes & SPACE) == 0
         return self._runs(is_token, is_token[1:] != is_token[:-1])
 
     @cached_property
     def lines(self) -> Spans:
-        """Lines that are not blank, without the white space around them."""
+        """Lines that are not blank, stripped of white space."""
         feeds = np.flatnonzero(self.codes == 10)
         filled = np.flatnonzero((self.classes & SPACE) == 0)
         if not len(filled):
@@ -132,7 +130,7 @@ class DocumentBatch:
 
     @cached_property
     def paragraphs(self) -> Spans:
-        """Lines between blank ones."""
+        """Runs of lines between blank lines."""
         lines = self.lines
         if not len(lines.starts):
             return lines
@@ -144,11 +142,11 @@ class DocumentBatch:
 
     @cached_property
     def word_hashes(self) -> U64:
-        """[words]."""
+        """Hashes of the words, [words]."""
         return self.hashes(self.words)
 
     def hashes(self, spans: Spans) -> U64:
-        """64-bit hashes of spans' characters, [spans]."""
+        """Return 64-bit hashes of spans' characters, [spans]."""
         return self.segments.hashes(spans.starts, spans.ends)
 
     @cached_property
@@ -156,10 +154,10 @@ class DocumentBatch:
         return Segments(self.word_hashes)
 
     def ngrams(self, size: int, *, short: bool) -> tuple[U64, I64]:
-        """Hashes of the runs of so many words, and the word that each begins with, [n-grams].
+        """Return the hash and the first word of each n-gram of `size` words, [n-grams].
 
-        Args:
-            short: Whether a document of fewer words has one n-gram: all of them.
+        With `short`, a document of fewer words has one n-gram of all its words; otherwise it has
+        none.
         """
         document = self.words.document
         first = np.searchsorted(document, np.arange(len(self)))
@@ -174,12 +172,14 @@ class DocumentBatch:
     def total(
         self, of: Spans, weights: npt.NDArray[np.generic] | None = None
     ) -> npt.NDArray[np.float64]:
-        """Return the number of spans, or the sum of their weights, of each document,
-        [documents]."""
+        """Return the number of spans, or the sum of their weights, per document, [documents]."""
         return np.bincount(of.document, weights, len(self)).astype(np.float64)
 
     def _runs(self, inside: Bool, cut: Bool) -> Spans:
-        """Runs of characters inside, which end wherever `cut` is true: [characters - 1]."""
+        """Return runs of characters in `inside`, cut after each character where `cut` is true.
+
+        `inside` has the shape [characters], `cut` [characters - 1].
+        """
         first = np.concatenate(([True], cut)) & inside
         last = np.concatenate((cut, [True])) & inside
         return self._spans(np.flatnonzero(first), np.flatnonzero(last) + 1)
@@ -189,7 +189,7 @@ class DocumentBatch:
 
 
 def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[DocumentBatch]:
-    """Documents in batches of at least so many characters, except the last."""
+    """Group documents into batches of at least `characters` characters, except the last batch."""
     group: list[Entry] = []
     size = 0
     for entry in entries:
@@ -204,7 +204,9 @@ def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[
 
 @cache
 def _classes() -> npt.NDArray[np.uint8]:
-    """Return the class of each code point below `_ASTRAL`, and of all others: [_ASTRAL + 1]."""
+    """Return the class of each code point below `_ASTRAL`, and one for all others, [_ASTRAL
+    + 1].
+    """
     table = np.zeros(_ASTRAL + 1, dtype=np.uint8)
     for code in range(_ASTRAL):
         letter = chr(code)

@@ -1,10 +1,10 @@
-"""Columns: what was measured of a part's documents, an array each, and a manifest written last.
+"""Columns of a part: an array for each measure of its documents, and a manifest written last.
 
 A part's folder has `NAME.bin` for each column (flat, little-endian, rows in the order of the
-documents) and `manifest.json`, which says what they are. Without a manifest the part is not done,
-and is measured again; so a part needs no other book-keeping, and any process may do any of them. A
-column whose rows have several values each, of any number, is two: `NAME` and `NAME.ends`, where
-each row's values end.
+documents) and `manifest.json`, which describes them. A part without a manifest is not done and is
+measured again, so no other bookkeeping is needed, and any process may measure any part. A column
+with a variable number of values per row is stored as two: `NAME`, and `NAME.ends` with the end of
+each row's values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ FORMAT = 1
 
 
 class ColumnWriter:
-    """Writes a part's columns, some rows at a time.
+    """Context manager that writes a part's columns, some rows at a time.
 
-    Everything is written beside the folder, which gets its name when it is whole.
-
-    Args:
-        folder: To make; one that is there is replaced.
-        key: What was measured, and of what: a reader compares it.
+    Files are written to a temporary folder, which replaces `folder` when it is complete. `key`
+    identifies what was measured, and of which documents; readers compare it.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -54,7 +51,7 @@ class ColumnWriter:
         return self
 
     def append(self, columns: Mapping[str, Array]) -> None:
-        """Rows of columns; each has the same type and width every time."""
+        """Append rows to columns. The dtype and width of a column must not change."""
         for name, values in columns.items():
             form = {"dtype": values.dtype.newbyteorder("<").str, "shape": list(values.shape[1:])}
             if name not in self._open:
@@ -67,21 +64,16 @@ class ColumnWriter:
             self._columns[name]["rows"] += len(values)
 
     def append_ragged(self, name: str, values: Array, counts: npt.NDArray[np.int64]) -> None:
-        """Rows of a column that have any number of values each.
+        """Append rows with a variable number of values to a column.
 
-        Args:
-            values: Of all these rows, one after the other.
-            counts: How many each has, [rows].
+        `values` are the values of all rows, concatenated; `counts` is their number in each row,
+        [rows].
         """
         before = self._columns[name]["rows"] if name in self._columns else 0
         self.append({name: values, f"{name}.ends": before + np.cumsum(counts, dtype=np.int64)})
 
     def finish(self, **facts: Any) -> None:
-        """Give the folder its manifest and its name.
-
-        Args:
-            facts: Of the part, as plain JSON.
-        """
+        """Write the manifest with facts of the part (plain JSON), and publish the folder."""
         for stream in self._open.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -101,18 +93,18 @@ class ColumnWriter:
 
 @dataclass(frozen=True)
 class Columns:
-    """A part's columns, mapped into memory when they are asked for."""
+    """Columns of a part, memory-mapped on first use."""
 
     folder: Path
     manifest: Mapping[str, Any]
-    """What its manifest says."""
+    """Content of `manifest.json`."""
 
     @classmethod
     def load(cls, folder: Path) -> Columns:
-        """Those of a part that is done.
+        """Open the columns of a finished part.
 
         Raises:
-            TrainctlError: It is not, or its files are not what its manifest says (exit code 5).
+            TrainctlError: The part is not done, or its files do not fit its manifest (exit code 5).
         """
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -137,7 +129,7 @@ class Columns:
 
     @property
     def documents(self) -> int:
-        """Rows."""
+        """Number of rows."""
         rows: int = self.manifest["columns"]["number"]["rows"]
         return rows
 
@@ -149,13 +141,12 @@ class Columns:
             self._mapped[name] = (
                 np.asarray(np.memmap(file, form["dtype"], "r", shape=shape))
                 if 0 not in shape
-                else np.empty(shape, form["dtype"])  # a file of no bytes cannot be mapped
+                else np.empty(shape, form["dtype"])  # an empty file cannot be mapped
             )
         return self._mapped[name]
 
     def ragged(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return the values of some rows of a column, one after the other, and how many each
-        has."""
+        """Return the values of some rows of a column, concatenated, and the count of each row."""
         values, ends = self[name], self[f"{name}.ends"]
         last = ends[rows]
         first = np.where(rows > 0, ends[rows - 1], 0)
@@ -177,7 +168,7 @@ class Columns:
 
 
 def key_of(folder: Path) -> str | None:
-    """Return the key of a part that is done; None of one that is not."""
+    """Return the key of a finished part, None if the part is not done."""
     try:
         key: str = json.loads((folder / MANIFEST).read_bytes())["key"]
     except (OSError, ValueError, KeyError, TypeError):

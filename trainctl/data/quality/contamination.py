@@ -1,8 +1,8 @@
-"""Passages of held-out texts in documents: n-grams of words that both have.
+"""Decontamination: find word n-grams of held-out texts in documents.
 
-As GPT-3's (Brown et al., 2020, appendix C): 13 words, and n-grams that very many documents have are
-boilerplate, which is decided afterwards, by `selection`. A held-out text that is shorter is looked
-for whole, down to `SHORTEST` words; of one that is shorter still nothing can be said.
+As for GPT-3 (Brown et al., 2020, appendix C) n-grams have 13 words. N-grams that very many
+documents have are boilerplate; `decide` ignores them afterwards. A shorter held-out text is
+searched for as a whole, if it has at least `SHORTEST` words.
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.hashing import I64, U64
 
 WORDS = 13
-"""Words of an n-gram."""
+"""Words per n-gram."""
 SHORTEST = 8
-"""Words of a held-out text that is looked for, at least."""
+"""Minimum number of words of a held-out text; shorter texts are ignored."""
 
 
 def write_held_out(
     folder: Path, texts: Iterable[Entry], words: int = WORDS, *, identity: str = ""
 ) -> HeldOut:
-    """Hash the n-grams of held-out texts into a folder, and give them.
+    """Write the hashed n-grams of held-out texts to a folder and return them.
 
-    Takes 40 bytes a word of them in memory.
-
-    Args:
-        texts: The held-out texts; their numbers are kept.
-        identity: What the texts depend on: where these were written before, none is read.
+    This takes 40 bytes of memory per word of the texts. The numbers of the texts are kept. If the
+    folder was written with the same `identity` (not empty), no text is read.
     """
     if identity and _identity(folder) == identity:
         return HeldOut.load(folder)
@@ -73,35 +70,38 @@ def write_held_out(
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The n-grams of held-out texts."""
+    """Hashed n-grams of held-out texts."""
 
     key: str
-    """A digest of them."""
+    """Digest of the n-grams."""
     ngrams: U64
     numbers: I64
-    """The first text that has each, [n-grams]."""
+    """Number of the first text with each n-gram, [n-grams]."""
     sizes: tuple[int, ...]
-    """The numbers of words that they have."""
+    """The different lengths of the n-grams, in words."""
     too_short: int
-    """Texts of which nothing is looked for."""
+    """Number of texts that are too short to search for."""
     table: npt.NDArray[np.bool_]
-    """Whether some n-gram has these bits at its top: most of what is looked up has none."""
+    """Lookup by the top bits of a hash: False if no n-gram has them, which excludes most hashes
+    quickly.
+    """
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
-        """What `write_held_out` wrote, once in a process.
+        """Load what `write_held_out` wrote; cached per process.
 
         Raises:
-            TrainctlError: It is not there or not whole.
+            TrainctlError: The folder is missing or incomplete (exit code 5).
         """
         return _load(folder, Columns.load(folder).manifest["key"])
 
     def find(self, batch: DocumentBatch) -> tuple[npt.NDArray[np.uint32], I64, I64]:
-        """Where documents have n-grams of these.
+        """Find these n-grams in documents.
 
         Returns:
-            Which n-grams, ascending within a document and each once, [hits]; how many each document
-            has, [documents]; and the first word of the first, [documents], -1 where there is none.
+            Indices of the n-grams, ascending and unique within a document, [hits]; their number in
+            each document, [documents]; and the first word of the first hit, [documents], -1 if
+            there is none.
         """
         shift = np.uint64(64 - (len(self.table) - 1).bit_length())
         which, where = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -124,7 +124,7 @@ class HeldOut:
 
 
 def _identity(folder: Path) -> str:
-    """Of the texts that a folder's n-grams are of; empty if there is none."""
+    """Return the identity that a folder's n-grams were written with; empty if there is none."""
     found = Columns.load(folder).manifest if key_of(folder) is not None else {}
     return str(found.get("identity", ""))
 
@@ -147,7 +147,7 @@ def _load(folder: Path, key: str) -> HeldOut:
 
 
 def passage(text: str, first: int, words: int = WORDS) -> str:
-    """So many words of a text from one on, in lower case, for an example of what was found."""
+    """Return `words` words of a text from word `first` on, in lower case, to show a hit."""
     batch = DocumentBatch([Entry(0, text)])
     spans = batch.words
     last = min(first + words, len(spans.starts)) - 1

@@ -1,8 +1,8 @@
-"""The columns of all parts as one table, whose rows have ids: 0 and up, by precedence.
+"""The columns of all parts as one table. Row ids count from 0 in the order of precedence.
 
-Sources stand in the order of their precedence, parts of a source in their own, documents in that of
-the part. Of two that are alike the one with the lower id stays, so nothing depends on
-the order in which parts were measured, or are given.
+Sources are ordered by precedence, parts of a source by their own order, documents as in the part.
+Of two duplicates the document with the lower id stays. So the result does not depend on the order
+in which parts are measured or given.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """A part's columns in the table."""
+    """A part of the table."""
 
     source: str
     name: str
     columns: Columns
-    """What was measured of it."""
+    """Measured columns of the part."""
     first: int
-    """The id of its first document."""
+    """Id of the part's first document."""
 
     @property
     def ids(self) -> I64:
-        """Of its documents, [documents]."""
+        """Ids of the part's documents, [documents]."""
         return np.arange(self.first, self.first + self.columns.documents)
 
     def among(self, ids: I64) -> Bool:
-        """Which of its documents are among ids, which ascend: [documents]."""
+        """Return the mask of the part's documents in `ids` (ascending), [documents]."""
         found = np.zeros(self.columns.documents, dtype=np.bool_)
         begin, end = np.searchsorted(ids, (self.first, self.first + len(found)))
         found[ids[begin:end] - self.first] = True
@@ -49,20 +49,19 @@ class MeasuredPart:
 
 @dataclass(frozen=True)
 class Measured:
-    """All parts."""
+    """The table of all parts."""
 
     parts: Sequence[MeasuredPart]
-    """All of them, by precedence."""
+    """Parts in the order of their ids."""
 
     @classmethod
     def load(
         cls, parts: Sequence[PartToMeasure], folder: Path, precedence: Sequence[str] = ()
     ) -> Measured:
-        """Return the columns of parts.
+        """Load the columns of measured parts.
 
-        Args:
-            parts: In any order; all measured.
-            precedence: Sources, those first whose documents stay; others follow by name.
+        `parts` may be in any order. `precedence` lists sources, the first with the highest
+        precedence; sources that are not listed follow by name.
 
         Raises:
             TrainctlError: A part is not measured, or damaged (exit code 5).
@@ -82,22 +81,22 @@ class Measured:
 
     @cached_property
     def firsts(self) -> I64:
-        """The first id of each part, and what would be the next one's: [parts + 1]."""
+        """First id of each part, and the number of all documents, [parts + 1]."""
         return np.array([*(part.first for part in self.parts), self.documents], dtype=np.int64)
 
     @property
     def documents(self) -> int:
-        """Rows."""
+        """Number of rows."""
         last = self.parts[-1] if self.parts else None
         return last.first + last.columns.documents if last is not None else 0
 
     def where(self, document: int) -> tuple[MeasuredPart, int]:
-        """Return a document's part, and its number there, as the part's reader gave it."""
+        """Return a document's part and its number in the part."""
         part = self.parts[int(np.searchsorted(self.firsts, document, side="right")) - 1]
         return part, int(part.columns["number"][document - part.first])
 
     def rows(self, name: str, ids: I64) -> Array:
-        """Return a column at some ids, in their order."""
+        """Return the values of a column for some ids, in the order of the ids."""
         found: list[tuple[I64, Array]] = [
             (places, np.asarray(part.columns[name][rows])) for part, places, rows in self._of(ids)
         ]
@@ -109,8 +108,9 @@ class Measured:
         return result
 
     def ragged(self, name: str, ids: I64) -> tuple[Array, I64]:
-        """Return a column of several values a row at some ids: values one after the other, and
-        counts."""
+        """Return the values of a ragged column for some ids, concatenated, and the count of
+        each.
+        """
         counts = np.zeros(len(ids), dtype=np.int64)
         pieces = []
         for part, places, rows in self._of(ids):
@@ -127,8 +127,7 @@ class Measured:
         return result, counts
 
     def _of(self, ids: I64) -> Iterator[tuple[MeasuredPart, I64, I64]]:
-        """Yield each part that has some of the ids, their places among them, and their rows in
-        it."""
+        """Yield each part with some of the ids, their positions in `ids`, and their rows."""
         if not len(ids):
             return
         owner = np.searchsorted(self.firsts, ids, side="right") - 1

@@ -1,10 +1,10 @@
-"""Deciding which documents go: arithmetic over columns, without any text.
+"""Decisions which documents go: arithmetic on columns, without any text.
 
-A document that a filter or its contamination removes keeps no other one from staying: only then are
-duplicates decided. Of the same texts the first stays, by the precedence of sources. Of what is
-nearly the same each document goes that is similar to an earlier one *that stays*: so whatever goes
-has its likeness in what is trained on, and no chain of small differences removes what is like
-nothing else. The same holds of passages that earlier documents have.
+Filters and decontamination come first, so that a document they remove does not count as the
+original of a duplicate. Of identical texts the first stays, by the precedence of sources. A near
+duplicate goes only if it is similar to an earlier document *that stays*. So everything removed has
+its counterpart in the training data, and a chain of small differences removes nothing that is
+unlike all others. The same holds for passages of earlier documents.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ def select(
 ) -> Selection:
     """Decide which documents stay.
 
-    Takes some 2 bytes of memory a document of the corpus, and 100 a duplicate.
+    This takes about 2 bytes of memory per document of the corpus, and 100 per duplicate.
 
     Args:
-        rules: What removes a document; a filter that a source is not measured for is an error.
-        pairs: What `near.near_pairs` gives, at the threshold of the rules or a lower one.
-        fixed: Documents that stay whatever they are, and before which all others go: those that are
-            held out, [documents]. None has none.
+        rules: Every source must be measured for its filters.
+        same: Identical texts, from `exact_duplicates.same_texts`.
+        pairs: Near duplicates, from `near_duplicates.near_pairs` at the threshold of the rules or a
+            lower one.
+        fixed: Mask of held-out documents, [documents]. They always stay, and precede all others.
+            None has none.
     """
     judge = _Judge(corpus, fixed)
     for part in corpus.parts:
@@ -71,12 +73,7 @@ def select(
 
 
 class _Judge:
-    """Keeps which documents go, and accounts for it.
-
-    Args:
-        corpus: The columns.
-        fixed: As for `select`.
-    """
+    """Record of which documents go, with the reasons, counts and examples."""
 
     def __init__(self, corpus: Measured, fixed: Bool | None = None) -> None:
         self.corpus = corpus
@@ -87,7 +84,9 @@ class _Judge:
         self._examples: dict[str, dict[str, list[tuple[int, int, float | None, int | None]]]] = {}
 
     def places(self, ids: I64) -> I64:
-        """Where documents stand: of two that are alike the later goes. Fixed ones come first."""
+        """Return ranks: of two duplicates the document with the higher rank goes. Fixed ones are
+        first.
+        """
         return np.where(self.fixed[ids], ids, ids + len(self.fixed))
 
     def remove(
@@ -97,12 +96,13 @@ class _Judge:
         values: npt.NDArray[Any] | None = None,
         likes: I64 | None = None,
     ) -> None:
-        """Have documents go.
+        """Remove documents for a reason.
 
         Args:
-            ids: The documents, ascending; some may have gone already, and fixed ones stay.
-            values: The number of each that the reason is about.
-            likes: What stays in each one's place.
+            ids: Ids, ascending. Documents that are already removed only count in `Tally.applies`;
+                fixed ones stay.
+            values: The number that decided, for each document.
+            likes: The document that stays in place of each.
         """
         goes = ~self.fixed[ids]
         if not goes.all():
@@ -123,7 +123,7 @@ class _Judge:
         self.why[ids[stays]] = code
 
     def selection(self, common: int) -> Selection:
-        """Return all of it."""
+        """Return the result of all removals."""
         return Selection(
             why=self.why,
             reasons=tuple(self._reasons),
@@ -153,7 +153,7 @@ class _Judge:
         values: npt.NDArray[Any] | None,
         likes: I64 | None,
     ) -> None:
-        """Keep a sample that does not depend on what else goes: the lowest of mixed ids."""
+        """Keep the examples with the lowest hashed ids: they do not depend on other documents."""
         if not len(places):
             return
         drawn = mix(ids[places].view(np.uint64))
@@ -165,7 +165,7 @@ class _Judge:
                 (
                     int(mix(np.uint64(number))),
                     number,
-                    value if value is not None and isfinite(value) else None,  # as JSON has it
+                    value if value is not None and isfinite(value) else None,  # JSON has no NaN
                     int(likes[place]) if likes is not None else None,
                 )
             )
@@ -192,7 +192,7 @@ class _Judge:
 def _filtered(
     part: MeasuredPart, filters: Mapping[str, Any]
 ) -> Iterator[tuple[str, npt.NDArray[Any], Bool]]:
-    """Yield each bound with the numbers, and the documents that are not within it."""
+    """Yield each bound of a part's filters, its values, and the mask of documents out of bounds."""
     for name, keys in filters.items():
         for bound in load("filter", name).bounds:
             limit = getattr(keys, bound.key)
@@ -201,14 +201,14 @@ def _filtered(
             value = part.columns[f"{name}.{bound.statistic}"]
             edge = np.float32(limit)
             within = value >= edge if bound.is_least else value <= edge
-            yield f"{name}.{bound.key}", value, ~within  # NaN is not within anything
+            yield f"{name}.{bound.key}", value, ~within  # NaN is out of bounds
 
 
 def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
-    """Remove what has held-out passages.
+    """Remove documents with passages of held-out texts.
 
     Returns:
-        How many n-grams were taken as boilerplate.
+        Number of n-grams that were ignored as boilerplate.
     """
     parts = judge.corpus.parts
     highest = max((int(part.columns["contamination"].max(initial=0)) for part in parts), default=0)
@@ -229,17 +229,17 @@ def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
 
 
 def _owners(part: MeasuredPart) -> I64:
-    """Return the row that has each of a part's hits, [hits]."""
+    """Return the row of each of a part's hits, [hits]."""
     ends = np.asarray(part.columns["contamination.ends"])
     return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
 
 
 def _first_copies(judge: _Judge, same: I64, removes: bool) -> dict[int, int]:
-    """Remove copies, but for the first of each text that has not gone already.
+    """Remove copies of identical texts, except the first of each text that is still there.
 
     Returns:
-        For the first of each text that several have, the one that stays, -1 if none does; only
-        those for which it is another one.
+        For the first document of each text with several copies, the copy that stays, or -1 if none
+        does. Documents that stay themselves are left out.
     """
     groups = np.concatenate((np.unique(same[:, 1]), same[:, 1]))
     members = np.concatenate((np.unique(same[:, 1]), same[:, 0]))
@@ -260,7 +260,7 @@ def _first_copies(judge: _Judge, same: I64, removes: bool) -> dict[int, int]:
 
 
 def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -> None:
-    """Remove what is similar to an earlier document that stays."""
+    """Remove near duplicates of earlier documents that stay."""
     ids = pairs.ids
     if stays:
         ids = ids.copy()
@@ -274,7 +274,7 @@ def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -
     for (low, high), value in zip(ids[order].tolist(), index[order].tolist(), strict=True):
         if judge.fixed[high]:
             continue
-        if high not in gone and low not in gone:  # all pairs in which `low` is the later are done
+        if high not in gone and low not in gone:  # `low` is final: pairs are sorted by `high`
             gone[high] = (low, value)
     removed = np.array(list(gone), dtype=np.int64)
     judge.remove(
@@ -286,7 +286,7 @@ def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -
 
 
 def _repeating(judge: _Judge, passages: Passages, share: float, stays: Mapping[int, int]) -> None:
-    """Remove documents that are mostly passages of earlier ones that stay."""
+    """Remove documents that consist mostly of passages of earlier documents that stay."""
     begins = np.flatnonzero(np.diff(passages.document, prepend=-1))
     first = passages.document[begins]
     taking = np.array([stays.get(each, each) for each in first.tolist()], dtype=np.int64)

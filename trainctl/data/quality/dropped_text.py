@@ -1,4 +1,4 @@
-"""Documents that went, in words: what `data show --dropped` prints."""
+"""Text of dropped documents, as `data show --dropped` prints it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from trainctl.data.quality.contamination import passage
 from trainctl.data.quality.selection import CONTAMINATED, EXACT, NEAR, SUBSTRING, Example
 
 _CHARACTERS = 200
-"""Of an excerpt."""
+"""Maximum number of characters of an excerpt."""
 
 Texts = Callable[[str, str, int], tuple[str, str]]
-"""Gives a document of a source, part and number: where it is, for people, and its text."""
+"""Returns location and text of a document, given its source, part and number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A document that went."""
+    """A dropped document with its reason in words."""
 
     source: str
     reason: str
     document: str
     why: str
-    """The same in words, with the number that decided."""
+    """The reason in words, with the number that decided."""
     excerpt: str
-    """The beginning of its text, or the held-out passage in it."""
+    """Start of its text, or the held-out passage in it."""
     like: str = ""
-    """Where the document is that stays in its place; empty if there is none."""
+    """Location of the document that stays in its place; empty if there is none."""
     other: str = ""
-    """The beginning of that one."""
+    """Start of that document's text."""
 
 
 def shown(examples: Mapping[str, Iterable[Example]], texts: Texts) -> Iterator[Shown]:
-    """Examples of a selection in words, by reason."""
+    """Yield the examples of a selection in words, by reason."""
     for reason, some in examples.items():
         for each in some:
             where, text = texts(each.source, each.part, each.number)

@@ -1,4 +1,4 @@
-"""What documents of a corpus have in common, kept beside its columns: found once for all rules."""
+"""Duplicates of a corpus for all rules, found once and stored beside its columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What documents have in common; whatever was not asked for is empty."""
+    """Identical texts, near duplicates and shared passages; empty where the rules need none."""
 
     same: I64
     pairs: Pairs
@@ -34,14 +34,10 @@ class Duplicates:
 def find_duplicates(
     corpus: Measured, rules: Rules, folder: Path, memory: int = MEMORY
 ) -> Duplicates:
-    """What the rules need, from the folder if it was found before; else found and kept there.
+    """Return the duplicates that the rules need, from `folder` if they were found before.
 
-    A higher `near` than that of before, and any filters, need nothing new.
-
-    Args:
-        rules: What removes a document.
-        folder: To keep it in; what does not fit in memory lies beside it meanwhile.
-        memory: Bytes to stay below while sorting.
+    Otherwise they are found and stored there. Raising `near` or changing filters needs nothing new.
+    Sorting stays below `memory` bytes, with temporary files beside the folder.
     """
     wanted = (rules.near is not None, rules.substring is not None)
     key = key_of_corpus(corpus, *wanted)
@@ -71,7 +67,7 @@ def find_duplicates(
 
 
 def key_of_corpus(corpus: Measured, *others: object) -> str:
-    """Return a digest of all that was measured, in the order of the ids, and of something else."""
+    """Return a digest of everything measured, in the order of the ids, and of other values."""
     parts: Sequence[object] = [
         (part.source, part.name, part.columns.manifest["key"]) for part in corpus.parts
     ]

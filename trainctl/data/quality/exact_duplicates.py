@@ -1,4 +1,4 @@
-"""Documents with the same text, to the byte: by 128-bit hashes, within and across sources."""
+"""Exact duplicates within and across sources, by 128-bit hashes of texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from trainctl.data.quality.hashing import I64, U64
 
 
 def same_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
-    """Yield each document whose text one before it has, and the first that has it: [documents, 2].
+    """Return each document with the text of an earlier one, and the first such one, [documents, 2].
 
-    Takes 16 bytes of memory a document that goes, beside `memory`. Two texts that differ are taken
-    as the same with a probability of N^2 / 2^129 for N documents.
-
-    Args:
-        scratch: A folder for what does not fit in memory.
-        memory: Bytes to stay below while sorting.
+    This takes 16 bytes of memory per duplicate beside `memory`, the bytes used for sorting.
+    `scratch` is a folder for what does not fit. Different texts are taken as identical with a
+    probability of N^2 / 2^129 for N documents.
     """
 
     def rows() -> Iterator[tuple[U64, I64]]:
@@ -31,7 +28,7 @@ def same_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
     for ids, counts in equal_keys(rows, corpus.documents, scratch, memory):
         rest = corpus.rows("hash", ids)[:, 1]
         group = np.repeat(np.arange(len(counts)), counts)
-        order = np.lexsort((ids, rest, group))  # the other 64 bits; a group falls apart very rarely
+        order = np.lexsort((ids, rest, group))  # by the other 64 bits, which rarely split a group
         ids, rest, group = ids[order], rest[order], group[order]
         is_first = np.ones(len(ids), dtype=np.bool_)
         is_first[1:] = (group[1:] != group[:-1]) | (rest[1:] != rest[:-1])

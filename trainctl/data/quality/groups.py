@@ -1,4 +1,4 @@
-"""Documents with the same key, out of more keys than fit in memory; and what hangs together."""
+"""Group documents by keys that do not fit in memory, and find connected components."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy.typing as npt
 from trainctl.data.quality.hashing import I64, U64
 
 MEMORY = 1 << 30
-"""Bytes that sorting takes at most, in each of the steps that sort."""
+"""Maximum bytes that each sorting step uses."""
 
 _ROW = np.dtype([("key", "<u8"), ("id", "<i8")])
 _PEAK = 4
-"""Times the size of a bucket's rows that sorting it takes."""
+"""Memory that sorting a bucket takes, as a multiple of the size of its rows."""
 
 Groups = tuple[I64, I64]
-"""Ids of several groups, ascending within each, one group after the other; and their counts."""
+"""Ids of several groups, concatenated and ascending within each, and the size of each group."""
 
 
 def equal_keys(
     rows: Callable[[], Iterable[tuple[U64, I64]]], total: int, scratch: Path, memory: int = MEMORY
 ) -> Iterator[Groups]:
-    """Groups of at least two ids that have the same key.
+    """Yield groups of at least two ids that have the same key.
 
-    Keys are dealt to files by their first bits, and a file is sorted at a time.
+    Rows are distributed to files by the first bits of their keys, and one file is sorted at a time.
 
     Args:
-        rows: Gives keys, evenly spread over 64 bits, and their ids.
-        total: How many there are.
-        scratch: A folder for the files, 16 bytes a row; removed at the end.
-        memory: Bytes to stay below.
+        rows: Yields keys, evenly spread over 64 bits, and their ids.
+        total: Number of rows.
+        scratch: Folder for the files, 16 bytes a row; removed at the end.
+        memory: Maximum bytes of memory.
     """
     needed = total * _ROW.itemsize * _PEAK
     bits = max(0, (needed - 1) // memory).bit_length()
@@ -43,7 +43,7 @@ def equal_keys(
             keys, ids = (np.concatenate(each) for each in zip(*given, strict=True))
             yield from _grouped(keys, ids)
         return
-    shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     try:
         scratch.mkdir(parents=True)
         for keys, ids in rows():
@@ -79,14 +79,11 @@ def _grouped(keys: U64, ids: I64) -> Iterator[Groups]:
 
 
 def components(pairs: npt.NDArray[np.int64]) -> tuple[I64, I64]:
-    """Return the ids that are in pairs, ascending, and the lowest id that each hangs together with.
+    """Return the ids in pairs, ascending, and the lowest id in each one's connected component.
 
-    Every id takes the lowest of its neighbours' lowest until nothing changes, with the paths halved
-    in
-    between: some log(n) passes over the pairs (Shiloach and Vishkin, 1982).
-
-    Args:
-        pairs: Two ids a row, [pairs, 2].
+    Every id takes the lowest label of its neighbors until nothing changes, with path halving in
+    between: about log(n) passes over the pairs (Shiloach and Vishkin, 1982). `pairs` has the shape
+    [pairs, 2].
     """
     ids, inside = np.unique(pairs, return_inverse=True)
     left, right = inside.reshape(-1, 2).T
@@ -106,7 +103,7 @@ def components(pairs: npt.NDArray[np.int64]) -> tuple[I64, I64]:
 
 
 def by_group(groups: I64, members: I64) -> Groups:
-    """Members in order of their group, ascending within it, and the counts of the groups."""
+    """Return the members sorted by group and ascending within each, and the size of each group."""
     order = np.lexsort((members, groups))
     _, counts = np.unique(groups, return_counts=True)
     return members[order], counts

@@ -1,4 +1,4 @@
-"""Numbers of documents by what a user brings: lists of words and of addresses, a function."""
+"""Statistics of documents from what a user provides: word lists, URL lists, or a function."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainctl.errors import TrainctlError, describe_exception
 
 
 def words(batch: DocumentBatch, *, file: str) -> Statistics:
-    """Return how many of a document's words are listed: `listed`, and `listed_share` of them.
+    """Return the number and share of a document's words that are listed: `listed`, `listed_share`.
 
-    An entry of several words is found as they stand together, and counts as one.
+    An entry of several words matches consecutive words, and counts as one.
     """
     found = np.zeros(len(batch))
     for size, hashes in _hashed(file).items():
@@ -34,17 +34,17 @@ def words(batch: DocumentBatch, *, file: str) -> Statistics:
 
 
 def urls(batch: DocumentBatch, *, file: str) -> Statistics:
-    """Return how many entries match a document's address: `matches`; 0 where it has none."""
+    """Return the number of list entries that match a document's URL, `matches`; 0 without a URL."""
     listed = _addresses(file)
     matches = [len(_above(entry.url) & listed) for entry in batch.entries]
     return {"matches": np.array(matches, dtype=np.float32)}
 
 
 def function(batch: DocumentBatch, *, call: str) -> Statistics:
-    """What a user's function gives for each text: `score`.
+    """Return what a user's function gives for each text, `score`.
 
     Raises:
-        TrainctlError: It cannot be imported, raises, or gives no number.
+        TrainctlError: The function cannot be imported, raises, or gives no number.
     """
     score = _imported(call)
     return {"score": np.array([_scored(call, score, each) for each in batch.entries], np.float32)}
@@ -53,7 +53,7 @@ def function(batch: DocumentBatch, *, call: str) -> Statistics:
 def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
     try:
         return float(score(entry.text))
-    except Exception as error:  # whatever the user's code does
+    except Exception as error:  # user code may raise anything
         raise TrainctlError(
             f"the filter {call} failed with document {entry.number}: {describe_exception(error)}",
             hint="it is called with a text, and must give a number for any",
@@ -64,7 +64,7 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
 def _imported(call: str) -> Callable[[str], float]:
     module, _, name = call.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # for this function alone: our processes do not look there
+    if here not in sys.path:  # our processes do not import from there
         sys.path.insert(0, here)
     try:
         found: Callable[[str], float] = getattr(importlib.import_module(module), name)
@@ -78,7 +78,7 @@ def _imported(call: str) -> Callable[[str], float]:
 
 
 def _lines(path: str) -> list[str]:
-    """What a list has: its lines, without blank ones and those that begin with #."""
+    """Return the lines of a list, without blank lines and those that begin with #."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +91,7 @@ def _lines(path: str) -> list[str]:
 
 @cache
 def _hashed(path: str) -> dict[int, U64]:
-    """Hashes of a list's entries, by their number of words."""
+    """Return the hashes of a list's entries by their number of words."""
     batch = DocumentBatch([Entry(number, line) for number, line in enumerate(_lines(path))])
     counts = batch.total(batch.words)
     result: dict[int, U64] = {}
@@ -108,7 +108,7 @@ def _addresses(path: str) -> frozenset[str]:
 
 
 def _plain(url: str) -> str:
-    """Return an address without its scheme, port, user and end: host and path."""
+    """Return host and path of a URL, without scheme, user, port, query and fragment."""
     rest = url.lower().partition("://")[2] or url.lower()
     host, slash, path = rest.partition("/")
     host = host.rpartition("@")[2].partition(":")[0].removesuffix(".")
@@ -116,7 +116,7 @@ def _plain(url: str) -> str:
 
 
 def _above(url: str) -> set[str]:
-    """Return the entries that would match an address: it, the paths and the hosts above it."""
+    """Return all entries that match a URL: itself, its parent paths and its parent domains."""
     if not url:
         return set()
     plain = _plain(url)

@@ -1,8 +1,8 @@
-"""Measuring the documents of a corpus, part by part: the only time that their texts are read.
+"""Measure the documents of a corpus, part by part: the only time that their texts are read.
 
-A part is done when its columns' manifest is there under the key of what was wanted; what is done is
-not done again, whoever did it. Memory is that of a batch in each process (`batches`), and 13 bytes
-and up to 32 of a table for each word of held-out texts.
+A part is done if its columns' manifest exists with the key of what is wanted. A finished part is
+not measured again, whichever process did it. Memory is one batch per process (`batches`), plus 13
+bytes and a table of up to 32 bytes for each word of held-out texts.
 """
 
 from __future__ import annotations
@@ -33,39 +33,38 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import die_with_parent
 
 VERSION = 1
-"""Of the numbers: to be raised when the same document gets others."""
+"""Version of the measures: raise it when the same document gets other numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartToMeasure:
-    """Documents that are measured by one process, in one go."""
+    """Documents that one process measures in one go."""
 
     source: str
-    """The source that they are of."""
     name: str
-    """The part's name in it: a file name; with the source, it is one of a kind."""
+    """Unique name of the part in its source, usable as a file name."""
     identity: str
-    """What its documents depend on; another one has it measured again."""
+    """Identity of the documents: a part with another identity is measured again."""
     read: Callable[[], Iterable[Entry]]
-    """Gives them. It is called in another process, to which it is pickled."""
+    """Yields the documents. It is pickled and called in another process."""
     filters: Mapping[str, Any] = field(default_factory=dict)
-    """What is measured for filters: `{name: keys}`; the keys' thresholds do not matter."""
+    """Filters to measure for: `{name: keys}`. Thresholds in the keys do not matter."""
     order: int = 0
-    """Its place among its source's parts; those of one place follow by name."""
+    """Sort key among the parts of the source; ties are ordered by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedColumns:
-    """What is measured of all parts."""
+    """Columns to measure of all parts."""
 
     exact: bool = True
-    """Whether hashes of texts are."""
+    """Whether to hash texts."""
     near: bool = True
-    """Whether MinHash signatures are."""
+    """Whether to compute MinHash signatures."""
     passages: bool = False
-    """Whether anchors of passages are."""
+    """Whether to find anchors of passages."""
     held_out: Path | None = None
-    """The folder of held-out n-grams (`contamination.write_held_out`); None has none."""
+    """Folder of held-out n-grams (`contamination.write_held_out`), or None."""
 
 
 def measure_all(
@@ -76,16 +75,16 @@ def measure_all(
     processes: int = 1,
     done: Callable[[PartToMeasure], None] = lambda part: None,
 ) -> None:
-    """Measure parts that are not done yet.
+    """Measure all parts that are not done yet.
 
     Args:
-        folder: Of all columns: `SOURCE/NAME/` below it is a part's.
-        processes: That work side by side; 1 works in this one.
-        done: Called when a part is.
+        folder: Folder of all columns; a part's are in `SOURCE/NAME/` below it.
+        processes: Number of processes; 1 works in this process.
+        done: Called after each part.
 
     Raises:
         TrainctlError: What reading a part or a user's function raises, or a process was killed
-            (exit code 4); parts that are done stay.
+            (exit code 4). Finished parts are kept.
     """
     work = partial(measure, folder=folder, wanted=wanted)
     if processes == 1:
@@ -117,7 +116,7 @@ def measure_all(
 
 @contextmanager
 def _ignored_folder() -> Iterator[None]:
-    """Have the pool's processes import nothing from the current folder: they begin with `-c`."""
+    """Keep the pool's processes, which begin with `-c`, from importing from the current folder."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -133,7 +132,7 @@ def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
     """Measure a part, unless it is done.
 
     Raises:
-        TrainctlError: What reading it or a user's function raises.
+        TrainctlError: What reading the part or a user's function raises.
     """
     target = folder_of(part, folder)
     held_out = HeldOut.load(wanted.held_out) if wanted.held_out is not None else None
@@ -165,21 +164,21 @@ def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
 
 
 def folder_of(part: PartToMeasure, folder: Path) -> Path:
-    """Where a part's columns are."""
+    """Return the folder of a part's columns."""
     return folder / part.source / part.name
 
 
 def measured(part: PartToMeasure, folder: Path) -> Columns:
-    """Return a part's columns.
+    """Return the columns of a measured part.
 
     Raises:
-        TrainctlError: It is not measured, or its columns are damaged (exit code 5).
+        TrainctlError: The part is not measured, or its columns are damaged (exit code 5).
     """
     return Columns.load(folder_of(part, folder))
 
 
 def text_hashes(batch: DocumentBatch) -> npt.NDArray[np.uint64]:
-    """128 bits of BLAKE2b of each text, [documents, 2]."""
+    """Return 128 bits of BLAKE2b of each text, [documents, 2]."""
     digests = (
         blake2b(entry.text.encode(errors="surrogatepass"), digest_size=16).digest()
         for entry in batch.entries
@@ -199,7 +198,7 @@ def _append_near(writer: ColumnWriter, batch: DocumentBatch) -> None:
 
 
 def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
-    """Yield the batches, or one without documents: a part of none has the same columns."""
+    """Yield the batches, or one empty batch, so that an empty part has all columns."""
     empty = True
     for batch in every:
         empty = False
@@ -215,7 +214,7 @@ def _measures(filters: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Docum
 
 
 def _key(part: PartToMeasure, wanted: WantedColumns, held_out: HeldOut | None) -> str:
-    """What a part's columns depend on."""
+    """Return a digest of everything that a part's columns depend on."""
     settings = {
         name: {each: getattr(keys, each) for each in load("filter", name).settings}
         for name, keys in part.filters.items()

@@ -1,13 +1,13 @@
-"""MinHash: documents that share most of their word 5-grams have many numbers of a signature alike.
+"""MinHash: documents that share most of their word 5-grams agree in many values of a signature.
 
 Broder, "On the resemblance and containment of documents" (1997); bands of rows: Leskovec, Rajaraman
-and Ullman, "Mining of Massive Datasets", 3.4. A signature has `HASHES` minima, each of another
-permutation of the 32-bit hashes of a document's n-grams: the share of them that two documents have
-alike estimates their Jaccard index, |A and B| / |A or B|.
+and Ullman, "Mining of Massive Datasets", 3.4. A signature has `HASHES` minima, each under another
+permutation of the 32-bit hashes of a document's n-grams. The share of minima in which two documents
+agree estimates their Jaccard index, |A and B| / |A or B|.
 
-A *sketch* is the document's `SKETCH` smallest hashes themselves (Cohen and Kaplan, "Summarizing
-data using bottom-k sketches", 2007). The Jaccard index of two of them is exact while both documents
-have no more n-grams than that; of longer ones its standard error is below sqrt(J (1 - J) / SKETCH).
+A *sketch* has the `SKETCH` smallest hashes of a document (Cohen and Kaplan, "Summarizing data using
+bottom-k sketches", 2007). The Jaccard index of two sketches is exact if both documents have no more
+n-grams than that; otherwise its standard error is below sqrt(J (1 - J) / SKETCH).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trainctl.data.quality.hashing import I64, U64, Bool, mix
 U32 = npt.NDArray[np.uint32]
 
 WORDS = 5
-"""Words of an n-gram."""
+"""Words per n-gram."""
 HASHES = 112
-"""Minima of a signature: 14 bands of 8 rows, 16 of 7, or 22 of 5."""
+"""Minima per signature: 14 bands of 8 rows, 16 of 7, or 22 of 5."""
 SKETCH = 4096
-"""Most hashes of a sketch: 16 KiB, some 25,000 characters of text without repetition."""
+"""Maximum hashes of a sketch: 16 KiB, about 25,000 characters of text without repetition."""
 
 _DRAWN = mix(np.arange(2 * HASHES, dtype=np.uint64))
 _FACTORS = (_DRAWN[:HASHES] >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
@@ -36,21 +36,21 @@ _MASKS = (_DRAWN[HASHES:] >> np.uint64(32)).astype(np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """How signatures are compared: two documents whose rows agree in a whole band are
-    candidates."""
+    """Banding of signatures: two documents that agree in all rows of a band are candidates."""
 
     count: int
     rows: int
-    """Numbers of a band; count x rows is at most `HASHES`."""
+    """Values per band; count x rows is at most `HASHES`."""
 
     def recall(self, jaccard: float) -> float:
-        """Return the probability that two documents of that Jaccard index are candidates."""
+        """Return the probability that two documents of this Jaccard index are candidates."""
         return 1 - (1 - jaccard**self.rows) ** self.count
 
     @classmethod
     def for_threshold(cls, threshold: float, recall: float = 0.95) -> Bands:
-        """Return the longest rows that have this recall at the threshold itself: fewest
-        candidates."""
+        """Return the bands with this recall at a threshold that have most rows: fewest
+        candidates.
+        """
         for rows in range(HASHES, 1, -1):
             bands = cls(HASHES // rows, rows)
             if bands.recall(threshold) >= recall:
@@ -58,7 +58,7 @@ class Bands:
         return cls(HASHES, 1)
 
     def keys(self, signatures: U32) -> U64:
-        """64-bit keys of each document's bands, [documents, count]; bands share no key."""
+        """Return 64-bit keys of each document's bands, [documents, count]; bands share no key."""
         used = signatures[:, : self.count * self.rows].astype(np.uint64)
         split = used.reshape(len(signatures), self.count, self.rows)
         keys = np.broadcast_to(np.arange(self.count, dtype=np.uint64), split.shape[:2])
@@ -68,11 +68,10 @@ class Bands:
 
 
 def ngram_sets(batch: DocumentBatch) -> tuple[U32, I64]:
-    """Return the distinct hashes of each document's n-grams, ascending, one document after the
-    other.
+    """Return the distinct n-gram hashes of each document, ascending, documents concatenated.
 
     Returns:
-        The hashes, [n-grams], and how many each document has, [documents].
+        The hashes, [n-grams], and their number in each document, [documents].
     """
     hashes, begin = batch.ngrams(WORDS, short=True)
     owner = batch.words.document[begin].astype(np.uint64)
@@ -83,11 +82,9 @@ def ngram_sets(batch: DocumentBatch) -> tuple[U32, I64]:
 
 
 def signatures(values: U32, counts: I64) -> U32:
-    """MinHash signatures of documents, [documents, HASHES]; all ones of a document without words.
+    """Return MinHash signatures, [documents, HASHES]; all ones for a document without words.
 
-    Args:
-        values: The distinct hashes of all, [n-grams].
-        counts: How many each document has, [documents].
+    `values` and `counts` are the result of `ngram_sets`.
     """
     result = np.full((HASHES, len(counts)), np.uint32(0xFFFFFFFF))
     there = counts > 0
@@ -102,11 +99,9 @@ def signatures(values: U32, counts: I64) -> U32:
 
 
 def sketches(values: U32, counts: I64) -> tuple[U32, I64]:
-    """Return the smallest `SKETCH` hashes of each document, and how many it has of them.
+    """Return the smallest `SKETCH` hashes of each document, concatenated, and their numbers.
 
-    Args:
-        values: The distinct hashes of all, ascending within a document, [n-grams].
-        counts: How many each document has, [documents].
+    `values` and `counts` are the result of `ngram_sets`.
     """
     if not len(counts) or counts.max() <= SKETCH:
         return values, counts
@@ -115,14 +110,11 @@ def sketches(values: U32, counts: I64) -> tuple[U32, I64]:
 
 
 def jaccard(left: tuple[U32, I64], right: tuple[U32, I64]) -> npt.NDArray[np.float64]:
-    """Jaccard indices of pairs of sketches, [pairs]; 0 where one has no words.
+    """Return the Jaccard index of each pair of sketches, [pairs]; 0 if one has no words.
 
-    Where a sketch is cut, only hashes that both would have are compared: a sample of the documents'
-    n-grams that does not depend on what else they have.
-
-    Args:
-        left: Hashes of the first documents, one after the other, and their counts, [pairs].
-        right: The same of the second ones.
+    `left` and `right` have the hashes of the pairs' first and second documents, concatenated, and
+    their counts, [pairs]. If a sketch is cut off, only hashes in the range of both sketches are
+    compared: a random sample of the documents' n-grams.
     """
     pairs = len(left[1])
     owners = [np.repeat(np.arange(pairs), counts) for _, counts in (left, right)]
@@ -152,7 +144,7 @@ def _at_most(keys: U64, owner: I64, limit: U32) -> tuple[U64, I64]:
 
 
 def _first(keys: U64) -> Bool:
-    """Which of sorted keys differ from the one before."""
+    """Return the mask of sorted keys that differ from the key before."""
     first = np.ones(len(keys), dtype=np.bool_)
     np.not_equal(keys[1:], keys[:-1], out=first[1:])
     return first

@@ -1,8 +1,8 @@
-"""Documents that are nearly the same: candidates by MinHash, each verified by its Jaccard index.
+"""Near duplicates: candidates by MinHash, each verified by its Jaccard index.
 
-Chains of unverified candidates remove much that is no duplicate. Here a pair counts only with its
-own index, and pairs are kept with it, so a higher threshold needs nothing else. Of documents
-with the same text one is compared for all.
+Chains of unverified candidates would remove much that is no duplicate, so a pair counts only by its
+own index. Indices are kept, so a higher threshold needs no new search. Of identical texts one is
+compared for all.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from trainctl.data.quality.hashing import I64, U64
 from trainctl.data.quality.minhash import HASHES, Bands, jaccard
 
 _ALL_PAIRS = 16
-"""Documents of a group that are all compared with each other; of larger groups, see `_rounds`."""
+"""Largest group in which all documents are compared with each other; see `_rounds` for larger
+ones.
+"""
 _AT_ONCE = 1 << 9
-"""Pairs that are verified together: 16 MiB of the longest sketches; verifying takes 200 MiB."""
+"""Pairs verified together: 16 MiB of sketches at most; verifying takes 200 MiB."""
 _PENDING = 1 << 22
-"""Candidates that are collected before they are verified: 64 MiB."""
+"""Candidates collected before they are verified: 64 MiB."""
 _ROWS = 1 << 16
-"""Signatures that are read together: 28 MiB."""
+"""Signatures read together: 28 MiB."""
 _UNLIKELY = 5.0
-"""A pair is not looked at whose signatures are so many standard errors below the threshold: one of
-3 million that are at the threshold itself."""
+"""Pairs whose signatures are this many standard errors below the threshold are not verified.
+This misses one in 3 million pairs that are exactly at the threshold.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Documents that are nearly the same."""
+    """Pairs of near duplicates."""
 
     ids: I64
-    """Two a row, the lower first, ascending: [pairs, 2]."""
+    """Two ids a row, the lower first; rows ascend: [pairs, 2]."""
     jaccard: npt.NDArray[np.float32]
-    """The index of each, [pairs]."""
+    """Jaccard index of each pair, [pairs]."""
 
     def above(self, threshold: float) -> Pairs:
-        """Those with an index of at least that."""
+        """Return the pairs with an index of at least `threshold`."""
         kept = self.jaccard >= np.float32(threshold)
         return Pairs(self.ids[kept], self.jaccard[kept])
 
@@ -56,17 +59,17 @@ def near_pairs(
     bands: Bands | None = None,
     memory: int = MEMORY,
 ) -> Pairs:
-    """Pairs of documents with a Jaccard index of at least the threshold.
+    """Find pairs of documents with a Jaccard index of at least the threshold.
 
-    What hangs together by such pairs is compared once more, all with all, since the bands miss a
-    few of them. Beside `memory` it takes 24 bytes a pair.
+    The documents of each connected component are compared once more, all with all, because the
+    bands miss a few pairs. This takes 24 bytes a pair beside `memory`.
 
     Args:
-        same: What `exact.same_texts` gives: these documents are left out.
-        threshold: Jaccard index of the sets of word 5-grams.
-        scratch: A folder for what does not fit in memory.
-        bands: How candidates are found; None takes 95 % of those at the threshold.
-        memory: Bytes to stay below while sorting.
+        same: Identical texts, from `exact_duplicates.same_texts`; copies are left out.
+        threshold: Minimum Jaccard index of the sets of word 5-grams.
+        scratch: Folder for what does not fit in memory.
+        bands: Banding of the signatures; None finds 95 % of the pairs at the threshold.
+        memory: Maximum bytes for sorting.
     """
     search = _Search(corpus, threshold)
     bands = bands or Bands.for_threshold(threshold)
@@ -91,12 +94,7 @@ def near_pairs(
 
 
 class _Search:
-    """Compares documents, and keeps the pairs that are similar.
-
-    Args:
-        corpus: The columns.
-        threshold: Least Jaccard index.
-    """
+    """Comparison of documents, which collects the pairs that are similar."""
 
     def __init__(self, corpus: Measured, threshold: float) -> None:
         self._corpus, self._threshold = corpus, threshold
@@ -106,7 +104,7 @@ class _Search:
         self._found: list[Pairs] = []
 
     def compare(self, groups: Groups) -> None:
-        """Find the similar pairs within groups."""
+        """Find the similar pairs within each group."""
         ids, counts = groups
         ends = np.cumsum(counts)
         for size in np.unique(counts).tolist():
@@ -128,7 +126,7 @@ class _Search:
                 )
 
     def found(self) -> Pairs:
-        """Return all pairs so far, each once."""
+        """Return all pairs found so far, each once."""
         self._verify()
         self._found = [_unique(self._found)]
         return self._found[0]
@@ -136,8 +134,8 @@ class _Search:
     def _rounds(self, ids: I64) -> None:
         """Compare the first with all others, then the first of those not similar to it, and so on.
 
-        Whatever is similar to a document that stays is compared with it; what goes needs no other
-        pair. For m documents it takes m times as many comparisons as there are different ones.
+        Whatever is similar to a document that stays is compared with it. A document that goes needs
+        no other pair. The number of comparisons is the group's size times the number of rounds.
         """
         while len(ids) > 1:
             pairs = np.stack((np.full(len(ids) - 1, ids[0]), ids[1:]), axis=1)
@@ -157,7 +155,7 @@ class _Search:
             self._found.append(self._judge(candidates[_firsts(candidates)]))
 
     def _judge(self, pairs: I64) -> Pairs:
-        """Those that are similar: by their signatures first, then by their sketches."""
+        """Return the pairs that are similar by their signatures and then by their sketches."""
         found = []
         for begin in range(0, len(pairs), _AT_ONCE):
             some = pairs[begin : begin + _AT_ONCE]
@@ -181,7 +179,7 @@ def _unique(found: Sequence[Pairs]) -> Pairs:
 
 
 def _firsts(pairs: I64) -> I64:
-    """Where each pair stands, once, in ascending order of the pairs."""
+    """Return the first index of each distinct pair, in ascending order of the pairs."""
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))
     ordered = pairs[order]
     new = np.ones(len(order), dtype=np.bool_)

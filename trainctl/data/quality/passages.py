@@ -1,4 +1,4 @@
-"""Passages of many words that documents share, by the anchors that they have in common."""
+"""Shared passages of documents, found by common anchors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ from trainctl.data.quality.hashing import I64, U64
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """Anchors that occur more than once, in order of their documents and words."""
+    """Anchors that occur more than once, ordered by document and word."""
 
     anchor: I64
-    """Which one, from 0 without gaps, [occurrences]."""
+    """Number of the anchor, from 0 without gaps, [occurrences]."""
     document: I64
-    """The id of its document, [occurrences]."""
+    """Id of the document, [occurrences]."""
     word: I64
-    """The word of the document that it begins with, [occurrences]."""
+    """Word of the document at which the anchor begins, [occurrences]."""
 
 
 def shared_passages(corpus: Measured, same: I64, scratch: Path, memory: int = MEMORY) -> Passages:
-    """Yield the anchors that occur more than once; of documents with the same text in one of them.
+    """Return the anchors that occur more than once. Copies of a text (`same`) are left out.
 
-    Takes 24 bytes of memory an occurrence, beside `memory`.
-
-    Args:
-        same: What `exact.same_texts` gives: these documents are left out.
-        scratch: A folder for what does not fit in memory.
-        memory: Bytes to stay below while sorting.
+    This takes 24 bytes of memory an occurrence beside `memory`, the bytes used for sorting.
+    `scratch` is a folder for what does not fit.
     """
     ends = [np.asarray(part.columns["anchor.ends"]) for part in corpus.parts]
     offsets = np.cumsum([0, *(each[-1] if len(each) else 0 for each in ends)])

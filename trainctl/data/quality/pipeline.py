@@ -1,4 +1,4 @@
-"""All of it for a corpus: measure what is not measured, find duplicates, decide, keep what came."""
+"""The whole selection of a corpus: measure parts, find duplicates, decide, and store the result."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def judge(
     memory: int = MEMORY,
     done: Callable[[PartToMeasure], None] = lambda part: None,
 ) -> Selection:
-    """Which documents of a corpus stay.
+    """Decide which documents of a corpus stay.
 
-    Every step keeps what it made under a key of what that depends on: asked again it is read, after
-    a kill the rest is made, and with other thresholds only the decision.
+    Every step stores its result with a key of everything it depends on. A second call reads the
+    results, a call after a kill continues, and with other thresholds only the decision is made
+    again.
 
     Args:
-        parts: In any order; their filters are those that the rules have of their source.
-        folder: Of all that is kept.
-        rules: What removes a document.
-        precedence: Sources, those first whose documents stay; others follow by name.
-        held_out: Texts whose passages are looked for, if the rules have `contamination`.
-        held_out_identity: What these depend on; where it is given and as before, none is read.
-        fixed: Gives which documents of a part stay whatever they are, [documents].
-        processes: That measure side by side.
-        memory: Bytes to stay below while sorting.
-        done: Called when a part is measured.
+        parts: In any order. Their filters are replaced by the rules' filters of their source.
+        folder: Folder of all results.
+        precedence: Sources, the first with the highest precedence; others follow by name.
+        held_out: Texts to search for, if the rules have `contamination`.
+        held_out_identity: Identity of these texts; if it is unchanged, none is read.
+        fixed: Returns the mask of a part's documents that always stay, [documents].
+        processes: Number of processes that measure.
+        memory: Maximum bytes for sorting.
+        done: Called after each part is measured.
 
     Raises:
-        TrainctlError: What reading a part or a user's function raises; what is damaged (exit code
-            5).
+        TrainctlError: What reading a part or a user's function raises; or stored results are
+            damaged (exit code 5).
     """
     folder.mkdir(parents=True, exist_ok=True)
     contaminates = rules.contamination is not None

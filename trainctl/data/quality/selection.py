@@ -1,4 +1,4 @@
-"""Which documents of a corpus stay, and why the others go: the rules, and what comes of them."""
+"""Rules that remove documents of a corpus, and the resulting selection with its reasons."""
 
 from __future__ import annotations
 
@@ -15,90 +15,93 @@ from trainctl.data.quality.hashing import Bool
 
 CONTAMINATED, EXACT, NEAR, SUBSTRING = "contamination", "exact", "near", "substring"
 EXAMPLES = 5
-"""Documents that are kept by name for each source and reason."""
+"""Number of example documents kept for each source and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
-    """When passages of held-out texts remove a document."""
+    """Rule that removes documents with passages of held-out texts."""
 
     min_ngrams: int = 1
-    """Least n-grams that it has of them."""
+    """Minimum number of held-out n-grams in a document that is removed."""
     max_documents: int | None = 10
-    """An n-gram that more documents of different texts have is boilerplate, and does not count;
-    None counts all."""
+    """An n-gram in more documents than this, copies not counted, is boilerplate and is ignored.
+    None ignores none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What removes a document."""
+    """Rules that remove documents."""
 
     filters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The keys of each source's filters: `{source: {filter: keys}}`."""
+    """Settings of each source's filters: `{source: {filter: keys}}`."""
     contamination: Contamination | None = None
-    """None removes none by that."""
+    """None disables decontamination."""
     exact: bool = True
-    """Whether copies go; they do wherever what is nearly the same does."""
+    """Whether to remove copies of identical texts. They are always removed if `near` is set."""
     near: float | None = None
-    """The Jaccard index from which documents are nearly the same; None keeps them."""
+    """Minimum Jaccard index of near duplicates; None keeps them."""
     substring: float | None = None
-    """The share of a document's words in passages that earlier ones have, from which it goes; None
-    keeps it."""
+    """Minimum share of words in passages of earlier documents for which a document is removed;
+    None disables this.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a reason removes of a source."""
+    """Numbers of documents that a reason removes from a source."""
 
     documents: int
-    """That go for it and for none before it."""
+    """Documents removed for this reason and for no earlier one."""
     characters: int
     applies: int
-    """Documents that it applies to, those among them that went before it."""
+    """Documents that the reason applies to, including those removed for an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A document that went."""
+    """A removed document."""
 
     source: str
     part: str
     number: int
-    """Its number in the part."""
+    """Number of the document in its part."""
     value: float | None = None
-    """The filter's number, the n-grams that it has of held-out texts, its Jaccard index, or the
-    share of its words that are in shared passages; None where it is not finite."""
+    """The number that decided: the filter's statistic, the number of held-out n-grams, the
+    Jaccard index, or the share of words in shared passages. None if it is not finite.
+    """
     like: tuple[str, str, int] | None = None
-    """The document that stays in its place: source, part and number."""
+    """Source, part and number of the document that stays in its place."""
     word: int | None = None
-    """The first word of the first held-out passage (`contamination.passage`)."""
+    """First word of the first held-out passage (`contamination.passage`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What stays of a corpus."""
+    """Decision for every document of a corpus, with counts and examples."""
 
     why: npt.NDArray[np.uint8]
-    """0 for a document that stays; else 1 + the index of the first reason, [documents]."""
+    """0 for a document that stays, else 1 + the index of the first reason, [documents]."""
     reasons: tuple[str, ...]
-    """Their names, in the order in which they are applied: `gopher_quality.min_words`."""
+    """Names of the reasons in the order of application, like `gopher_quality.min_words`."""
     counts: Mapping[str, Mapping[str, Tally]]
-    """`{source: {reason: Tally}}`, of reasons that apply to some document."""
+    """`{source: {reason: Tally}}`, for reasons that apply to some document."""
     examples: Mapping[str, Mapping[str, tuple[Example, ...]]]
-    """`{source: {reason: some of the documents that went for it}}`."""
+    """`{source: {reason: some of the documents removed for it}}`."""
     common_ngrams: int
-    """N-grams of held-out texts that were taken as boilerplate."""
+    """Number of held-out n-grams that were ignored as boilerplate."""
     parts: tuple[tuple[str, str, int], ...]
-    """Source, part and first id of each part."""
+    """Source, name and first id of each part."""
 
     @property
     def stays(self) -> Bool:
-        """Which documents are trained on, [documents]."""
+        """Mask of the documents that stay, [documents]."""
         stays: Bool = self.why == 0
         return stays
 
     def write(self, folder: Path, key: str) -> None:
-        """Keep it, under a key of what it depends on."""
+        """Store the selection with a key of everything it depends on."""
         with ColumnWriter(folder, key) as writer:
             writer.append({"why": self.why})
             writer.finish(
@@ -117,10 +120,10 @@ class Selection:
 
     @classmethod
     def load(cls, folder: Path) -> Selection:
-        """What was written.
+        """Load what `write` stored.
 
         Raises:
-            TrainctlError: It is not there, or damaged (exit code 5).
+            TrainctlError: The selection is missing or damaged (exit code 5).
         """
         columns = Columns.load(folder)
         facts = columns.manifest
@@ -141,6 +144,6 @@ class Selection:
 
 
 def example_of(data: dict[str, Any]) -> Example:
-    """Return one that was written as JSON."""
+    """Create an example from its JSON."""
     like = data["like"]
     return Example(**{**data, "like": tuple(like) if like is not None else None})

@@ -1,13 +1,13 @@
-"""Numbers that filters judge documents by: one a document and statistic, whatever the thresholds.
+"""Statistics that filters judge documents by: one value per document, independent of thresholds.
 
-Each function gives columns of a batch, `{statistic: [documents]}`. Words of these rules are runs
-without white space; lines and paragraphs are those that are not blank. A share of nothing is 0.
+Each function returns columns of a batch, `{statistic: [documents]}`. A word in these rules is a run
+of characters without white space. Blank lines and paragraphs do not count. A share of nothing is 0.
 
 The rules are of Rae et al., "Scaling Language Models: Methods, Analysis & Insights from Training
 Gopher" (2021), appendix A.1.1 and table A1; Raffel et al., "Exploring the Limits of Transfer
 Learning with a Unified Text-to-Text Transformer" (2020), section 2.2; Penedo et al., "The FineWeb
-Datasets" (2024), section 3.6. Nothing is cut out of a document: C4's rules of lines are a share of
-lines here.
+Datasets" (2024), section 3.6. Nothing is cut out of a document: C4's rules for lines become a share
+of lines here.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FULL_STOPS = np.array([ord(each) for each in ".!?。！？"], dtype=np.uint32)
 _TERMINAL = np.array([ord(each) for each in ".!?\"'”’»…。！？"], dtype=np.uint32)
 _ELLIPSIS, _DOT = ord("…"), ord(".")
 _SHORT_LINE = 30
-"""Characters: a shorter line is short, as in FineWeb."""
+"""Characters below which a line is short, as in FineWeb."""
 _C4_WORDS = 3
-"""Words of a line that C4 keeps, at least."""
+"""Minimum words of a line that C4 keeps."""
 _C4_PHRASES = ("javascript", "terms of use", "privacy policy", "uses cookies", "cookie policy")
 REPEATED_TOP = (2, 3, 4)
 REPEATED = (5, 6, 7, 8, 9, 10)
 
 
 def quality(batch: DocumentBatch) -> Statistics:
-    """Gopher's rules of quality."""
+    """Compute the statistics of Gopher's quality rules."""
     tokens, lines = batch.tokens, batch.lines
     words = batch.total(tokens)
     letters = np.concatenate(([0], np.cumsum((batch.classes & LETTER) != 0)))
@@ -63,10 +63,10 @@ def quality(batch: DocumentBatch) -> Statistics:
 
 
 def repetition(batch: DocumentBatch) -> Statistics:
-    """Gopher's rules of repetition.
+    """Compute the statistics of Gopher's repetition rules.
 
-    What is repeated is every occurrence after the first. A character in several repeated n-grams
-    counts once.
+    Every occurrence after the first is repeated. A character in several repeated n-grams counts
+    once.
     """
     result: dict[str, npt.NDArray[np.float64]] = {}
     for name, spans in (("lines", batch.lines), ("paragraphs", batch.paragraphs)):
@@ -81,7 +81,7 @@ def repetition(batch: DocumentBatch) -> Statistics:
 
 
 def c4(batch: DocumentBatch) -> Statistics:
-    """C4's rules: of documents, and the share of lines that it would keep."""
+    """Compute the statistics of C4's rules, among them the share of lines C4 would keep."""
     lines = batch.lines
     last = np.isin(batch.codes[lines.ends - 1], _TERMINAL) & ~_ends_in_dots(batch)[lines.ends - 1]
     begins = np.zeros(len(batch.codes) + 1, dtype=np.int64)
@@ -108,7 +108,7 @@ def c4(batch: DocumentBatch) -> Statistics:
 
 
 def fineweb(batch: DocumentBatch) -> Statistics:
-    """FineWeb's own rules."""
+    """Compute the statistics of FineWeb's own rules."""
     lines = batch.lines
     count = batch.total(lines)
     ended = np.isin(batch.codes[lines.ends - 1], _TERMINAL)
@@ -126,9 +126,10 @@ def fineweb(batch: DocumentBatch) -> Statistics:
 
 
 def _repeated_ngrams(batch: DocumentBatch) -> dict[str, npt.NDArray[np.float64]]:
-    """Shares of characters in n-grams of words that occur more than once.
+    """Return shares of characters in word n-grams that occur more than once.
 
-    A run of n words that occurs twice begins with one of n - 1 that does: only those are looked at.
+    A repeated run of n words begins with a repeated run of n - 1: only those are checked for each
+    n.
     """
     tokens = batch.tokens
     hashed = Segments(batch.hashes(tokens))
@@ -159,7 +160,7 @@ def _repeated_ngrams(batch: DocumentBatch) -> dict[str, npt.NDArray[np.float64]]
 
 
 def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArray[np.float64]:
-    """Characters of words in n-grams that begin there, each word once: [documents]."""
+    """Return the characters of words in the n-grams at `begin`, each word once, [documents]."""
     edges = np.bincount(begin, minlength=len(tokens.starts) + 1)
     edges -= np.bincount(begin + size, minlength=len(edges))[: len(edges)]
     inside = np.cumsum(edges)[:-1] > 0
@@ -167,11 +168,10 @@ def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArra
 
 
 def _runs(keys: U64) -> tuple[I64, I64]:
-    """Return an order in which equal keys stand together, the first before the others; where they
-    begin.
+    """Return an order that puts equal keys together (first occurrence first), and the runs' starts.
 
-    Places are sorted within the keys, in their low bits, which costs a quarter of `argsort`. Two
-    keys that differ are taken as equal with a probability of N^2 / 2^(65 - bits) for N keys.
+    Positions are sorted with the keys, in their low bits, which costs a quarter of `argsort`.
+    Different keys are taken as equal with a probability of N^2 / 2^(65 - bits) for N keys.
     """
     bits = np.uint64(max(1, len(keys).bit_length()))
     mask = (np.uint64(1) << bits) - np.uint64(1)
@@ -183,7 +183,7 @@ def _runs(keys: U64) -> tuple[I64, I64]:
 
 
 def _repeated(hashes: U64, document: I64) -> Bool:
-    """Which spans their document has had already, [spans]."""
+    """Return the mask of spans that occurred earlier in their document, [spans]."""
     order, starts = _runs(mix(hashes ^ mix(document.view(np.uint64))))
     again = np.ones(len(order), dtype=np.bool_)
     again[order[starts]] = False
@@ -191,7 +191,7 @@ def _repeated(hashes: U64, document: I64) -> Bool:
 
 
 def _distinct_words(batch: DocumentBatch, words: tuple[str, ...]) -> npt.NDArray[np.float64]:
-    """Return how many of some words a document has, [documents]."""
+    """Return how many of the given words each document contains, [documents]."""
     found = np.zeros((len(words), len(batch)), dtype=np.bool_)
     for number, word in enumerate(words):
         found[number, batch.words.document[batch.word_hashes == hash_of_word(word)]] = True
@@ -200,7 +200,7 @@ def _distinct_words(batch: DocumentBatch, words: tuple[str, ...]) -> npt.NDArray
 
 
 def _ends_in_dots(batch: DocumentBatch) -> Bool:
-    """Which characters are the last of three dots, or an ellipsis, [characters]."""
+    """Return the mask of ellipses: `…`, or the last of three dots, [characters]."""
     dot = batch.codes == _DOT
     three: Bool = batch.codes == _ELLIPSIS
     three[2:] |= dot[2:] & dot[1:-1] & dot[:-2]
@@ -209,7 +209,7 @@ def _ends_in_dots(batch: DocumentBatch) -> Bool:
 
 
 def _count(batch: DocumentBatch, which: Bool) -> npt.NDArray[np.float64]:
-    """True ones of each document, [documents], without the line feeds between documents."""
+    """Count true characters per document, [documents], without the line feeds between documents."""
     places = np.flatnonzero(which)
     places = places[~np.isin(places, batch.ends)]
     document = np.searchsorted(batch.ends, places, side="right")

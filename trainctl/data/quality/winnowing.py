@@ -1,9 +1,9 @@
-"""Anchors: n-grams chosen so that documents that share a passage share one of them.
+"""Anchors: n-grams chosen so that documents with a common passage have a common anchor.
 
-Of every `WINDOW` n-grams that follow each other the one with the lowest hash is an anchor
-(Schleimer, Wilkerson and Aiken, "Winnowing", 2003). So two documents that share `SHARED` words in a
-row share an anchor, wherever the words stand, and those that share fewer than `WORDS` share none.
-Some 8 of 100 words have one.
+Of every `WINDOW` consecutive n-grams the one with the lowest hash is an anchor (Schleimer,
+Wilkerson and Aiken, "Winnowing", 2003). So two documents that share `SHARED` consecutive words
+share an anchor, wherever the words are, and documents that share fewer than `WORDS` share none.
+About 8 of 100 words have an anchor.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.hashing import I64, U64
 
 WORDS = 25
-"""Words of an n-gram."""
+"""Words per n-gram."""
 WINDOW = 26
-"""N-grams, one of which is an anchor."""
+"""Number of consecutive n-grams, one of which is an anchor."""
 SHARED = WORDS + WINDOW - 1
-"""Words of a shared passage that is surely found."""
+"""Words of a shared passage that is always found."""
 
 
 def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
     """Return the anchors of documents.
 
     Returns:
-        Their hashes, [anchors]; the word of its document that each begins with, ascending within a
-        document, [anchors]; and how many each document has, [documents].
+        Hashes of the anchors, [anchors]; the word of the document at which each begins, ascending
+        within a document, [anchors]; and their number in each document, [documents].
     """
     hashes, begin = batch.ngrams(WORDS, short=False)
     document = batch.words.document[begin]
@@ -36,7 +36,7 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
         whole = np.flatnonzero(document[: len(windows)] == document[WINDOW - 1 :])
         chosen = whole + windows[whole].argmin(axis=1)
     counts = np.bincount(document, minlength=len(batch))
-    short = np.flatnonzero((counts < WINDOW)[document])  # one window, of all that there is
+    short = np.flatnonzero((counts < WINDOW)[document])  # a document of one incomplete window
     order = short[np.lexsort((hashes[short], document[short]))]
     first = np.ones(len(order), dtype=np.bool_)
     first[1:] = document[order[1:]] != document[order[:-1]]
@@ -47,5 +47,5 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
 
 
 def covered(words: I64) -> int:
-    """Words in the n-grams that begin with these, which ascend; each counts once."""
+    """Count the words in the n-grams that begin at `words` (ascending), each once."""
     return int(np.minimum(np.diff(words), WORDS).sum()) + WORDS if len(words) else 0

@@ -1,6 +1,6 @@
-"""Prepared corpora that lie elsewhere, read through a bounded folder on each node.
+"""Streaming of prepared corpora from remote storage, through a bounded cache folder on each node.
 
-A corpus lies there in *shards* of equally many tokens (`layout`). The order of a run says which of
-them its next samples need (`lookahead`), so that they are fetched before that and removed once they
-are used (`cache`), and samples are read from what is here (`reader`).
+A remote corpus is stored as *shards* of equally many tokens (`layout`). The order of a run tells
+which shards its next samples need (`lookahead`). They are fetched ahead and removed once they are
+used (`cache`), and samples are read from the local shards (`reader`).
 """

@@ -1,11 +1,11 @@
-"""The shards that a node has here: a folder of bounded size that all its ranks share.
+"""Local shard cache of a node: a folder of bounded size that all its ranks share.
 
-A shard is fetched into `NAME.tmp`, which has its whole size from the first moment, and gets its
-name when its checksum is right. Who fetches has locked that file, so a lock that is free means that
-its process is gone; all else is decided under the lock of the folder. Locks are `flock`s: the
-kernel takes them back from whom it kills.
+A shard is fetched into `NAME.tmp`, which is allocated in full size at once, and is renamed to its
+final name when its checksum is right. The fetching process holds a lock on that file, so a free
+lock means that its process has died. Everything else is decided under the lock of the folder. Locks
+are `flock`s, which the kernel releases when a process is killed.
 
-Readers open a shard for each sample and close it again, so what is removed is gone from the disk.
+Readers open a shard for each sample and close it again, so a removed shard frees its disk space.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import open_lock
 
 CRC_ATTEMPTS = 3
-"""To fetch a shard whose checksum is wrong."""
+"""Number of fetches of a shard whose checksum is wrong, before an error."""
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 30.0
-"""Between two words of a rank that waits for another's fetching."""
+"""Interval of the messages of a rank that waits for another rank's fetch."""
 _LOCK = "cache.lock"
 _UNFINISHED = ".tmp"
 
 Fetch = Callable[[str], Iterable[bytes]]
-"""From the name of a shard: its bytes, in order. A failure that waiting does not mend is raised."""
+"""Yields the bytes of the named shard, in order. Raises failures that waiting does not
+resolve.
+"""
 NextUse = Callable[[str], float]
-"""When a shard is needed next: 0 for now, larger for later, infinity for never."""
+"""Returns when the named shard is needed next: 0 for now, larger for later, infinity
+for never.
+"""
 Tell = Callable[[str], None]
 
 
@@ -45,16 +49,15 @@ def to_remove(
     next_use: NextUse,
     later_than: float,
 ) -> list[str] | None:
-    """What is removed to have room: what is needed last, first (Belady, "A study of replacement
-    algorithms for a virtual-storage computer", 1966).
+    """Return the names of shards to remove to make room, those with the latest next use first.
+
+    Returns None if removing all of them does not make enough room. This is the policy of Belady ("A
+    study of replacement algorithms for a virtual-storage computer", 1966).
 
     Args:
-        here: Sizes of what may be removed, by name.
-        missing: Bytes that are missing; not above 0 where there is room.
-        later_than: Only what is needed later than this is removed.
-
-    Returns:
-        Names; None where that does not make enough room.
+        here: Sizes of the shards that may be removed, by name.
+        missing: Bytes to free; at most 0 if there is room.
+        later_than: Only shards whose next use is later than this are removed.
     """
     removed: list[str] = []
     last_first = sorted(here, key=lambda name: (-next_use(name), name))
@@ -69,15 +72,13 @@ def to_remove(
 
 
 class ShardCache:
-    """Shards of one corpus, here.
+    """Local shards of one remote corpus.
 
     Args:
-        folder: Of all processes of this node that read the corpus; made if it is missing.
-        limit: Bytes of all shards in it, unfinished ones too.
-        facts: Size and checksum of a shard.
-        fetch: Gives its bytes.
-        next_use: When it is needed.
-        tell: Called with a sentence where something has to be waited for.
+        folder: Shared by all processes of this node that read the corpus; created if missing.
+        limit: Maximum bytes of all shards in the folder, including unfinished ones.
+        facts: Returns size and checksum of a shard.
+        tell: Called with a sentence before waiting.
     """
 
     def __init__(
@@ -95,11 +96,10 @@ class ShardCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def opened(self, name: str) -> int:
-        """Return a descriptor of a shard that is needed now; fetched, or waited for, if it is not
-        here.
+        """Return a file descriptor of a shard; fetch it, or wait for its fetch, if it is missing.
 
         Raises:
-            TrainctlError: It does not come, not as it was written, or there is no room for it.
+            TrainctlError: The shard cannot be fetched, is not what was written, or has no room.
         """
         told, begun = 0.0, time.monotonic()
         while True:
@@ -116,12 +116,9 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def fetch_ahead(self, wanted: Iterable[str]) -> bool:
-        """Fetch the first of these that is missing and that nobody fetches, if there is room.
+        """Fetch the first of these shards that is missing and not being fetched, if there is room.
 
-        Only what is needed later is removed for it.
-
-        Returns:
-            Whether one was fetched.
+        Only shards whose next use is later are removed for it. Returns True if a shard was fetched.
 
         Raises:
             TrainctlError: As `opened`.
@@ -136,7 +133,7 @@ class ShardCache:
         return False
 
     def clean(self) -> None:
-        """Before ranks start: remove what killed ones left, and what is not as it was written."""
+        """Remove leftovers of killed processes and damaged shards. Called before ranks start."""
         with self._locked():
             self._sizes()
             for path in self._folder.glob("*.shard"):
@@ -148,7 +145,7 @@ class ShardCache:
                     path.unlink(missing_ok=True)
 
     def size(self) -> int:
-        """Return bytes of all that is here."""
+        """Return the bytes of all local shards."""
         with self._locked():
             return sum(self._sizes().values())
 
@@ -172,8 +169,11 @@ class ShardCache:
             os.close(lock)
 
     def _claimed(self, name: str, *, is_urgent: bool) -> int | None:
-        """Return the locked file that a shard is fetched into; None where it is here, another
-        fetches it, or there is no room for what is not urgent."""
+        """Reserve space for a shard and return the locked file to fetch it into.
+
+        None if the shard is here, if another process fetches it, or if there is no room for a shard
+        that is not urgent.
+        """
         size = self._facts(name).size
         with self._locked():
             here = self._sizes()
@@ -204,7 +204,9 @@ class ShardCache:
         return descriptor
 
     def _sizes(self) -> dict[str, int]:
-        """What is here, by name; what was left by killed processes is removed. Folder locked."""
+        """Remove files of killed processes and return the other sizes. The folder must be
+        locked.
+        """
         found = {}
         for path in self._folder.iterdir():
             if path.suffix == _UNFINISHED and self._is_left(path):
@@ -225,7 +227,7 @@ class ShardCache:
         return True
 
     def _fetched(self, name: str, descriptor: int) -> int:
-        """Fill a claimed file and give it its name; its descriptor, which it is read by."""
+        """Fill a claimed file, rename it to its final name, and return its descriptor."""
         unfinished = self._folder / (name + _UNFINISHED)
         try:
             for attempt in range(1, CRC_ATTEMPTS + 1):
@@ -251,7 +253,7 @@ class ShardCache:
         return descriptor
 
     def _filled(self, name: str, descriptor: int) -> str:
-        """What is wrong with what came; empty if it is what was written."""
+        """Fetch a shard into a file and describe what is wrong with it; empty if nothing is."""
         facts, at, crc = self._facts(name), 0, 0
         for block in self._fetch(name):
             if at + len(block) > facts.size:
@@ -273,5 +275,5 @@ class ShardCache:
 
 
 def never(_: str) -> float:
-    """Nothing is needed again."""
+    """Return infinity: a next use for shards that are not needed again."""
     return inf

@@ -1,4 +1,4 @@
-"""Corpora of a run that lie elsewhere: found before its ranks start, and read by them. No torch."""
+"""Streamed corpora of a run: located before its ranks start, and read by the ranks. No torch."""
 
 from __future__ import annotations
 
@@ -38,23 +38,20 @@ from trainctl.plan.mixture import sources_of
 from trainctl.runs.atomic import write_bytes
 
 _KEPT = 1e18
-"""When what is held out is needed: later than anything in sight, and again at each evaluation."""
+"""Next use of held-out shards: after all training shards in sight, since each evaluation needs
+them.
+"""
 _LOOK_SECONDS = 1.0
-"""Between two looks for room that another rank may have made."""
+"""Interval of retries to fetch ahead, as another rank may have made room."""
 _STEPS_APART = 4
-"""Steps that ranks may be apart: those that are made ahead, and a few more."""
+"""Steps that ranks of a node may be apart: the batches they prefetch, and a few more."""
 
 
 class Stream:
-    """A corpus elsewhere, as a process of this node reads it.
+    """A remote corpus as one process of this node reads it.
 
-    Attributes:
-        tell: Called with a sentence where something has to be waited for.
-        record: What lies there.
-
-    Args:
-        section: Names it.
-        record: What lies there.
+    `record` is the content of the corpus's `stream.json`. `tell` is called with a sentence before
+    waiting, and may be replaced.
     """
 
     def __init__(self, section: StreamConfig, record: StreamRecord) -> None:
@@ -74,14 +71,14 @@ class Stream:
         )
 
     def side(self, split: Split) -> StreamedTokens:
-        """Return the ids of a side, and the ends of its documents."""
+        """Return the ids and document ends of a split."""
         return StreamedTokens(self.record, split.file.removesuffix(".bin"), self.cache)
 
     def follow(self, order: Order, source: str, *, end: int, batch: int) -> None:
-        """Fetch ahead what samples need, from the first `move` on, in a thread of its own.
+        """Start a thread that fetches shards ahead of the samples, from the first `move` on.
 
         Args:
-            source: Name of this corpus in it.
+            source: Name of this corpus in the order.
             end: Counter behind the last sample of the run.
             batch: Samples of the largest batch.
         """
@@ -97,7 +94,7 @@ class Stream:
         threading.Thread(target=self._fetch, name=f"shards of {source}", daemon=True).start()
 
     def move(self, counter: int) -> None:
-        """Samples from this one on are read now."""
+        """Set the counter of the sample that is read now."""
         if self._ahead is not None:
             self._ahead.move(counter)
             self._moved.set()
@@ -112,7 +109,7 @@ class Stream:
                 pass
             names = [f"train-{number:05d}.shard" for number in ahead.wanted()]
             fetched = False
-            # Who needs the shard tries again, and raises what there is to raise.
+            # Errors are ignored here: a rank that needs the shard fetches it again and raises.
             with suppress(TrainctlError):
                 fetched = self.cache.fetch_ahead(names)
             if not fetched:
@@ -131,40 +128,40 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class StreamedCorpus(Corpus):
-    """A corpus of which no more is here than a cache holds."""
+    """A remote corpus that is read through a local cache."""
 
     stream: Stream | None = None
-    """How it is read."""
+    """Reader of the shards."""
 
     def tokens(self, split: Split, *, in_order: bool = True) -> StreamedTokens:
-        """Return the split's ids, fetched where they are read."""
+        """Return the split's ids, which are fetched when they are read."""
         assert self.stream is not None
         return self.stream.side(split)
 
     def ends(self, split: Split) -> Any:
-        """Tokens up to the end of each document, fetched where they are read."""
+        """Return the document ends in tokens, which are fetched when they are read."""
         assert self.stream is not None
         return self.stream.side(split).ends
 
     def origin(self, split: Split) -> None:
-        """Is not written elsewhere."""
+        """Return None: shards have no origins."""
 
     def problem(self, *splits: Split) -> str:
-        """Nothing: a shard is compared with its checksum whenever it is fetched."""
+        """Return an empty text: each shard is verified when it is fetched."""
         return ""
 
 
 def folder_here(section: StreamConfig, digest: str) -> Path:
-    """Where a node has its shards: also on a disk that nodes share, each has its own."""
+    """Return this node's cache folder of a corpus. Each node has its own, even on a shared disk."""
     base = Path(section.cache_folder).expanduser() if section.cache_folder else cache_folder()
     return base / f"stream-{digest[:24]}-{socket.gethostname()}"
 
 
 def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
-    """Return the corpus that a section names.
+    """Return the remote corpus that a section names, and keep its record locally.
 
     Raises:
-        TrainctlError: Nothing lies there, of another tokenizer, or nothing answers.
+        TrainctlError: There is no corpus, it has another tokenizer, or the server does not respond.
     """
     assert section.url is not None
     record = read_record(section.url, tell)
@@ -190,10 +187,10 @@ def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) ->
 
 
 def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
-    """Before the ranks of a node start: that the shards they need have room, and are whole.
+    """Check that the cache has room for a run, and verify its shards, before ranks start.
 
     Raises:
-        TrainctlError: What may be here is too little for the order of the run, or the disk is.
+        TrainctlError: `cache_bytes` is too small for the order of the run, or the disk is too full.
     """
     for name, section in sources_of(config.data).items():
         if not isinstance(section, StreamConfig):
@@ -224,7 +221,7 @@ def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
 
 
 def opened(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]:
-    """Return the same corpora; those that lie elsewhere can be read."""
+    """Return the same corpora, with remote ones replaced by readable `StreamedCorpus` objects."""
     sections = sources_of(data)
     found = dict(corpora)
     for name, corpus in corpora.items():
@@ -239,7 +236,7 @@ def opened(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]
 def send(
     corpus: Corpus, tokenizer: Tokenizer, place: str, shard_tokens: int, show: Tell
 ) -> StreamRecord:
-    """Write a corpus elsewhere, as `data=stream` reads it.
+    """Write a corpus to remote storage, in the layout that `data=stream` reads.
 
     Raises:
         TrainctlError: As `write_elsewhere`; or the corpus is of conversations.
@@ -264,7 +261,7 @@ def send(
 
 
 def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
-    """What lies there, as it was when it was looked at here; it is read again if that is gone."""
+    """Open a remote corpus by the locally kept record, or read the record again if it is gone."""
     assert section.url is not None
     kept = folder_here(section, corpus.digest) / RECORD
     with suppress(OSError, TrainctlError):

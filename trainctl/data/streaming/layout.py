@@ -1,12 +1,12 @@
-"""How a corpus lies elsewhere: shards of equally many tokens, and a record that is written last.
+"""Layout of a remote corpus: shards of equally many tokens, and a record that is written last.
 
 | under the corpus's URL | |
 |---|---|
 | `stream.json` | the record of the corpus, the tokenizer, and each shard's size and CRC-32 |
 | `DIGEST/SIDE-NUMBER.shard` | ends of documents, u32 each, then the ids, little endian |
 
-Shard k of S tokens has the ids from k S on, S of them and the next one, which is the label of the
-last; and the documents that end behind k S and up to (k + 1) S, counted from k S.
+Shard k of S tokens has the S ids from position k S on, and the next id, which is the label of the
+last one. It also has the document ends behind k S and up to (k + 1) S, counted from k S.
 """
 
 from __future__ import annotations
@@ -31,63 +31,63 @@ SIDES = ("train", "held_out")
 
 @dataclass(frozen=True, slots=True)
 class ShardFacts:
-    """One shard."""
+    """Record of one shard."""
 
     documents: int
-    """Documents that end in it."""
+    """Number of documents that end in the shard."""
     size: int
-    """Bytes of its file."""
+    """Bytes of the file."""
     crc: int
-    """CRC-32 of its file."""
+    """CRC-32 of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """What `stream.json` says."""
+    """Record of a remote corpus, as stored in `stream.json`."""
 
     corpus: dict[str, Any]
-    """The record of the corpus as it was where it was made."""
+    """Record of the corpus (`corpus.json`) on the machine that prepared it."""
     tokenizer: str
-    """Fingerprint of what made its ids."""
+    """Fingerprint of the tokenizer."""
     shard_tokens: int
-    """Tokens of each shard but the last of a side."""
+    """Tokens of each shard except the last of a side."""
     shards: dict[str, tuple[ShardFacts, ...]]
-    """Those of each side, in order."""
+    """Shards of each side, in order."""
 
     @property
     def digest(self) -> str:
-        """The corpus's own."""
+        """Digest of the corpus."""
         return str(self.corpus["digest"])
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of the ids."""
+        """dtype of the ids."""
         name: str = self.corpus["dtype"]
         return np.dtype(name)
 
     def tokens(self, side: str) -> int:
-        """Length of a side."""
+        """Return the number of tokens of a side."""
         return int(self.corpus[side]["tokens"])
 
     def facts(self, name: str) -> ShardFacts:
-        """Return the shard of a name, as `name_of` makes it."""
+        """Return the record of the shard with this file name."""
         side, number = side_and_number(name)
         return self.shards[side][number]
 
     def size(self, *sides: str) -> int:
-        """Return bytes of all shards of some sides."""
+        """Return the bytes of all shards of the sides."""
         return sum(facts.size for side in sides for facts in self.shards[side])
 
     def as_json(self) -> bytes:
-        """Return the file's content."""
+        """Return the content of `stream.json`."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> StreamRecord:
-        """Read it.
+        """Parse the content of `stream.json`; `where` is its location, for errors.
 
         Raises:
-            TrainctlError: It is no such record, or of a later version.
+            TrainctlError: The record is invalid, or of a later version (exit code 4).
         """
         try:
             data = json.loads(text)
@@ -112,31 +112,34 @@ class StreamRecord:
 
 
 def name_of(side: str, number: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"{side}-{number:05d}.shard"
 
 
 def side_and_number(name: str) -> tuple[str, int]:
-    """Return the inverse of `name_of`."""
+    """Return the side and number in a shard's file name: the inverse of `name_of`."""
     side, _, number = name.removesuffix(".shard").rpartition("-")
     return side, int(number)
 
 
 def folder_of(digest: str) -> str:
-    """Where the shards of a corpus lie under its URL: an unfinished other one is not mixed in."""
+    """Return the folder of a corpus's shards under its URL.
+
+    It is named by digest, so that the shards of another, unfinished corpus are not mixed in.
+    """
     return digest[:16]
 
 
 def spans(tokens: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
-    """First token of each shard of a side and the first behind it."""
+    """Yield the range of tokens of each shard of a side."""
     for start in range(0, tokens, shard_tokens):
         yield start, min(start + shard_tokens, tokens)
 
 
 def shards_of(start: int, stop: int, shard_tokens: int) -> range:
-    """Return the shards that tokens from `start` up to `stop` are read from: the fewest.
+    """Return the fewest shards from which tokens `start` up to `stop` can be read.
 
-    The first token behind a shard is in it too.
+    Each shard also has the first token behind it.
     """
     if stop <= start:
         return range(0)
@@ -147,17 +150,15 @@ def shards_of(start: int, stop: int, shard_tokens: int) -> range:
 def packed(
     ids: Tokens, ends: npt.NDArray[Any], start: int, stop: int, dtype: np.dtype[Any]
 ) -> bytes:
-    """Return the file of a shard.
+    """Return the file content of the shard with tokens `start` up to `stop` of a side.
 
     Args:
-        ids: Those of the whole side.
-        ends: Tokens of the side up to the end of each document, ascending, shape (documents,).
-        start: First token of the shard.
-        stop: The first behind it.
-        dtype: Of the ids in the file.
+        ids: Ids of the whole side.
+        ends: Document ends of the side in tokens, ascending, shape (documents,).
+        dtype: dtype of the ids in the file.
     """
     bounds = np.array([start, stop], dtype=ends.dtype)
-    # A first document without a token ends at 0, which is behind no other shard.
+    # An empty first document ends at 0, which only the first shard can contain.
     first, last = np.searchsorted(ends, bounds, side="right")
     relative = (ends[0 if start == 0 else first : last].astype(np.int64) - start).astype(END)
     return relative.tobytes() + ids[start : stop + 1].astype(dtype).tobytes()
@@ -166,6 +167,6 @@ def packed(
 def unpacked(
     raw: memoryview, facts: ShardFacts, dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the ids of a shard's file and its ends, counted from its first token: views of it."""
+    """Return ids and document ends (from its first token) of a shard's file, as views."""
     ends = np.frombuffer(raw, END, count=facts.documents)
     return np.frombuffer(raw, dtype, offset=ends.nbytes), ends

@@ -1,7 +1,8 @@
-"""Which shards the next samples of a run need, and when: from its order, as far as a cache reaches.
+"""Lookahead in a run's order: which shards the next samples need, and when.
 
-All ranks of a node share its shards, and each looks ahead from where it is itself. They are never
-more than a few steps apart, so what was needed a few steps ago counts as needed now.
+It reaches as far as the cache has room. All ranks of a node share the shards, and each looks ahead
+from its own sample. Ranks are at most a few steps apart, so a shard that was needed a few steps ago
+counts as needed now.
 """
 
 from __future__ import annotations
@@ -11,25 +12,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 CHUNK_SAMPLES = 1 << 13
-"""Samples that the order is asked for at once."""
+"""Samples per query of the order."""
 MOST_SAMPLES = 1 << 22
-"""How far it looks at most: a source of a small share has few samples in many."""
+"""Maximum lookahead in samples. It is large, as a source with a small share has few of them."""
 
 Needs = Callable[[int, int], Sequence[int]]
-"""From the counter of a first sample and a number of samples: the shards that they need, each once,
-in the order of first use."""
+"""Returns the shards that `count` samples from counter `first` need, each once, by
+first use.
+"""
 
 
 class Lookahead:
-    """The shards that are needed from a sample on.
+    """Shards that a run needs from its current sample on.
 
     Args:
-        needs: Says which shards samples need.
         end: Counter behind the last sample of the run.
-        room: Shards that there is room for.
-        shards: Shards that there are.
+        room: Number of shards that the cache has room for.
+        shards: Number of shards of the corpus.
         lag: Samples that another rank may be behind this one.
-        chunk: Samples that the order is asked for at once.
     """
 
     def __init__(
@@ -50,11 +50,7 @@ class Lookahead:
         self._next = self._at = 0
 
     def move(self, counter: int) -> None:
-        """Samples from this one on are read now; those before it will not be again.
-
-        Args:
-            counter: May be before the last one, after a rewind.
-        """
+        """Set the counter of the sample that is read now. It may go back, after a rewind."""
         with self._lock:
             begin = max(0, counter - self._lag)
             if not self._chunks or not self._chunks[0][0] <= begin <= self._next:
@@ -73,7 +69,7 @@ class Lookahead:
                 self._add()
 
     def look(self) -> bool:
-        """Look a little further; whether that was of use."""
+        """Look one chunk further ahead; return False if the lookahead reaches far enough."""
         with self._lock:
             most = min(self._end, self._at + MOST_SAMPLES)
             if self._next >= most or len(self._uses) >= self._enough:
@@ -82,12 +78,15 @@ class Lookahead:
             return True
 
     def wanted(self) -> list[int]:
-        """Return the shards that are needed from here on, in the order of first use."""
+        """Return the shards needed from here on, in the order of first use."""
         with self._lock:
             return list(dict.fromkeys(shard for _, shards in self._chunks for shard in shards))
 
     def next_use(self, shard: int) -> int | None:
-        """Counter near the first sample that needs a shard, 0 for now; None for none in sight."""
+        """Return a counter near the next sample that needs a shard.
+
+        0 means now, and None that no such sample is in sight.
+        """
         with self._lock:
             uses = self._uses.get(shard)
             if uses is None:

@@ -1,4 +1,4 @@
-"""One side of a corpus that lies elsewhere, read as if it were here."""
+"""Reader for one side of a remote corpus, with the interface of a local one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from trainctl.data.streaming.layout import StreamRecord, name_of, shards_of, unp
 
 
 class StreamedTokens:
-    """The ids of a side and the ends of its documents; waits where they are not here yet.
-
-    Args:
-        record: Of the corpus.
-        side: ``train`` or ``held_out``.
-        cache: Of this node.
-    """
+    """Ids and document ends of one side of a remote corpus. Reading waits for shards."""
 
     def __init__(self, record: StreamRecord, side: str, cache: ShardCache) -> None:
         self._record, self._side, self._cache = record, side, cache
@@ -32,10 +26,10 @@ class StreamedTokens:
         return self._length
 
     def __getitem__(self, span: slice) -> npt.NDArray[Any]:
-        """Ids from one token up to another, copied; as of an array, but without a step.
+        """Return a copy of a slice of ids; steps are not supported.
 
         Raises:
-            TrainctlError: They do not come.
+            TrainctlError: A shard cannot be fetched.
         """
         start, stop, step = span.indices(self._length)
         assert step == 1
@@ -48,27 +42,27 @@ class StreamedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate([self._nothing, *parts])
 
     def ends_of(self, number: int) -> npt.NDArray[np.int64]:
-        """Ends of the documents that end in a shard, in tokens of the side, ascending.
+        """Return the document ends in a shard, in tokens of the side, ascending.
 
         Raises:
-            TrainctlError: They do not come.
+            TrainctlError: The shard cannot be fetched.
         """
         with self._shard(number) as (_, ends):
             return ends.astype(np.int64) + number * self._record.shard_tokens
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Documents that end in each shard."""
+        """Number of documents that end in each shard."""
         return tuple(facts.documents for facts in self._record.shards[self._side])
 
     @property
     def shard_tokens(self) -> int:
-        """Of each shard but the last."""
+        """Tokens of each shard except the last."""
         return self._record.shard_tokens
 
     @property
     def ends(self) -> StreamedEnds:
-        """Of its documents."""
+        """Document ends of the side, read by shards."""
         return StreamedEnds(self)
 
     @property
@@ -77,7 +71,7 @@ class StreamedTokens:
 
     @contextmanager
     def _shard(self, number: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Ids and ends of a shard, mapped while they are used."""
+        """Map a shard and provide its ids and document ends."""
         name = name_of(self._side, number)
         descriptor = self._cache.opened(name)
         try:
@@ -86,16 +80,12 @@ class StreamedTokens:
             os.close(descriptor)
         if hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
-        # Views keep the map until they are gone, with what copies of them are made within.
+        # The views keep the map open until they are deleted; callers copy what they need.
         yield unpacked(memoryview(mapped), self._record.facts(name), self._record.dtype)
 
 
 class StreamedEnds:
-    """Ends of a side's documents: what is asked of an array of them.
-
-    Args:
-        tokens: Of the side.
-    """
+    """Document ends of a side, with the part of numpy's array interface that readers use."""
 
     dtype = np.dtype("<u8")
 
@@ -110,13 +100,13 @@ class StreamedEnds:
     def searchsorted(
         self, values: npt.ArrayLike, side: Literal["left", "right"] = "left", sorter: None = None
     ) -> npt.NDArray[np.int64]:
-        """As of an array: `numpy.searchsorted` calls it."""
+        """Return insertion points, as `numpy.searchsorted` does by calling this method."""
         asked = np.asarray(values).astype(np.int64)
         flat = [self._place(value, side) for value in asked.reshape(-1).tolist()]
         return np.array(flat, dtype=np.int64).reshape(asked.shape)
 
     def __getitem__(self, place: Any) -> Any:
-        """The end of a document, or of several that follow one another."""
+        """Return the end of a document, or the ends of consecutive documents."""
         if not isinstance(place, slice):
             return self[int(place) : int(place) + 1][0]
         start, stop, step = place.indices(len(self))
@@ -130,7 +120,7 @@ class StreamedEnds:
         return np.concatenate(found)
 
     def _place(self, value: int, side: Literal["left", "right"]) -> int:
-        # Shard k has the ends behind k S, so `value` is among those of the one that it is behind.
+        # Shard k has the ends above k S, up to (k + 1) S: find the shard that has `value`.
         number = max(0, -(-value // self._tokens.shard_tokens) - 1)
         if number >= len(self._firsts) - 1:
             return len(self)

@@ -1,7 +1,7 @@
-"""To and from where a corpus lies: any URL that fsspec knows, or a folder.
+"""Transfer of corpora to and from storage: any URL that fsspec supports, or a folder.
 
-A failure is met as in all reading of URLs (`config.text.remote`): attempts and waits that are told,
-then an error in words.
+Failures are handled as in all reading of URLs (`config.text.remote`): retries with waits that are
+reported, then an error.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
 
 _BLOCK_BYTES = 1 << 24
-"""That are read at once."""
+"""Bytes per read."""
 _AT_ONCE = 4
-"""Shards that are written at once, each of which is in memory as a whole."""
+"""Number of shards written at once. Each of them is in memory as a whole."""
 
 Side = tuple[Tokens, npt.NDArray[Any]]
-"""The ids of a side, and the ends of its documents."""
+"""Ids and document ends of a side."""
 
 
 def as_url(place: str) -> str:
-    """Return a URL as it is, and a folder as a URL."""
+    """Return a URL without a final slash, and a folder as a file URL."""
     if is_url(place):
         return place.rstrip("/")
-    return f"file://{Path(place).expanduser().resolve()}"  # as it is: fsspec decodes no %20
+    return f"file://{Path(place).expanduser().resolve()}"  # not quoted: fsspec decodes no %20
 
 
 def read_record(place: str, tell: Tell = say) -> StreamRecord:
-    """What lies at a URL or in a folder.
+    """Read the record of the corpus at a URL or in a folder.
 
     Raises:
-        TrainctlError: Nothing that was prepared, or nothing answers (exit code 4).
+        TrainctlError: There is no prepared corpus, or the server does not respond (exit code 4).
     """
     url = f"{as_url(place)}/{RECORD}"
     text = _text_of(url, tell)
@@ -66,14 +66,10 @@ def read_record(place: str, tell: Tell = say) -> StreamRecord:
 
 
 def blocks_of_shard(place: str, digest: str, tell: Tell, name: str) -> Iterator[bytes]:
-    """Yield the bytes of a shard.
-
-    Args:
-        place: URL or folder of the corpus.
-        tell: Called before each wait.
+    """Yield the bytes of a shard of the corpus at `place`. `tell` is called before each wait.
 
     Raises:
-        TrainctlError: It is not there, or nothing answers (exit code 4).
+        TrainctlError: The shard is missing, or the server does not respond (exit code 4).
     """
     url = f"{as_url(place)}/{folder_of(digest)}/{name}"
     files, _ = listed(url, tell)
@@ -95,16 +91,10 @@ def write_elsewhere(
     show: Callable[[str], None],
     tell: Tell = say,
 ) -> StreamRecord:
-    """Write a corpus to a URL or into a folder; what is there of it already is not written again.
+    """Write a corpus to a URL or into a folder, and return the record with its shards.
 
-    Args:
-        place: Where; another corpus may not be there.
-        sides: What is cut into them.
-        show: Called with how far it has come.
-        tell: Called before each wait.
-
-    Returns:
-        The record with its shards, which is there now.
+    Shards that are there already are not written again. `show` is called with the progress, `tell`
+    before each wait.
 
     Raises:
         TrainctlError: Another corpus is there, or it cannot be written (exit code 4).
@@ -132,7 +122,7 @@ def write_elsewhere(
 
     facts: dict[str, list[ShardFacts]] = {side: [] for side in SIDES}
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        # A few at a time: results that wait for their turn would be of all shards.
+        # A few at a time: `map` over all jobs would queue the results of all shards.
         for first in range(0, len(work), _AT_ONCE):
             jobs = work[first : first + _AT_ONCE]
             for job, made in zip(jobs, threads.map(write, jobs), strict=True):
@@ -157,7 +147,7 @@ def _require_same(url: str, record: StreamRecord, tell: Tell) -> None:
 
 
 def _text_of(url: str, tell: Tell) -> bytes | None:
-    """Return a small file, or None where there is none."""
+    """Return the content of a small file, or None if there is none."""
     file_system, path = file_system_of(url)
 
     def look() -> Any:
@@ -172,7 +162,7 @@ def _text_of(url: str, tell: Tell) -> bytes | None:
 
 
 def _put(url: str, raw: bytes, tell: Tell) -> None:
-    """Write a file whole or not at all: as object stores do, and here by its name."""
+    """Write a file atomically: object stores do so themselves, a local file is renamed."""
     file_system, path = file_system_of(url)
     if url.startswith("file://"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
