@@ -114,8 +114,7 @@ def cut(
 
 
 def of_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
-    """Yield a range of a transposed matrix as a column's end, whole columns, and a column's start.
-    """
+    """Yield a range of a transposed matrix as part of a column, whole columns, part of a column."""
     if len(shape) < 2:
         yield fragment
         return

@@ -76,8 +76,8 @@ def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
 
     def axis(members: Any) -> Axis:
         listed: Sequence[int] = [int(member) for member in members.flatten()]
-        # Made by its members alone: no barrier of the whole world for each group. Every rank makes
-        # one at the same time, since NCCL splits them off the group of all ranks.
+        # Only its members make the group, without a barrier of the whole world. Every rank makes
+        # a group at the same time, because NCCL splits them off the group of all ranks.
         group = dist.new_group(listed, timeout=timeout, use_local_synchronization=True)
         return Axis(listed.index(rank), tuple(listed), group)
 

@@ -52,7 +52,7 @@ def widen(format: torch.dtype) -> torch.library.Library:
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there was a kernel before
+        warnings.simplefilter("ignore")  # about replacing a kernel
         for product in _PRODUCTS:
             library.impl(product.__name__, _widened(product, format), "CPU")
     return library
@@ -63,7 +63,7 @@ def _widened(product: Callable[..., torch.Tensor], format: torch.dtype) -> Calla
         left, right = factors[-2:]
         if all(factor.dtype is format for factor in factors):
             return product(*(factor.float() for factor in factors), **scales).to(format)
-        # torch's own kernel: that of the overload with `out` is another one.
+        # torch's own kernel: the overload with `out` has a kernel that was not replaced.
         out = right.new_empty(*left.shape[:-1], right.shape[-1])
         return product(*factors, **scales, out=out)
 

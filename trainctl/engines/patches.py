@@ -28,7 +28,7 @@ RULE = "TC305"
 
 
 class How(StrEnum):
-    """How trainctl uses a definition."""
+    """The way in which trainctl uses a definition."""
 
     replaced = "replaced"
     """trainctl puts other code in its place, for the life of the process or for a while."""
@@ -62,11 +62,11 @@ class Use:
     why: str
     """The reason, in one sentence."""
     signature: str = ""
-    """Its parameters with their defaults, if it is called or replaced."""
+    """Parameters of the definition with their defaults, if it is called or replaced."""
     body: str = ""
-    """Digest of its code, if trainctl relies on what the code does."""
+    """Digest of the definition's code, if trainctl relies on what it does."""
     contains: str = ""
-    """A statement or expression that its code must contain."""
+    """A statement or expression that the definition's code must contain."""
     names: tuple[str, ...] = ()
     """Names by which trainctl's code refers to it, if not by the last part of the target."""
     at: At = At.rank
@@ -78,7 +78,9 @@ class Use:
     upstream: str = ""
     """URL of the upstream issue, if one is known."""
     fallback: str = ""
-    """What happens if the definition differs; empty: the run does not start."""
+    """Consequence of a differing definition, as a clause after "So"; empty: the run does not
+    start.
+    """
 
     @property
     def name(self) -> str:
@@ -192,7 +194,7 @@ def _foreign_origin(target: str) -> str:
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = inspect.getattr_static(found, name, None)
-        found = getattr(found, "__func__", found)  # of a class or static method
+        found = getattr(found, "__func__", found)  # function of a class or static method
     code = getattr(inspect.unwrap(found) if callable(found) else None, "__code__", None)
     if code is None:
         return ""

@@ -68,8 +68,7 @@ class PhaseMemory:
 
 
 def peak_resident_bytes() -> int:
-    """Return VmHWM of this process; `getrusage` would give the launcher's peak if that is larger.
-    """
+    """Return VmHWM of this process; `getrusage` would give the launcher's peak if it is larger."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -57,7 +57,7 @@ class Process:
         return values[0]
 
     def barrier(self) -> None:
-        # `dist.barrier` would make a tensor on the device that NCCL's groups are bound to.
+        # `dist.barrier` would allocate a tensor on the device that NCCL's groups are bound to.
         self.sum(0.0)
 
     def apart(self) -> Process:
@@ -90,8 +90,8 @@ def compute_deterministically() -> None:
     Launchers set what must be in the environment before CUDA starts (`plan.deterministic`).
     """
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # times algorithms, and takes what was fastest today
-    # Else torch fills each buffer that nothing has been written to yet: time, and no other numbers.
+    torch.backends.cudnn.benchmark = False  # it would time algorithms and take the fastest
+    # Else torch fills each uninitialized buffer, which takes time and changes no results.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

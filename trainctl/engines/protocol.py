@@ -244,7 +244,7 @@ class Engine(ABC):
         num_labels = self._num_labels(batches)
         own = self.run(batches, max(1.0, num_labels)).tolist()
         self.summed_loss = own[0]
-        # The ranks of a tensor group all have the same.
+        # The ranks of a tensor group all hold the same sums: only the first one counts.
         summed = self._process.sum(*(own if self.mesh.tensor.is_first else [0.0] * len(own)))
         loss, z_loss, *measures = (each / max(1.0, num_labels) for each in summed)
         if self._plan.config.stability.z_loss > 0:
@@ -255,7 +255,7 @@ class Engine(ABC):
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
         """Return the number of labels (or pairs) in the global batch."""
         is_cut = self._plan.config.data.packing is Packing.stream
-        if is_cut and not batches[0].is_masked:  # every position has one: no rank needs to ask
+        if is_cut and not batches[0].is_masked:  # every position has a label: no collective
             return float(self._batch.tokens_per_step)
         (number,) = self._process.sum(sum(batch.num_counted for batch in batches))
         return number * self.mesh.data.size / self._process.world_size
@@ -333,7 +333,7 @@ class Engine(ABC):
         Args:
             ids: Token ids, the same on all ranks; at least one.
         """
-        # Every rank of a sequence or tensor group has an equal part of the context.
+        # The context is split equally over the ranks of a sequence or tensor group.
         multiple = self.mesh.sequence.size * self.mesh.tensor.size
         padded = ids + [0] * (-len(ids) % multiple)
         batch = MicroBatch.of_context(padded, samples=self._plan.batch.micro_batch_size)

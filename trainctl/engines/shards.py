@@ -124,7 +124,7 @@ def read_whole(parts: Mapping[Shard, Read], start: int, end: int) -> torch.Tenso
     ):
         raise ValueError("the shards do not make up the parameter")
     first, last = start // row, -(-end // row)
-    if last - first == 1:  # within one row: of some shards nothing is needed
+    if last - first == 1:  # within one row: some shards are not needed
         base, result = first * row, torch.empty(end - start)
         for shard, read in parts.items():
             low, high = max(start - base, shard.start), min(end - base, shard.stop)

@@ -101,7 +101,7 @@ def _statement(lines: list[str], indent: str) -> Definition | None:
         if cut and not line[len(indent) :][:1].isspace():
             try:
                 (found,) = ast.parse("\n".join(cut)).body
-            except SyntaxError:  # within brackets or a string
+            except SyntaxError:  # the line is within brackets or a string
                 pass
             else:
                 return found if isinstance(found, Definition) else None

@@ -85,7 +85,7 @@ class Stopwatch:
             now, busy_now, own_now = time.perf_counter(), _busy_of(account), busy_seconds()
             part, slept = self._part, (now - looked) - (busy_now - busy)
             is_elsewhere = _sleeps_elsewhere(sys._current_frames().get(thread))
-            # This thread may have waited for a processor, which stops nobody else.
+            # The wait of this thread for a processor is subtracted: it does not stop the other one.
             was_stopped = (now - looked) - (own_now - own) > _STOPPED_SECONDS
             if part and slept > 0 and (was_stopped or (was_elsewhere and is_elsewhere)):
                 self._busy[part] += slept
