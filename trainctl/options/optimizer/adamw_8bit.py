@@ -1,4 +1,4 @@
-"""AdamW with block-wise 8-bit moments (arXiv:2110.02861), by torchao's formats."""
+"""AdamW with block-wise 8-bit moments (arXiv:2110.02861), in torchao's formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.options.optimizer import (
 )
 
 AT_ONCE = 2**22
-"""Elements that are updated at a time, whole blocks: all in fp32 meanwhile."""
+"""Elements updated at a time, in whole blocks: their moments are in fp32 meanwhile."""
 
 SPEC = Optimizer(
     name="adamw_8bit",

@@ -1,5 +1,7 @@
-"""Muon (kellerjordan.github.io/posts/muon): orthogonalised momentum for matrices of the blocks,
-AdamW for embeddings, norms and the output projection."""
+"""Muon (kellerjordan.github.io/posts/muon): orthogonalised momentum for the blocks' matrices.
+
+Embeddings, norms and the output projection use AdamW.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from trainctl.options.optimizer import (
 
 @dataclass
 class MuonConfig(WithMoments):
-    """Its own keys."""
+    """Keys of Muon."""
 
     momentum: float = option(0.95, "Decay of the matrices' momentum.", minimum=0, maximum=0.999999)
     matrix_lr: float | None = option(None, "Learning rate of the matrices; none means lr.", above=0)

@@ -8,7 +8,7 @@ from trainctl.options.schedule import Course, Schedule, WithFloor
 
 
 def shape(course: Course, step: int) -> float:
-    """max(f, sqrt(W / x(s + 1)))."""
+    """Return max(f, sqrt(W / x(s + 1)))."""
     start = max(course.position(course.warmup_steps), course.position(1))
     return max(course.floor, sqrt(start / course.position(step + 1)))
 
