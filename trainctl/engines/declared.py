@@ -1,7 +1,7 @@
-"""All tables of changes to, and internals used of, other packages, and their three uses.
+"""All tables of trainctl's changes to other packages, and of internals that it uses.
 
-Compare the tables with what is installed; find other code that has replaced a definition; make the
-changes.
+The functions compare the tables with the installed packages, find other code that has replaced a
+definition, and make the changes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def examine(config: RunConfig) -> list[Examined]:
 
 
 def listed(config: RunConfig) -> list[dict[str, Any]]:
-    """Return every entry of every table as a JSON object, compared with what is installed."""
+    """Return every entry of every table, compared with the installed package, as JSON objects."""
     return [
         {
             "package": table.package,

@@ -97,7 +97,7 @@ class MicroBatch:
         return {**inputs, "use_cache": False}
 
     def beside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return what an objective gets beside the labels; empty if it needs tokens alone."""
+        """Return the tensors that an objective needs besides the labels; empty if it needs none."""
         if not self.is_paired:
             return {}
         told = {"documents": self.document_ids}

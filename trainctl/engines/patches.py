@@ -1,4 +1,4 @@
-"""Tables of what trainctl changes in other packages, or uses of them without documentation.
+"""Tables of trainctl's changes to other packages, and of undocumented parts that it uses.
 
 Each use is declared with the definition that it was written for. If the installed version of the
 package has another definition, no run that needs it starts. The tables are data, and checks read
@@ -64,7 +64,7 @@ class Use:
     signature: str = ""
     """Parameters of the definition with their defaults, if it is called or replaced."""
     body: str = ""
-    """Digest of the definition's code, if trainctl relies on what it does."""
+    """Digest of the definition's code, if trainctl relies on the code's behaviour."""
     contains: str = ""
     """A statement or expression that the definition's code must contain."""
     names: tuple[str, ...] = ()
@@ -149,8 +149,8 @@ class Table:
         return [use for use in self.uses if use.at in at and self.is_needed(use, config)]
 
     def differences(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
-        """Return a finding for each definition that these processes need and that differs as
-        installed.
+        """Return a finding for each definition that these processes need and whose installed code
+        differs.
         """
         if not self.is_installed:
             return []

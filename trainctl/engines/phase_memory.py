@@ -19,11 +19,11 @@ class PhaseMemory:
     """Peak memory of a process in each part of a step.
 
     On an accelerator: bytes in tensors, from torch's allocator. On a CPU: resident memory of the
-    process, from the kernel, including what the C library keeps after a free.
+    process, from the kernel, including memory that the C library keeps after a free.
 
     Attributes:
         peaks: Bytes by part; `load` covers everything before the first part.
-        highest: Bytes; also covers what lies between the parts, such as an evaluation.
+        highest: Bytes of the whole run so far, also between parts, such as an evaluation.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -68,7 +68,7 @@ class Process:
 
 
 def meeting_place() -> dict[str, Any]:
-    """Return arguments that initialise process groups through a file (`agent.rendezvous`).
+    """Return arguments that initialise process groups through a file (`launch.agent.rendezvous`).
 
     Empty if the ranks meet through the environment. The scheme is trainctl's own: torch's `file://`
     takes no path with a `?` or `#` in it.
@@ -87,7 +87,8 @@ def meeting_place() -> dict[str, Any]:
 def compute_deterministically() -> None:
     """Restrict torch to algorithms that give the same bits each time; it raises where it has none.
 
-    Launchers set what must be in the environment before CUDA starts (`plan.deterministic`).
+    The environment variables that must be set before CUDA starts are set by launchers
+    (`plan.deterministic`).
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # it would time algorithms and take the fastest

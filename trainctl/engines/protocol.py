@@ -51,8 +51,8 @@ class Job:
     mesh: ProcessMesh
     """Position of this rank on the mesh, with its process groups."""
     module: nn.Module
-    """The model to train, with its loss: `LanguageModel` of `train.objectives`; on a pipeline rank
-    `trainctl.train.parallel.pipeline.Stage`.
+    """The model to train, with its loss: `LanguageModel` of `train.objectives.loss`; on a pipeline
+    rank `PipelineStage` of `train.parallel.pipeline`.
     """
     pieces: Pieces
     """The piece of each model parameter that this rank holds."""
@@ -186,8 +186,8 @@ class Engine(ABC):
     Attributes:
         times: Stopwatch of the parts of a step.
         z_loss: z-loss of the last step, in the units of its loss; None if the run has none.
-        measures: What the objective records of the last step beside its loss: means over the
-            counted labels or pairs, by name.
+        measures: The objective's measures of the last step besides its loss: means over the counted
+            labels or pairs, by name.
         summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
     """
 
@@ -272,7 +272,7 @@ class Engine(ABC):
         """Clip the gradients, step the optimizer, clear the gradients.
 
         Args:
-            norm: Norm of the gradient as it is now; None where only the engine can tell.
+            norm: Current norm of the gradient; None where only the engine can tell.
             clip_at: Clipping threshold; None does not clip.
 
         Raises:
@@ -306,17 +306,15 @@ class Engine(ABC):
 
     @abstractmethod
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """Return the summed loss, the number of labels (or pairs), and the objective's recorded
-        sums.
+        """Return the summed loss, the number of labels (or pairs), and the objective's summed
+        measures.
 
-        All cover what this rank counts. Summed over all ranks, they cover the batches of all
-        data-parallel ranks.
+        All cover the labels (or pairs) that this rank counts. Summed over all ranks, they cover the
+        batches of all data-parallel ranks.
         """
 
     def measured(self) -> torch.Tensor:
-        """Return what the objective records of each sample of the last pass, (samples, names),
-        fp64.
-        """
+        """Return the objective's measures per sample of the last pass, (samples, names), fp64."""
         found: Any = self._trained.last_measures
         return torch.zeros(1, 0) if found is None else found.double()
 

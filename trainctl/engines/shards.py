@@ -49,8 +49,8 @@ class Shard:
             shape: Shape of the whole parameter.
             dim: The dimension that is split.
             count: Number of parts; it must divide the dimension if anything is fused.
-            fused: Number of equal pieces that follow each other along the dimension, each of which
-                is split: 3 for queries, keys and values in one matrix.
+            fused: Number of equal pieces that follow each other along the dimension; each piece is
+                split. It is 3 for queries, keys and values in one matrix.
         """
         inner = shape[dim + 1 :].numel()
         whole = shape[dim] // fused

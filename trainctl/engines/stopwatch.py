@@ -93,7 +93,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what is started on the device within the context."""
+        """Time the device work that is started within the context."""
         if self.memory is None:
             with self._timed(name):
                 yield
@@ -122,7 +122,7 @@ class Stopwatch:
 
     @contextmanager
     def host_part(self, name: str) -> Iterator[None]:
-        """Time what the loop does, or waits for, within the context."""
+        """Time the context by the host's clock."""
         started = time.perf_counter()
         try:
             yield

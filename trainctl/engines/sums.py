@@ -11,9 +11,9 @@ class Sums:
     """Losses and recorded measures of a step, in fp64; adding to them does not wait for the device.
 
     Attributes:
-        loss: Sum over what this rank counts, in the objective's unit, without the z-loss.
+        loss: Sum over this rank's labels (or pairs), in the objective's unit, without the z-loss.
         z_loss: Sum of the z-loss, in the same unit.
-        measures: Sums of what the objective records, (names,); None if it records nothing.
+        measures: Sums of the objective's measures, (names,); None if it records nothing.
     """
 
     def __init__(self, device: torch.device) -> None:

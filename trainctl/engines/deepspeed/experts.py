@@ -22,7 +22,9 @@ _FAMILY = "autoep_expert"
 
 
 class _Marker(MoE):
-    """A module without parameters by whose class DeepSpeed, below stage 3, detects experts."""
+    """A module without parameters: below stage 3, DeepSpeed detects experts by a module of class
+    `MoE`.
+    """
 
     def __init__(self, num_experts: int) -> None:
         nn.Module.__init__(self)

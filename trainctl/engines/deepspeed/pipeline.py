@@ -27,8 +27,9 @@ from trainctl.plan.batches import Batch
 
 
 class _Stages(PipelineModule):
-    """Pipeline module with one layer per stage, of which this rank holds its own, and our tied
-    weights.
+    """Pipeline module with one layer per stage and the mesh's group for tied weights.
+
+    Layers of other stages are placeholders on this rank.
     """
 
     def __init__(self, stage: nn.Module, mesh: ProcessMesh, loss: Any, tied: Any) -> None:
@@ -153,8 +154,9 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def group_of_ends(pipeline: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last stage, on these, and None on others; on all
-    together.
+    """Return the process group of the first and the last stage; None on the stages between.
+
+    All stages call it together.
     """
     first, *between, last = pipeline.ranks
     is_end = pipeline.is_first or pipeline.is_last

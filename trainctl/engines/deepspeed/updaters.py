@@ -1,4 +1,4 @@
-"""Updaters of DeepSpeed's own optimizers, whose states differ from those of torch's."""
+"""Updaters of DeepSpeed's own optimizers, which keep states in other forms than torch's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Conversations, in any of the published shapes: one conversation per document.
 
-They are packed whole and do not attend to each other. What is learnt is what the assistant says.
+They are packed whole and do not attend to each other. The loss is on the assistant's tokens, unless
+`data.learn` says otherwise.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
         raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
     csv.field_size_limit(MOST_CHARACTERS)
     with opened(file) as stream:
-        # Bytes that are not UTF-8 become halves of surrogate pairs, and bytes again in a text.
+        # Bytes that are not UTF-8 become lone surrogates, and bytes again when a text is encoded.
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=_delimiter(reader, file), strict=True)
         header: list[str] = []

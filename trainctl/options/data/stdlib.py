@@ -31,5 +31,5 @@ SPEC = DataSource(
     is_plain=True,
     is_demonstration=True,
     places=plain.places,
-    identity=lambda section: "text",  # where others have their `text_key`
+    identity=lambda section: "text",  # in place of a `text_key`
 )

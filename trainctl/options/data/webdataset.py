@@ -125,7 +125,7 @@ def _members(
 
     tarfile takes a header that is truncated or invalid for the end, so the end is checked.
     """
-    import tarfile  # which takes longer than all other options together
+    import tarfile  # slower to import than all other options together
 
     try:
         with tarfile.open(fileobj=watched, mode="r|") as tar:  # type: ignore[call-overload]
@@ -137,7 +137,7 @@ def _members(
                         yield member.name, tar.extractfile(member).read()
                 if endings.total() == most:
                     return
-                tar.members = []  # else all of them are kept
+                tar.members = []  # tarfile would keep all members
             end = tar.offset
     except tarfile.TarError as error:
         raise Damaged(

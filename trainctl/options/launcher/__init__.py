@@ -37,7 +37,7 @@ class Launcher(Spec):
     """
 
     render: str
-    """Function that returns what would be started for a `Start`, as a `Rendered`; it starts
+    """Function that returns the commands and files of a `Start` as a `Rendered`; it starts
     nothing.
     """
     check: str = ""
@@ -70,7 +70,7 @@ class Launcher(Spec):
     tasks request the same resources.
     """
     sweep_hint: str = ""
-    """Alternative to a sweep, if runs can be submitted one by one only."""
+    """Advice for the user if the launcher cannot submit a sweep."""
     reach: Callable[[Any, int], Iterable[KeyProblem]] | None = None
     """Function that yields the problems that keep the section from starting a number of nodes."""
     bad_names: Callable[[Any], Iterable[KeyProblem]] | None = None

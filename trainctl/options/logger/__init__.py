@@ -118,7 +118,7 @@ class Logger(Spec):
     keys: type = LoggerConfig
     """Dataclass of the logger's own keys."""
     modules: tuple[str, ...] = ()
-    """Modules that it imports beside the standard library; checked before a launch."""
+    """Modules that it imports besides the standard library; checked before a launch."""
 
 
 def python_of(name: str, config: RunConfig) -> str:
@@ -166,7 +166,7 @@ def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
 
 def _lacking(spec: Logger) -> list[str]:
     found = {module: find_spec(module) for module in spec.modules}
-    # A folder beside the user, such as the `wandb` that it makes itself, has no origin.
+    # A plain folder in the working directory, such as W&B's own `wandb`, has no origin.
     return [module for module, each in found.items() if each is None or each.origin is None]
 
 

@@ -72,8 +72,8 @@ class Tracker:
         self._run, self._client = run, client
         self._branch: int = known.get("branch", 0)
         self._number: int = known.get("points", 0)
-        # While steps come again: what the tracker has is the run as it stood after so many points,
-        # and is compared from this step on.
+        # While steps come again: the tracker holds the run as it stood after `_stood` points, and
+        # steps from `_from` on are compared with it.
         self._stood: int | None = known.get("stood")
         self._from: int = known.get("from", 0)
         self._sent: dict[tuple[str, int], object] = {}
@@ -83,7 +83,7 @@ class Tracker:
             client.begin(0)
         elif (
             last := client.open(self._branch)
-        ) is not None:  # lost on its way when a process was killed
+        ) is not None:  # points were lost when a process was killed
             lost = run.curve(self._stood or self._number)
             self._send(point for point in lost if point.step > last)
 

@@ -125,7 +125,7 @@ class Server:
         if found is None:
             try:
                 return str(self._client.create_experiment(name))
-            except MlflowException:  # another run made it meanwhile
+            except MlflowException:  # another run created it meanwhile
                 found = self._client.get_experiment_by_name(name)
                 if found is None:
                     raise

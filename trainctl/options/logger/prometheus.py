@@ -75,10 +75,10 @@ class TextFile:
             f'trainctl_state{{{self._labels},state="{state}"}} {int(state == self._state)}\n'
             for state in STATES
         ]
-        whole = self._path.with_suffix(".tmp")  # an ending that no collector reads
+        whole = self._path.with_suffix(".tmp")  # collectors do not read this ending
         whole.write_text("".join(lines), encoding="utf-8")
         whole.replace(self._path)
-        # JSON has no NaN.
+        # As text, because JSON has no NaN.
         values = {name: repr(value) for name, value in self._values.items()}
         return {"values": values, "state": self._state}
 

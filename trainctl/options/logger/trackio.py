@@ -43,7 +43,7 @@ SPEC = Logger(
 
 def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
-    if run.keys.folder is not None:  # read when it is imported
+    if run.keys.folder is not None:  # Trackio reads the variable on import
         os.environ["TRACKIO_DIR"] = str(Path(run.keys.folder).expanduser().absolute())
     return Tracker(run, state, Database(run))
 
@@ -85,7 +85,7 @@ class Database:
 
     def end(self, state: str) -> None:
         newest = self._newest or next(iter(self._run.curve(1)), None)
-        if newest is not None:  # the configuration goes with a point
+        if newest is not None:  # the configuration is sent with a point
             self._log([newest], {**self._about, "state": state})
 
     def close(self) -> None:

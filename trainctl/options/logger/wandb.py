@@ -78,7 +78,7 @@ def _init(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
         tags=keys.tags,
         config=dict(run.about),
         mode=mode.value,
-        dir=run.folder.parent,  # it adds a folder `wandb`
+        dir=run.folder.parent,  # W&B adds a folder `wandb`
         settings=wandb.Settings(
             console="off",
             disable_code=True,
@@ -163,7 +163,7 @@ class OfflineFolder:
     def end(self, state: str) -> None:
         identity = self._run.id
         for folder in _folders(self._run.folder, identity):
-            if any(folder.glob("*.wandb.synced")):  # its server has it, and takes no step twice
+            if any(folder.glob("*.wandb.synced")):  # the server has it and takes no step twice
                 identity = f"{self._run.id}-{folder.name.split('-')[2]}"
             else:
                 shutil.rmtree(folder)

@@ -131,7 +131,7 @@ class Optimizer(Spec):
     matrix_states: tuple[str, ...] = ()
     """State tensors of matrices with a rule of their own; empty if there is no such rule."""
     matrix_lr: str = ""
-    """Key of the learning rate of these matrices; its value null means `lr`."""
+    """Key of the matrices' learning rate; its value null means `lr`."""
     state_bytes: float | None = None
     """Bytes per element of a state; None if `precision` decides."""
     has_factored_states: bool = False
@@ -165,7 +165,7 @@ class Optimizer(Spec):
     device_operator: str = ""
     """Operator that DeepSpeed compiles for its own kernel on a GPU, its only implementation."""
     update: Update | None = None
-    """Temporary memory of an update by trainctl's code; None means that of torch's AdamW."""
+    """Temporary memory of an update by trainctl's code; None means the memory of torch's AdamW."""
     matrix_update: Update | None = None
     """Temporary memory of the matrices' update, if the compute format has two bytes; the bytes per
     element of the largest matrix scale with the format.

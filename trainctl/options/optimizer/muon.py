@@ -49,8 +49,8 @@ SPEC = Optimizer(
         "tensor": f"{CUT}, and orthogonalising a shard is another update",
         "states": ROUNDED,
     },
-    # Directions in fp32; and for one matrix, in 16 bits, five of its size: the iterate, the next
-    # one, the step before, its Gram matrix and the polynomial of that.
+    # Directions in fp32. For one matrix also five 16-bit copies: the iterate, the next iterate, the
+    # previous step, the Gram matrix, and its polynomial.
     matrix_update=Update(moments=((4, 10),), whole_tensors=True, by_tensor=True),
     width_rule=WidthRule.spectral,
     deepspeed=OptimizerForm(

@@ -143,7 +143,7 @@ class Counted(Protocol):
         """Return the number of tokens in the updates before number `step`."""
 
     def steps_for(self, tokens: int) -> int:
-        """Return the smallest number of steps from the start that have at least so many tokens."""
+        """Return the smallest number of steps from the start with at least `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +172,8 @@ class Course:
     def stable_steps(self) -> int:
         """Number of updates before the final decay, warmup included.
 
-        A checkpoint after at most so many updates can be resumed in a longer run as if the longer
-        run had been planned from the start.
+        A longer run can resume from a checkpoint at or before this step as if the longer run had
+        been planned from the start.
         """
         return max(self.warmup_steps, self.total_steps - 1 - self.decay_steps) + 1
 
@@ -288,7 +288,11 @@ def position_of(section: ScheduleConfig, batches: Counted, step: int) -> int:
 
 
 def steps_of_share(share: float, total_steps: int, length: Callable[[int], int]) -> int:
-    """Return the number of steps whose length is nearest a share of all steps' length."""
+    """Return the number of steps that comes nearest to a share of the run.
+
+    Args:
+        length: Function that returns the length of the first n steps, in steps or tokens.
+    """
     wanted = share * length(total_steps)
     steps = bisect_left(range(total_steps), wanted, key=length)
     is_nearer = steps > 0 and wanted - length(steps - 1) < length(steps) - wanted
@@ -298,7 +302,7 @@ def steps_of_share(share: float, total_steps: int, length: Callable[[int], int])
 def milestone_steps(section: WithMilestones, total_steps: int, batches: Counted) -> tuple[int, ...]:
     """Return the numbers of the updates, from 0, at which the schedule drops.
 
-    A milestone in tokens is the first update after so many tokens.
+    A milestone in tokens is the first update after that number of tokens.
     """
     if section.milestones and section.unit is ScheduleUnit.tokens:
         return tuple(batches.steps_for(tokens) for tokens in section.milestones)

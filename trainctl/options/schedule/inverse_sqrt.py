@@ -18,6 +18,6 @@ SPEC = Schedule(
     keys=WithFloor,
     shape=shape,
     floor=(0.0, "no floor, arXiv:1706.03762"),
-    # The warmup ends at 1, and so does the formula at its last update, not in the one after it.
+    # The formula is 1 at the last update of the warmup, so the warmup rises to 1 there.
     rise=lambda course, risen: risen,
 )

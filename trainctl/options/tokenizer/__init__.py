@@ -29,7 +29,7 @@ PUBLISHED = (
 class TokenizerSource(Spec):
     """Specification of one kind of tokenizer.
 
-    Its `build` is called with the section and returns a `train.tokenizer.Tokenizer`. No torch is
+    Its `build` is called with the section and returns a `data.tokenizer.Tokenizer`. No torch is
     loaded then.
     """
 

@@ -23,7 +23,7 @@ from trainctl.engines.updater import Updater
 
 
 class Wrapper(States):
-    """Adapter of one class of wrapper. Methods here do what most wrappers need.
+    """Adapter of one class of wrapper. Its methods suit most wrappers.
 
     Args:
         engine: DeepSpeed's engine, whose `optimizer` is the wrapper.
