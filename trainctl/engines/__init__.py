@@ -1,5 +1,5 @@
-"""What makes the steps on a rank, and what it and the trainer speak about.
+"""Engines, which run the training steps of a rank, and the types they share with the trainer.
 
-A folder for each engine imports that engine's package, and nothing else does. What is changed in
-other packages is declared in tables, which import nothing: the command line reads them too.
+Only the folder of an engine imports that engine's package. Changes to other packages are declared
+in tables that import nothing, because the command line reads them too.
 """

@@ -1,4 +1,4 @@
-"""Which engine makes a run's steps."""
+"""Choice of the engine that runs the steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from trainctl.plan.types import RunPlan
 
 
 def engine_room(plan: RunPlan) -> Room:
-    """Return the engine that a plan names; its package is loaded now.
+    """Return the entry point of the engine that a plan names, importing its package.
 
     Raises:
-        TrainctlError: The package that brings it, or one that it needs, is not installed here.
+        TrainctlError: The package of the engine, or one that it needs, is not installed here.
     """
     room: Room = function_of("engine", plan.engine)()
     return room

@@ -1,5 +1,8 @@
-"""All tables of what trainctl changes or uses inside other packages, and the three uses of them:
-compare them with what is installed, look for what else has changed it, make the changes."""
+"""All tables of trainctl's changes to other packages, and of internals that it uses.
+
+The functions compare the tables with the installed packages, find other code that has replaced a
+definition, and make the changes.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ TRAINING = frozenset({At.rank, At.model})
 
 
 def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Finding]:
-    """What a run of the configuration needs and the installed packages have otherwise.
+    """Return a finding for each definition that a run needs and that is installed differently.
 
     Args:
-        at: The processes that are asked about.
+        at: The processes to check for.
     """
     return [finding for table in TABLES for finding in table.differences(config, at)]
 
 
 def examine(config: RunConfig) -> list[Examined]:
-    """Return a check for each of the packages, of what a run of the configuration uses of its
-    inside."""
+    """Return one check for each package, over the definitions that a run of the configuration
+    uses.
+    """
     examined = []
     for table in TABLES:
         needed = table.needed(config, TRAINING) if table.is_installed else []
@@ -43,7 +47,7 @@ def examine(config: RunConfig) -> list[Examined]:
 
 
 def listed(config: RunConfig) -> list[dict[str, Any]]:
-    """Return every entry of every table, as a JSON object, with what is installed."""
+    """Return every entry of every table, compared with the installed package, as JSON objects."""
     return [
         {
             "package": table.package,
@@ -65,7 +69,7 @@ def listed(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def require(config: RunConfig, at: Collection[At] = TRAINING) -> None:
-    """Stop before something is done wrongly with a package that has changed.
+    """Raise before a changed package would be used wrongly.
 
     Raises:
         TrainctlError: A definition is not the one that trainctl was written for (exit code 4).
@@ -74,10 +78,12 @@ def require(config: RunConfig, at: Collection[At] = TRAINING) -> None:
 
 
 def require_unchanged(config: RunConfig, at: Collection[At] = TRAINING) -> None:
-    """The same, and that no other code of this process has changed it; imports the packages.
+    """Run `require`, and check that no other code in this process has replaced a definition.
+
+    This imports the packages.
 
     Raises:
-        TrainctlError: As `require`, or something else has replaced a definition (exit code 4).
+        TrainctlError: As in `require`, or other code has replaced a definition (exit code 4).
     """
     require(config, at)
     _stop_at([finding for table in TABLES for finding in table.replaced(config, at)])
@@ -86,7 +92,7 @@ def require_unchanged(config: RunConfig, at: Collection[At] = TRAINING) -> None:
 def apply(config: RunConfig) -> None:
     """Make the changes to other packages that a rank of the configuration needs.
 
-    The one place that does: nothing is changed because a module is imported.
+    Importing a module changes nothing: this function is the only place that makes changes.
     """
     for table in TABLES:
         for use in table.uses:

@@ -1,8 +1,8 @@
-"""Which elements of which parameter lie where in the flat tensors that an optimizer updates. Pure.
+"""Fragments: ranges of parameters inside the flat tensors that an optimizer updates.
 
 Whatever the layout, a rank holds some flat tensors. A `Fragment` says which elements of which
-parameter lie where in them; the master weights, every optimizer state and the gradients share that
-geometry. Norms, changes, saving and loading need nothing else.
+parameter lie where in them. The master weights, every optimizer state and the gradients share that
+layout, so norms, changes, saving and loading need nothing else. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from trainctl.engines.shards import ParameterPiece, Shard
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A range of one parameter (of this rank's shard) inside one of the optimizer's tensors."""
+    """A range of this rank's shard of one parameter, inside one of the optimizer's tensors."""
 
     name: str
     """Canonical name of the parameter."""
     start: int
-    """First element, in this rank's shard of the parameter, flattened."""
+    """First element in this rank's flattened shard of the parameter."""
     numel: int
-    """Number of elements."""
     tensor: int
     """Index of the optimizer's tensor on this rank."""
     offset: int
     """First element in that tensor, flattened."""
     owned: bool
-    """Whether this rank is the one that saves it."""
+    """Whether this rank saves it."""
     shard: Shard | None = None
-    """The part of the parameter that this rank has; None means all of it."""
+    """The part of the parameter that this rank holds; None means the whole parameter."""
     columns: int = 0
-    """If not 0, the range is a block of that many columns of a matrix, and lies transposed in the
-    optimizer's tensor."""
+    """Number of matrix columns in the range, which lies transposed in the optimizer's tensor; 0 if
+    it is not transposed.
+    """
 
     @classmethod
     def of_piece(
@@ -50,39 +50,39 @@ class Fragment:
         *,
         dealt: bool = True,
     ) -> Fragment:
-        """Return a range of what this rank has of a parameter.
+        """Return the fragment for a range of the piece that this rank holds.
 
         Args:
-            start: First element, in the piece, flattened.
-            numel: Number of elements.
+            start: First element in the flattened piece.
             tensor: Index of the optimizer's tensor.
             offset: First element in that tensor.
-            dealt: Whether it is this replica's to save, of those that hold the same.
+            dealt: Whether this replica saves the range, among the replicas that hold it.
         """
         shard = None if piece.shard.is_whole else piece.shard
         return cls(piece.name, start, numel, tensor, offset, dealt and piece.is_saved_here, shard)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its elements in one of the optimizer's tensors: a view, of any shape, in their order."""
+        """Return the fragment's elements of one of the optimizer's tensors: a view, in the
+        parameter's order.
+        """
         values = tensor[self.offset : self.offset + self.numel]
         return values.view(self.columns, -1).t() if self.columns else values
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where some elements of a gradient are in the whole parameter."""
+    """Position of some gradient elements in the whole parameter."""
 
     name: str
     """Canonical name of the parameter."""
     shard: Shard | None
-    """The part of it that this rank has; None means all of it."""
+    """The part of the parameter that this rank holds; None means the whole parameter."""
     start: int
-    """First element, in the flattened shard."""
+    """First element in the flattened shard."""
     numel: int
-    """Number of elements."""
 
     def indices(self, device: torch.device) -> torch.Tensor:
-        """Index of each element in the whole, flattened parameter, (numel,)."""
+        """Return the index of each element in the whole flattened parameter, (numel,)."""
         local = torch.arange(self.start, self.start + self.numel, device=device)
         if self.shard is None:
             return local
@@ -93,13 +93,14 @@ class Place:
 def cut(
     fragments: Iterable[Fragment], parts: Sequence[torch.Tensor]
 ) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
-    """Something of the geometry of an optimizer's tensor by fragments.
+    """Cut flat values that have the layout of an optimizer's tensor into its fragments.
 
     Args:
-        parts: Flat tensors that follow each other, from the tensor's first element on.
+        parts: Flat tensors that follow each other, from the first element of the optimizer's
+            tensor.
 
     Yields:
-        A fragment, the place in its parameter of the first of some values, and these values.
+        A fragment, the position of the first value in the fragment's shard, and the values.
     """
     ends = list(accumulate(part.numel() for part in parts))
     for fragment in fragments:
@@ -113,8 +114,7 @@ def cut(
 
 
 def of_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
-    """Yield a range of a transposed matrix: the end of a column, whole columns, the start of
-    one."""
+    """Yield a range of a transposed matrix as part of a column, whole columns, part of a column."""
     if len(shape) < 2:
         yield fragment
         return
@@ -136,6 +136,6 @@ def of_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
 
 
 def square(values: torch.Tensor) -> torch.Tensor:
-    """Their summed squares; over a large tensor torch's fp32 norm is off by 1e-4 on a CPU."""
+    """Return the sum of squares as fp64; on a CPU, torch's fp32 norm would be off by 1e-4."""
     kind = torch.float64 if values.device.type == "cpu" else torch.float32
     return torch.linalg.vector_norm(values.detach(), dtype=kind).double().square()

@@ -1,4 +1,4 @@
-"""Where this rank is on the mesh, and the process groups along its axes."""
+"""Position of this rank on the mesh, and the process groups along its axes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainctl.plan.types import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """This rank among those that differ from it in one coordinate (or two) only."""
+    """The ranks that differ from this one in one coordinate (or two) only."""
 
     index: int
-    """Its place among them."""
+    """Position of this rank in `ranks`."""
     ranks: tuple[int, ...]
-    """Their global ranks, in order."""
+    """Global ranks, in order."""
     group: dist.ProcessGroup
 
     @property
@@ -38,22 +38,22 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMesh:
-    """This rank on each axis of the plan's mesh."""
+    """Position of this rank on each axis of the plan's mesh."""
 
     data: Axis
-    """Ranks with the same parameters and other samples."""
+    """Ranks with the same parameters and different samples."""
     sequence: Axis
-    """Ranks with the same parameters and another part of the same samples."""
+    """Ranks with the same parameters and a different part of the same samples."""
     tensor: Axis
-    """Ranks with another shard of the same matrices."""
+    """Ranks with a different shard of the same matrices."""
     pipeline: Axis
-    """Ranks with other blocks."""
+    """Ranks with different blocks."""
     replicas: Axis
-    """data and sequence together: over these ZeRO partitions and gradients are averaged."""
+    """data and sequence together: ZeRO partitions and gradients are averaged over these ranks."""
     expert: Axis
-    """Ranks next to each other on the data axis, each with other experts of every layer."""
+    """Neighbours on the data axis, each with different experts of every layer."""
     expert_replicas: Axis
-    """Those of the replicas that have the same experts."""
+    """Ranks of `replicas` that hold the same experts."""
 
     @property
     def is_data_only(self) -> bool:
@@ -65,9 +65,9 @@ class ProcessMesh:
 
 
 def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
-    """Find this rank's place and make its groups; every rank calls it at the same point.
+    """Find this rank's position and make its groups; every rank calls it at the same point.
 
-    The order of the ranks is that of `plan.types.Mesh`: tensor fastest, pipeline slowest.
+    The ranks are ordered as in `plan.types.Mesh`: tensor fastest, pipeline slowest.
     """
     sizes = (shape.pipeline, shape.data, shape.sequence, shape.tensor)
     of_experts = (shape.pipeline, shape.data // shape.expert, shape.expert, *sizes[2:])
@@ -76,8 +76,8 @@ def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
 
     def axis(members: Any) -> Axis:
         listed: Sequence[int] = [int(member) for member in members.flatten()]
-        # Made by its members alone: no barrier of the whole world for each group. Every rank makes
-        # one at the same time, since NCCL splits them off the group of all ranks.
+        # Only its members make the group, without a barrier of the whole world. Every rank makes
+        # a group at the same time, because NCCL splits them off the group of all ranks.
         group = dist.new_group(listed, timeout=timeout, use_local_synchronization=True)
         return Axis(listed.index(rank), tuple(listed), group)
 

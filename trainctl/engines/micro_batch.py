@@ -1,4 +1,4 @@
-"""What one forward pass of a rank sees, and how a transformers model is told of it."""
+"""The input of one forward pass of a rank, and its form for a transformers model."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ import torch
 import torch.nn.functional as F
 
 IGNORED_LABEL = -100
-"""Label of a position that has no next token to learn."""
+"""Label of a position without a next token to learn, as torch's `cross_entropy` ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass of one data-parallel rank sees; every tensor is (samples, length)."""
+    """Input of one forward pass of a data-parallel rank; every tensor is (samples, length)."""
 
     input_ids: torch.Tensor
-    """Token ids."""
     labels: torch.Tensor
     """The next token at each position (already shifted), or IGNORED_LABEL."""
     position_ids: torch.Tensor
     """Position in the sample, or in its document with `data.mask_documents`."""
     document_ids: torch.Tensor
-    """Number of the document within the sample, from 0: its boundaries."""
+    """Index of the document within the sample, from 0."""
     sample_ids: torch.Tensor
     """Index of each sample in the dataset, shape (samples,)."""
     is_masked: bool = False
-    """Whether attention keeps to the documents, as the positions tell the model."""
+    """Whether attention stays within documents; `position_ids` tell the model their boundaries."""
     is_paired: bool = False
     """Whether each sample is a pair of answers: its first two documents."""
     reference: torch.Tensor | None = None
-    """Log-probabilities of these two before the first step, (samples, 2), fp32; None where nothing
-    asks for them."""
+    """Log-probabilities of the two answers under the initial model, (samples, 2), fp32; None if the
+    objective uses none.
+    """
 
     @classmethod
     def of_context(cls, ids: list[int], *, samples: int = 1) -> MicroBatch:
-        """Return the same token ids in each sample, without labels: to see what comes next."""
+        """Return a batch of `samples` copies of the token ids, without labels, for predicting the
+        next token.
+        """
         inputs = torch.tensor([ids]).repeat(samples, 1)
         return cls(
             input_ids=inputs,
@@ -59,7 +61,7 @@ class MicroBatch:
         )
 
     def pinned(self) -> MicroBatch:
-        """Return the same in pinned memory, from which a GPU is given it while it computes."""
+        """Return the same batch in pinned memory, which copies to a GPU asynchronously."""
         return replace(
             self,
             **{
@@ -75,14 +77,16 @@ class MicroBatch:
         part: tuple[int, int] = (0, 1),
         flash_attention: bool = False,
     ) -> dict[str, Any]:
-        """Arguments of a transformers model's forward pass.
+        """Return the keyword arguments of a transformers model's forward pass.
 
-        Plain positions are left to the model: given, it would search them for documents in every
-        pass, and turn them for each sample rather than once. Those of a part do not begin at 0.
+        `position_ids` are left out where they only count from 0: given them, the model would search
+        them for documents in every pass, and compute rotary embeddings per sample rather than once.
+        The positions of a part do not begin at 0, so they are passed.
 
         Args:
-            part: Index and number of the part of every sequence that is wanted.
-            flash_attention: Whether the model's attention is FlashAttention, which sees the whole.
+            part: Index of the part of every sequence, and the number of parts.
+            flash_attention: Whether the model's attention is FlashAttention, which sees the whole
+                sequence.
         """
         here = self.part(*part)
         inputs: dict[str, Any] = {"input_ids": here.input_ids.to(device, non_blocking=True)}
@@ -93,7 +97,7 @@ class MicroBatch:
         return {**inputs, "use_cache": False}
 
     def beside(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """What an objective is told beside the labels; empty where it looks at tokens alone."""
+        """Return the tensors that an objective needs besides the labels; empty if it needs none."""
         if not self.is_paired:
             return {}
         told = {"documents": self.document_ids}
@@ -107,19 +111,20 @@ class MicroBatch:
 
     @property
     def num_counted(self) -> int:
-        """Of what the loss is a mean over: samples that are pairs, or labels."""
+        """Number of labels, or of pairs if samples are pairs: the loss is a mean over them."""
         has_label = self.labels != IGNORED_LABEL
         return int((has_label.any(dim=1) if self.is_paired else has_label).sum())
 
 
 def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """Where documents begin, as arguments of a model whose attention is FlashAttention.
+    """Return the document boundaries as keyword arguments of a model that uses FlashAttention.
 
-    transformers looks for them itself in a batch of one sample only, and lets the documents of any
-    other attend to each other. Looked for on the host, they also cost no waiting for the device.
+    transformers finds them itself only in a batch of one sample; in a larger batch it lets
+    documents attend to each other. Computed on the host, they also need no synchronization with the
+    device.
 
     Args:
-        positions: Of each token in its document, (samples, length).
+        positions: Position of each token in its document, (samples, length).
     """
     begins = (positions.flatten() == 0).nonzero().flatten()
     bounds = F.pad(begins, (0, 1), value=positions.numel()).int()

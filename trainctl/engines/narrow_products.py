@@ -1,9 +1,9 @@
-"""Products of bf16 and fp16 matrices on a processor that has no instructions for them.
+"""Matrix products in bf16 and fp16 on a processor without instructions for them.
 
-torch has no library to call there and multiplies number by number, ten to forty times as long as in
-fp32 (`gemm` in aten/src/ATen/native/CPUBlas.cpp). Here factors are widened to fp32, multiplied by
-the library for that, and the result is rounded once: such instructions, too, add exact products in
-fp32, so what differs is the order of a sum.
+torch has no library to call there and multiplies element by element, which takes ten to forty times
+as long as fp32 (`gemm` in aten/src/ATen/native/CPUBlas.cpp). Here the factors are widened to fp32,
+the fp32 library multiplies them, and the result is rounded once. Processors with such instructions
+also add exact products in fp32, so results differ only in the order of a sum.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PRODUCTS: tuple[Callable[..., torch.Tensor], ...] = (
     torch.addmm,
     torch.baddbmm,
 )
-"""What all others that a model makes are composed of."""
+"""All other matrix products of a model are composed of these."""
 
 
 def widen_narrow_products(section: PrecisionConfig, device: torch.device) -> None:
-    """Widen them from now on in this process, if it computes on such a processor in such a format.
+    """Widen the factors in this process if the CPU lacks instructions for the compute format.
 
     Args:
-        device: Where the model is.
+        device: Device of the model; nothing changes unless it is the CPU.
     """
     narrow = precision_of(section).format.value
     if device.type == "cpu" and narrow in lacking_formats():
@@ -42,17 +42,17 @@ def widen_narrow_products(section: PrecisionConfig, device: torch.device) -> Non
 
 @cache
 def widen(format: torch.dtype) -> torch.library.Library:
-    """Replace torch's CPU kernels of products; those of other formats go on as they were.
+    """Replace torch's CPU kernels of matrix products for factors of one format only.
 
     Args:
-        format: Of the factors to be widened.
+        format: Format of the factors to widen.
 
     Returns:
-        What torch keeps the kernels by: they live as long as it does, which is for ever.
+        The library that owns the kernels; the cache keeps it, so they stay for the whole process.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there was a kernel before
+        warnings.simplefilter("ignore")  # about replacing a kernel
         for product in _PRODUCTS:
             library.impl(product.__name__, _widened(product, format), "CPU")
     return library
@@ -63,7 +63,7 @@ def _widened(product: Callable[..., torch.Tensor], format: torch.dtype) -> Calla
         left, right = factors[-2:]
         if all(factor.dtype is format for factor in factors):
             return product(*(factor.float() for factor in factors), **scales).to(format)
-        # torch's own kernel: that of the overload with `out` is another one.
+        # torch's own kernel: the overload with `out` has a kernel that was not replaced.
         out = right.new_empty(*left.shape[:-1], right.shape[-1])
         return product(*factors, **scales, out=out)
 

@@ -1,4 +1,6 @@
-"""Which configurations need what trainctl changes in other packages, or uses of their inside."""
+"""Conditions on a configuration under which it needs a change to, or an internal of, another
+package.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from trainctl.plan.mixture import sources_of
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The configurations that need something."""
+    """Condition on a configuration."""
 
     key: str
-    """Configuration key that decides; empty for all of them."""
+    """Configuration key that decides; empty if the condition always holds."""
     holds: Callable[[RunConfig], bool]
-    """Whether one does."""
+    """Returns True if a configuration meets the condition."""
 
 
 ALWAYS = Need("", lambda config: True)

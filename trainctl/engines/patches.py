@@ -1,8 +1,8 @@
-"""What trainctl changes in other packages, or uses of them that they do not document.
+"""Tables of trainctl's changes to other packages, and of undocumented parts that it uses.
 
-Each is declared in a table, with the definition that it was written for. Another version of the
-package may have another definition: then nothing that needs it starts. Tables are data, and checked
-by the installed files (`trainctl.engines.source`), so no package is imported for either.
+Each use is declared with the definition that it was written for. If the installed version of the
+package has another definition, no run that needs it starts. The tables are data, and checks read
+the installed files (`trainctl.engines.source`): neither imports the package.
 """
 
 from __future__ import annotations
@@ -24,75 +24,81 @@ from trainctl.engines.needs import ALWAYS, Need
 from trainctl.errors import ExitCode, Finding, Severity
 
 RULE = "TC305"
-"""A definition in another package is not the one that trainctl was written for."""
+"""Rule of definitions in other packages that differ from the ones trainctl was written for."""
 
 
 class How(StrEnum):
-    """What trainctl does with it."""
+    """The way in which trainctl uses a definition."""
 
     replaced = "replaced"
-    """By other code, for the process or for a while."""
+    """trainctl puts other code in its place, for the life of the process or for a while."""
     extended = "extended"
-    """By a subclass, or by another class for an object that exists."""
+    """trainctl derives a subclass, or gives an existing object another class."""
     called = "called"
     read = "read"
-    """Or set: an attribute."""
+    """trainctl reads or sets an attribute."""
 
 
 class At(StrEnum):
-    """The processes that need it."""
+    """The processes that need a definition."""
 
     rank = "rank"
     model = "model"
-    """A rank, and what loads a model outside training."""
+    """A rank, or a process that loads a model outside training."""
     trace = "trace"
-    """What looks at a model without its weights."""
+    """A process that traces a model without its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One definition in another package; exactly one of `signature`, `body` and `contains` is
-    set."""
+    """One definition in another package.
+
+    Exactly one of `signature`, `body` and `contains` is set.
+    """
 
     target: str
     """Module and name, such as ``package.module:Class.method``."""
     how: How
-    """What is done with it."""
     why: str
-    """The reason, in a sentence."""
+    """The reason, in one sentence."""
     signature: str = ""
-    """Its parameters and their defaults, where it is called or replaced."""
+    """Parameters of the definition with their defaults, if it is called or replaced."""
     body: str = ""
-    """Digest of what it does, where that is what trainctl's code relies on."""
+    """Digest of the definition's code, if trainctl relies on the code's behaviour."""
     contains: str = ""
-    """A statement or expression in it."""
+    """A statement or expression that the definition's code must contain."""
     names: tuple[str, ...] = ()
-    """As trainctl's code writes them, where that is not the last part of the target."""
+    """Names by which trainctl's code refers to it, if not by the last part of the target."""
     at: At = At.rank
-    """Which processes need it."""
     need: Need = ALWAYS
     apply: str = ""
-    """The function that makes the change, for the whole process, at the start of a rank."""
+    """Reference (``module:name``) to the function that makes the change for the whole process, at
+    the start of a rank.
+    """
     upstream: str = ""
-    """Address of the issue about it, if one is known."""
+    """URL of the upstream issue, if one is known."""
     fallback: str = ""
-    """What happens where it is another one; empty: nothing starts."""
+    """Consequence of a differing definition, as a clause after "So"; empty: the run does not
+    start.
+    """
 
     @property
     def name(self) -> str:
-        """The target as it is written in code."""
+        """The target with dots only, as code writes it."""
         return self.target.replace(":", ".")
 
     def is_needed(self, config: RunConfig) -> bool:
-        """By a run of the configuration; by programs of the user's only what the agent needs."""
+        """Return True if a run of the configuration needs it.
+
+        For a user's own program, only what the agent uses is needed.
+        """
         is_ours = config.trains_itself or self.at not in (At.rank, At.model)
         return is_ours and self.need.holds(config)
 
 
 @cache
 def difference(use: Use) -> str:
-    """Return how the installed definition differs from the one that is known; empty if it does
-    not."""
+    """Return how the installed definition differs from the declared one; empty if it does not."""
     found = source.definition(use.target)
     if found is None:
         return "is not there"
@@ -112,17 +118,16 @@ class Table:
     """All uses of one package."""
 
     package: str
-    """As it is installed and imported."""
+    """Name of the distribution and of its top-level module."""
     read_in: tuple[str, ...]
-    """Versions whose code has been read."""
+    """Versions whose code was read when the table was written."""
     uses: tuple[Use, ...]
-    """What is used of it."""
     need: Need = ALWAYS
-    """Which configurations use it at all."""
+    """Configurations that use the package at all."""
 
     @property
     def version(self) -> str | None:
-        """The installed version, if it is installed."""
+        """Installed version; None if the package is not installed."""
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
@@ -130,26 +135,33 @@ class Table:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be imported; whoever looks at the packages tells where it must be."""
+        """Whether the package can be imported; another check reports packages that must be and are
+        not.
+        """
         return source.package_folder(self.package) is not None
 
     def is_needed(self, use: Use, config: RunConfig) -> bool:
-        """Return one of the uses, by a run of the configuration."""
+        """Return True if a run of the configuration needs this use."""
         return self.need.holds(config) and use.is_needed(config)
 
     def needed(self, config: RunConfig, at: Collection[At]) -> list[Use]:
-        """What those processes of a run use of it."""
+        """Return the uses that these processes of a run need."""
         return [use for use in self.uses if use.at in at and self.is_needed(use, config)]
 
     def differences(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
-        """What those processes need, and the installed version has otherwise."""
+        """Return a finding for each definition that these processes need and whose installed code
+        differs.
+        """
         if not self.is_installed:
             return []
         found = ((use, difference(use)) for use in self.needed(config, at))
         return [self._finding(use, what) for use, what in found if what]
 
     def replaced(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
-        """What other code of this process has put in the place of what it needs; imports it."""
+        """Return a finding for each needed definition that other code in this process has replaced.
+
+        This imports the package.
+        """
         if not self.is_installed:
             return []
         found = ((use, _foreign_origin(use.target)) for use in self.needed(config, at))
@@ -174,13 +186,15 @@ class Table:
 
 
 def _foreign_origin(target: str) -> str:
-    """Return the file of a function that is neither of its own package nor of those that it works
-    with."""
+    """Return the file of the code that has replaced a function; empty if the function is original.
+
+    Code of the packages that trainctl works with counts as original.
+    """
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = inspect.getattr_static(found, name, None)
-        found = getattr(found, "__func__", found)  # of a class or static method
+        found = getattr(found, "__func__", found)  # function of a class or static method
     code = getattr(inspect.unwrap(found) if callable(found) else None, "__code__", None)
     if code is None:
         return ""
@@ -194,7 +208,7 @@ def _folders() -> list[Path]:
 
 
 def load(reference: str) -> Callable[[], None]:
-    """Return a function by ``module:name``."""
+    """Return the function that a reference (``module:name``) names."""
     module, _, name = reference.partition(":")
     loaded: ModuleType = importlib.import_module(module)
     function: Callable[[], None] = getattr(loaded, name)

@@ -1,4 +1,4 @@
-"""The most memory that a rank uses within each part of a step."""
+"""Peak memory of a rank within each part of a step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from pathlib import Path
 import torch
 
 LOAD = "load"
-"""Everything up to the first step."""
+"""Name of the part up to the first step."""
 
 RESET_PEAK = "5"
-"""Written to `clear_refs`, lets the kernel count VmHWM anew from what is resident (proc(5))."""
+"""Value that resets VmHWM to the resident size when written to `clear_refs` (proc(5))."""
 
 
 class PhaseMemory:
-    """Peaks of a process by the part of the step in which they were.
+    """Peak memory of a process in each part of a step.
 
-    On an accelerator bytes in tensors, by torch's allocator; on a CPU the resident memory of the
-    process, by the kernel, in which lies also what the C library keeps for later.
-
-    Args:
-        device: Of this rank.
+    On an accelerator: bytes in tensors, from torch's allocator. On a CPU: resident memory of the
+    process, from the kernel, including memory that the C library keeps after a free.
 
     Attributes:
-        peaks: Bytes by part; `load` is what came before the first.
-        highest: Bytes; also of what lies between the parts, such as an evaluation.
+        peaks: Bytes by part; `load` covers everything before the first part.
+        highest: Bytes of the whole run so far, also between parts, such as an evaluation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +34,7 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within it, what is used counts for this part."""
+        """Count the memory used within the context for this part."""
         self._reset()
         try:
             yield
@@ -45,13 +42,15 @@ class PhaseMemory:
             self.peaks[name] = max(self.peaks.get(name, 0), self._peak())
 
     def take(self) -> int:
-        """Return the peak since the last call, in whatever part: of a step."""
+        """Return the peak since the last call, over all parts: called once a step, the step's
+        peak.
+        """
         self._reset()
         peak, self._since = self._since, 0
         return peak
 
     def _reset(self) -> None:
-        """Count anew, and keep what has been counted."""
+        """Reset the counter of the allocator or kernel, after keeping its peak."""
         self._since = max(self._since, self._peak())
         self.highest = max(self.highest, self._since)
         self._forget()
@@ -69,7 +68,7 @@ class PhaseMemory:
 
 
 def peak_resident_bytes() -> int:
-    """VmHWM of this process; `getrusage` would give that of the launcher before it, if larger."""
+    """Return VmHWM of this process; `getrusage` would give the launcher's peak if it is larger."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

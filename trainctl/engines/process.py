@@ -1,4 +1,4 @@
-"""One rank among the others: process groups, device, and collectives on plain numbers."""
+"""This rank in the world: process groups, device, and collectives on plain numbers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from trainctl.runs.processes import STORE_VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """This rank."""
+    """This rank: its number, device and control group."""
 
     rank: int
-    """Its number in the world."""
+    """Global rank."""
     world_size: int
-    """Ranks of the run."""
     device: torch.device
-    """Device of this rank's tensors."""
     control: dist.ProcessGroup
-    """A gloo group of all ranks for decisions and small host data, so that these never wait behind,
-    or need memory on, the device."""
+    """A gloo group of all ranks for decisions and small host data, so that these never wait behind
+    device work or need device memory.
+    """
     timeout: timedelta
-    """Limit of a collective."""
+    """Time limit of a collective."""
 
     @property
     def is_first(self) -> bool:
@@ -42,11 +41,11 @@ class Process:
         return tensor.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on at least one rank: the same answer on all."""
+        """Return True, on all ranks, if the flag is set on at least one."""
         return self.sum(float(flag))[0] > 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a small value of each rank, by rank: the same list on all."""
+        """Return the values of all ranks, in rank order, on all ranks; for small values."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -58,20 +57,21 @@ class Process:
         return values[0]
 
     def barrier(self) -> None:
-        # `dist.barrier` would make a tensor on the device that NCCL's groups are bound to.
+        # `dist.barrier` would allocate a tensor on the device that NCCL's groups are bound to.
         self.sum(0.0)
 
     def apart(self) -> Process:
-        """Return the same rank with a control group of its own, for another thread; on all
-        ranks."""
+        """Return the same rank with another control group, for another thread; on all ranks
+        together.
+        """
         return replace(self, control=dist.new_group(backend="gloo", timeout=self.timeout))
 
 
 def meeting_place() -> dict[str, Any]:
-    """Arguments that initialise process groups where ranks meet in a file (`agent.rendezvous`).
+    """Return arguments that initialise process groups through a file (`launch.agent.rendezvous`).
 
-    None where they meet by the environment. By a scheme of our own: torch's `file://` takes no path
-    with a `?` or `#` in it.
+    Empty if the ranks meet through the environment. The scheme is trainctl's own: torch's `file://`
+    takes no path with a `?` or `#` in it.
     """
     if STORE_VARIABLE not in os.environ:
         return {}
@@ -85,20 +85,21 @@ def meeting_place() -> dict[str, Any]:
 
 
 def compute_deterministically() -> None:
-    """Let torch take only algorithms that give the same bits each time, or raise where it has none.
+    """Restrict torch to algorithms that give the same bits each time; it raises where it has none.
 
-    What has to be in the environment before CUDA starts, launchers set (`plan.deterministic`).
+    The environment variables that must be set before CUDA starts are set by launchers
+    (`plan.deterministic`).
     """
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # times algorithms, and takes what was fastest today
-    # Else torch fills each buffer that nothing has been written to yet: time, and no other numbers.
+    torch.backends.cudnn.benchmark = False  # it would time algorithms and take the fastest
+    # Else torch fills each uninitialized buffer, which takes time and changes no results.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def not_deterministic(error: RuntimeError) -> TrainctlError | None:
-    """What to say of an operation that torch has no deterministic algorithm for.
+    """Return the error to report for an operation without a deterministic algorithm in torch.
 
-    None if the error is about something else, or nobody asked for such algorithms.
+    None if the error is about something else, or the run does not require such algorithms.
     """
     message = str(error)
     if "use_deterministic_algorithms" not in message:
@@ -110,6 +111,6 @@ def not_deterministic(error: RuntimeError) -> TrainctlError | None:
 
 
 def stop_process() -> None:
-    """Leave the process groups."""
+    """Destroy the process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()

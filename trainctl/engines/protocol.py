@@ -1,7 +1,7 @@
-"""What the trainer asks of an engine, and what an engine is given.
+"""Interface between the trainer and an engine.
 
-An engine of another make is a `Room` that joins the ranks and builds one `Engine`, whose `States`
-say where its optimizer keeps what. Nothing else of it is seen by the trainer.
+A new engine implements `Room`, which joins the ranks and builds one `Engine`. The engine's `States`
+tell where the optimizer keeps its tensors. The trainer sees nothing else of an engine.
 """
 
 from __future__ import annotations
@@ -34,74 +34,78 @@ CLIPPING_EPSILON = 1e-6
 """Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
 
 Change = Callable[[Place, torch.Tensor], None]
-"""Changes some elements of a gradient in place: flat, in any floating type."""
+"""Function that changes some elements of a gradient in place: flat, in any floating-point type."""
 
 MakeParameter = Callable[[nn.Parameter, ParameterPiece, Read], nn.Parameter]
-"""Of a skeleton's parameter, what of it this rank has, and a reader of the flattened values of
-that: the real parameter."""
+"""Function that makes this rank's parameter from the skeleton's parameter, the piece that this rank
+holds, and a reader of the flattened values of that piece.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What an engine is built of."""
+    """Everything an engine is built from."""
 
     plan: RunPlan
-    """The plan of the run."""
     process: Process
-    """This rank."""
     mesh: ProcessMesh
-    """Its place on the mesh."""
+    """Position of this rank on the mesh, with its process groups."""
     module: nn.Module
-    """What is trained, with its loss: `LanguageModel` of `train.objectives`; on a pipeline's rank
-    `trainctl.train.parallel.pipeline.Stage`."""
+    """The model to train, with its loss: `LanguageModel` of `train.objectives.loss`; on a pipeline
+    rank `PipelineStage` of `train.parallel.pipeline`.
+    """
     pieces: Pieces
-    """What this rank has of its parameters."""
+    """The piece of each model parameter that this rank holds."""
     groups: list[dict[str, Any]]
-    """The optimizer's parameter groups; a group's rate is `peak_lr` times a factor."""
+    """The optimizer's parameter groups; the learning rate of a group is its `peak_lr` times a
+    factor.
+    """
     optimizer: Optimizer | None
-    """The one that makes the update; None if the engine makes it by the plan."""
+    """The optimizer that makes the update; None if the engine builds one from the plan."""
     tied: nn.Parameter | None = None
-    """The weight that the two ends of a pipeline share, on these ends."""
+    """The weight tied between the first and the last pipeline stage; None on the stages between."""
     flash_attention: bool = False
-    """Whether attention is told where documents begin."""
+    """Whether attention is FlashAttention, which must be given the document boundaries."""
     blocks: tuple[nn.Module, ...] = ()
-    """The decoder's, in order."""
+    """The decoder blocks, in order."""
 
 
 class LossScale(Protocol):
     """The factor that keeps fp16 gradients from vanishing (arXiv:1710.03740).
 
-    After an update that overflowed, the scale is halved (from the second one in a row on), and
-    doubled after a number of updates without. It decides which updates are made, so it belongs to
-    the state of a run.
+    After an update that overflowed, the scale is halved (from the second one in a row on). After a
+    number of updates without an overflow it is doubled. It decides which updates are made, so it
+    belongs to the state of a run.
     """
 
     @property
     def value(self) -> float:
-        """What the loss is multiplied by now."""
+        """The factor by which the loss is multiplied now."""
 
     def state(self) -> dict[str, float]:
-        """What `restore` needs; empty for a fixed scale."""
+        """Return the values that `restore` takes; empty for a fixed scale."""
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state; a scale that is fixed, or was when it was saved, does not."""
+        """Continue from a saved state. Nothing changes if the scale is fixed, or was when it was
+        saved.
+        """
 
 
 class States(ABC):
     """The optimizer's tensors on this rank, their states and gradients, by canonical names.
 
     Attributes:
-        are_partitioned: Whether each replica has another part of the parameters.
-        show_gradients: Whether the gradients of a step can be looked at before its update:
-            not where another process has them.
+        are_partitioned: Whether each replica holds a different part of the parameters.
+        show_gradients: Whether the trainer can read the gradients of a step before its update; it
+            cannot where another process holds them.
     """
 
     optimizer: Optimizer
-    """The one that makes the update."""
+    """The optimizer that makes the update."""
     tensors: list[torch.Tensor]
-    """Those that it updates, flat."""
+    """The flat tensors that the optimizer updates."""
     fragments: list[Fragment]
-    """Which elements of which parameters lie where in them, and in their gradients."""
+    """Ranges of parameters inside `tensors`; the gradients have the same layout."""
     are_partitioned = True
     show_gradients = True
 
@@ -111,22 +115,24 @@ class States(ABC):
 
     @abstractmethod
     def updater(self, index: int) -> Updater:
-        """Of one of the tensors: another on the device if only a part is offloaded."""
+        """Return the updater of a tensor. Under partial offload, tensors on the device have
+        another one.
+        """
 
     @abstractmethod
     def catch_up(self, scalars: Mapping[str, float]) -> None:
-        """Bring the optimizer where its steps would have brought it, beyond the states.
+        """Bring the optimizer's internal values, beyond its states, to the step of a checkpoint.
 
         Args:
-            scalars: States that are one number for all of it, such as its step count.
+            scalars: States that are one number for the whole optimizer, such as its step count.
         """
 
     @abstractmethod
     def check_readable(self) -> None:
-        """Make sure that this process has the states.
+        """Make sure that this process holds the states.
 
         Raises:
-            TrainctlError: Another process has them.
+            TrainctlError: Another process holds them.
         """
 
     @abstractmethod
@@ -135,60 +141,64 @@ class States(ABC):
 
     @abstractmethod
     def numel(self, index: int) -> int:
-        """Return elements of one of the tensors, wherever it lies."""
+        """Return the number of elements of a tensor, also if it is on NVMe."""
 
     @abstractmethod
     def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
-        """Within it one of the tensors and its states are in memory.
+        """Hold a tensor and its states in memory within the context.
 
         Args:
-            changes: Whether to write them back to NVMe, if they come from there.
+            changes: Whether to write them back if they come from NVMe.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Bring the master weights up to date, before they are saved."""
+        """Bring the master weights up to date before they are saved."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Let the model's parameters follow the master weights, as an update does; on all ranks."""
+        """Copy the master weights to the model's parameters, as an update does; on all ranks
+        together.
+        """
 
     @property
     @abstractmethod
     def scale(self) -> float:
-        """What gradients are multiplied by until the update divides by it: the loss scale."""
+        """Loss scale: the gradients are multiplied by it until the update divides by it."""
 
     @abstractmethod
     def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        """Fragments that this rank counts, and summed squares of their gradients, to be added."""
+        """Yield the fragments that this rank counts in the norm, with sums of squared gradients.
+
+        A fragment may come several times, each time with the sum over other elements.
+        """
 
     @abstractmethod
     def change(self, change: Change) -> None:
-        """Change every element of the gradients, here and in whatever copies decide the update."""
+        """Apply a change to every gradient element on this rank, in every copy that the update
+        reads.
+        """
 
 
 class Engine(ABC):
     """A model that trains: forward, backward, update. All ranks make the same calls in one order.
 
-    Args:
-        job: What it is built of.
-
     Attributes:
-        mesh: This rank's place on it.
-        pieces: What this rank has of the parameters.
-        times: Where the time of a step goes.
-        z_loss: That of the last step, beside its loss and in its units; None without one.
-        measures: What the objective records of the last step beside its loss: means over
-            what is counted, by name.
+        times: Stopwatch of the parts of a step.
+        z_loss: z-loss of the last step, in the units of its loss; None if the run has none.
+        measures: The objective's measures of the last step besides its loss: means over the counted
+            labels or pairs, by name.
         summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
     """
 
     states: States
-    """Where its optimizer keeps what."""
+    """The optimizer's tensors, states and gradients."""
     loss_scale: LossScale | None = None
-    """Factor of the loss of fp16 weights; None for other formats."""
+    """Loss scale of fp16 weights; None for other formats."""
     updates_early = False
-    """Whether some weights are updated in the backward pass, before anything can be judged."""
+    """Whether some weights are updated in the backward pass, before the trainer can judge the
+    step.
+    """
 
     def __init__(self, job: Job) -> None:
         self._plan, self._process = job.plan, job.process
@@ -203,36 +213,38 @@ class Engine(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """What is trained, as the engine calls it: by its `eval` and `train` modes are changed."""
+        """The module that the engine calls; its `eval` and `train` methods switch the model's
+        mode.
+        """
 
     @abstractmethod
     def set_batch(self, batch: Batch) -> None:
-        """Give the steps from now on a batch of another size: accumulation steps, or lengths."""
+        """Change the batch of the following steps: its accumulation steps or sequence length."""
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
-        """Forward and backward of each micro-batch of a step, adding up their gradients.
+        """Run forward and backward of each micro-batch of a step, and accumulate the gradients.
 
         Args:
-            batches: Of this rank.
-            num_labels: What is counted in the global batch, by which the summed loss is divided for
-                the gradient: every label (or pair) has the same weight, on whichever rank and in
-                whichever micro-batch.
+            batches: Micro-batches of this rank.
+            num_labels: Number of labels (or pairs) in the global batch. The gradient is of the
+                summed loss divided by it, so every label (or pair) has the same weight, on
+                whichever rank and in whichever micro-batch.
 
         Returns:
-            Over what this rank counts.
+            Sums over the labels (or pairs) that this rank counts.
         """
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """Forward and backward over a step's micro-batches, leaving the mean gradient.
+        """Run forward and backward over a step's micro-batches, leaving the mean gradient.
 
         Returns:
-            The mean loss over what is counted in the global batch, and its number.
+            The mean loss over the labels (or pairs) of the global batch, and their number.
         """
         num_labels = self._num_labels(batches)
         own = self.run(batches, max(1.0, num_labels)).tolist()
         self.summed_loss = own[0]
-        # The ranks of a tensor group all have the same.
+        # The ranks of a tensor group all hold the same sums: only the first one counts.
         summed = self._process.sum(*(own if self.mesh.tensor.is_first else [0.0] * len(own)))
         loss, z_loss, *measures = (each / max(1.0, num_labels) for each in summed)
         if self._plan.config.stability.z_loss > 0:
@@ -241,24 +253,27 @@ class Engine(ABC):
         return loss, num_labels
 
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
-        """What is counted in the global batch: labels, or pairs."""
+        """Return the number of labels (or pairs) in the global batch."""
         is_cut = self._plan.config.data.packing is Packing.stream
-        if is_cut and not batches[0].is_masked:  # every position has one: no rank needs to ask
+        if is_cut and not batches[0].is_masked:  # every position has a label: no collective
             return float(self._batch.tokens_per_step)
         (number,) = self._process.sum(sum(batch.num_counted for batch in batches))
         return number * self.mesh.data.size / self._process.world_size
 
     @abstractmethod
     def set_learning_rate(self, factor: float) -> None:
-        """For the next step, before its gradients: a factor of each group's peak learning rate."""
+        """Set the learning rate of the next step to `factor` times each group's peak learning rate.
+
+        It must be called before the gradients of that step are computed.
+        """
 
     @abstractmethod
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
-        """Clip, step the optimizer, clear the gradients.
+        """Clip the gradients, step the optimizer, clear the gradients.
 
         Args:
-            norm: Of the gradient as it is now; None where only the engine can tell.
-            clip_at: What it is clipped at; None does not clip.
+            norm: Current norm of the gradient; None where only the engine can tell.
+            clip_at: Clipping threshold; None does not clip.
 
         Raises:
             TrainctlError: fp16 gradients overflow at the smallest loss scale; on all ranks.
@@ -266,54 +281,57 @@ class Engine(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Clear the gradients as an update does, without one: weights, moments and scale stay."""
+        """Clear the gradients without an update: weights, moments and loss scale stay."""
 
     def learning_rates(self) -> dict[str, float]:
-        """Of the last update, as the optimizer that made it has them: by parameter group."""
+        """Return the learning rate of each parameter group in the last update, by the group's
+        name.
+        """
         groups = self.states.optimizer.param_groups
         return {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(groups)}
 
     @property
     @abstractmethod
     def norm_of_update(self) -> float | None:
-        """What the gradient norm of the last update was taken for, before clipping; None where
-        none was made at the last step."""
+        """Gradient norm of the last update, before clipping; None if the last step made none."""
 
     @property
     @abstractmethod
     def was_skipped(self) -> bool:
-        """Whether the last update was not made, because the gradients were not finite."""
+        """Whether the last update was skipped because the gradients were not finite."""
 
     @abstractmethod
     def resume_at(self, step: int) -> None:
-        """Go on after `step` steps, the optimizer's state being that of a checkpoint."""
+        """Continue after `step` steps; a checkpoint's optimizer state is already loaded."""
 
     @abstractmethod
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """Return the summed loss over what a batch counts, its number, and what the objective
-        records.
+        """Return the summed loss, the number of labels (or pairs), and the objective's summed
+        measures.
 
-        Of what this rank counts: summed over all ranks they are those of the data-parallel ranks'
-        batches.
+        All cover the labels (or pairs) that this rank counts. Summed over all ranks, they cover the
+        batches of all data-parallel ranks.
         """
 
     def measured(self) -> torch.Tensor:
-        """What the objective records of each sample of the last pass, (samples, names), fp64."""
+        """Return the objective's measures per sample of the last pass, (samples, names), fp64."""
         found: Any = self._trained.last_measures
         return torch.zeros(1, 0) if found is None else found.double()
 
     @abstractmethod
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
-        """Return the first sample's scores at a position of the whole sequence, if this rank has
-        it."""
+        """Return the first sample's logits at a position of the whole sequence; None on other
+        ranks.
+        """
 
     def next_scores(self, ids: list[int]) -> torch.Tensor:
-        """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU: the same on all ranks.
+        """Return the logits of the token after `ids`, (vocabulary,) in fp32 on the CPU, on all
+        ranks.
 
         Args:
             ids: Token ids, the same on all ranks; at least one.
         """
-        # Every rank of a sequence or tensor group has an equal part of the context.
+        # The context is split equally over the ranks of a sequence or tensor group.
         multiple = self.mesh.sequence.size * self.mesh.tensor.size
         padded = ids + [0] * (-len(ids) % multiple)
         batch = MicroBatch.of_context(padded, samples=self._plan.batch.micro_batch_size)
@@ -325,28 +343,29 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release threads, buffers and files; must come before the process groups go."""
+        """Release threads, buffers and files. It must be called before the process groups are
+        destroyed.
+        """
 
 
 class Room(Protocol):
-    """What the folder of an engine offers."""
+    """Entry point of an engine."""
 
     def start_process(self, plan: RunPlan) -> Process:
         """Join the ranks that the agent started, from the environment that it set."""
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
-        """Return the plan with what of the engine's only the machine tells; on all ranks
-        together."""
+        """Return the plan with the engine settings that only this machine decides; on all ranks
+        together.
+        """
 
     def parameter_maker(
         self, plan: RunPlan, skeleton: nn.Module, device: torch.device, mesh: ProcessMesh
     ) -> MakeParameter | None:
-        """How parameters are made where no rank has them whole; None where each has all of it.
+        """Return the maker of partitioned parameters; None if each rank holds its parameters whole.
 
         Args:
-            plan: The plan of the run.
-            skeleton: Cut to this rank's stage and shards.
-            mesh: This rank's.
+            skeleton: The model on the meta device, cut to this rank's stage and shards.
         """
 
     def build(self, job: Job) -> Engine:

@@ -1,9 +1,9 @@
-"""Which elements of a whole parameter a rank's parameter consists of.
+"""Shards: the elements of a whole parameter that a rank's parameter consists of.
 
-A shard of a parameter, flattened, is always a block of columns once the whole parameter is viewed
-as rows of the right length: a split of the first dimension is one row cut at two places, a split of
-the second cuts every row, and a projection that fuses queries, keys and values is cut in each
-third. So three numbers describe it, and whoever saves, loads or initialises needs nothing else.
+A flattened shard is always a block of columns, once the whole parameter is viewed as rows of the
+right length. A split of the first dimension is one row cut at two places. A split of the second
+cuts every row. A projection that fuses queries, keys and values is cut in each third. So three
+numbers describe a shard, and saving, loading and initialising need nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: torch.Size) -> Shard:
-        """Return all of a parameter of that shape."""
+        """Return the shard that is the whole parameter of this shape."""
         return cls(shape.numel(), 0, shape.numel())
 
     @classmethod
@@ -43,14 +43,14 @@ class Shard:
     ) -> tuple[Shard, torch.Size]:
         """Return one of `count` parts along a dimension, and the shape of the part.
 
-        They are equal, but for a last one that is smaller where `count` does not divide.
+        The parts are equal, but the last is smaller where `count` does not divide the dimension.
 
         Args:
-            shape: Sizes of the whole parameter.
+            shape: Shape of the whole parameter.
             dim: The dimension that is split.
-            count: Number of parts; without remainder if anything is fused.
-            fused: Equal pieces that lie one after the other along the dimension, each of which is
-                split: 3 for queries, keys and values in one matrix.
+            count: Number of parts; it must divide the dimension if anything is fused.
+            fused: Number of equal pieces that follow each other along the dimension; each piece is
+                split. It is 3 for queries, keys and values in one matrix.
         """
         inner = shape[dim + 1 :].numel()
         whole = shape[dim] // fused
@@ -61,39 +61,44 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPiece:
-    """What a parameter of this rank is."""
+    """The piece of a parameter that this rank holds, and the parameter's role in the model."""
 
     name: str
     shape: torch.Size
-    """Sizes of the whole parameter."""
+    """Shape of the whole parameter."""
     shard: Shard
-    """The part of it that the rank has."""
+    """The part that this rank holds."""
     has_partial_gradient: bool = False
-    """Whether each tensor rank computes only a part of the gradient, although it has the whole
-    parameter."""
+    """Whether each tensor rank computes only a part of the gradient although it holds the whole
+    parameter.
+    """
     is_saved_here: bool = True
-    """Whether this rank's replicas save it, and not those of another tensor rank or pipeline stage
-    that has the same."""
+    """Whether this rank's replicas save it; if not, another tensor rank or pipeline stage with the
+    same piece does.
+    """
     is_embedding: bool = False
-    """Whether it is looked up (also where it is the output projection as well)."""
+    """Whether it is an embedding (also if it is tied to the output projection)."""
     is_head: bool = False
     """Whether it is the weight of the output projection."""
     inputs_first: bool = False
-    """Whether the rows of the matrix are its inputs, as gpt2 has them."""
+    """Whether the rows of the matrix are its inputs, as in gpt2's Conv1D."""
     is_expert: bool = False
-    """Whether the shard is of experts, along the expert axis: other replicas have the others."""
+    """Whether the shard holds experts, split along the expert axis: other replicas hold the
+    others.
+    """
 
 
 Pieces = dict[nn.Parameter, ParameterPiece]
-"""Of each parameter that a rank has."""
+"""The piece of each parameter that a rank holds."""
 
 Read = Callable[[int, int], torch.Tensor]
-"""Elements [start, end) of something flat."""
+"""Reader of elements [start, end) of a flat tensor."""
 
 
 def read_shard(read: Read, shard: Shard, start: int, end: int) -> torch.Tensor:
-    """Return elements [start, end) of a flattened shard, from a reader of the whole, flattened
-    one."""
+    """Return elements [start, end) of a flattened shard, given a reader of the whole flattened
+    parameter.
+    """
     if shard.is_whole:
         return read(start, end)
     first, last = start // shard.width, -(-end // shard.width)
@@ -119,7 +124,7 @@ def read_whole(parts: Mapping[Shard, Read], start: int, end: int) -> torch.Tenso
     ):
         raise ValueError("the shards do not make up the parameter")
     first, last = start // row, -(-end // row)
-    if last - first == 1:  # within one row: of some shards nothing is needed
+    if last - first == 1:  # within one row: some shards are not needed
         base, result = first * row, torch.empty(end - start)
         for shard, read in parts.items():
             low, high = max(start - base, shard.start), min(end - base, shard.stop)

@@ -1,6 +1,7 @@
 """Definitions of other packages, read from their installed files: nothing is imported.
 
-So the command line can compare them, which imports no torch, and a rank can before it does.
+So the command line, which imports no torch, can compare them, and a rank can before it imports
+torch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ Definition = Function | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 def package_folder(package: str) -> Path | None:
-    """Where an import would find a top-level package; None if it is not installed."""
+    """Return the folder from which a top-level package would be imported; None if it is not
+    installed.
+    """
     spec = importlib.util.find_spec(package)
     found = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(found[0]) if found else None
 
 
 def definition(target: str) -> Definition | None:
-    """Return the last definition of a name in the text of its module; None if there is none.
+    """Return the last definition of a name in the source of its module; None if there is none.
 
     Args:
         target: Module and name, such as ``package.module:Class.method``.
@@ -41,7 +44,9 @@ def definition(target: str) -> Definition | None:
 
 
 def signature(found: Definition) -> str:
-    """Parameters of a function with their defaults, without types: what a caller depends on."""
+    """Return the parameters of a function with their defaults, without types: what a caller
+    depends on.
+    """
     assert isinstance(found, Function)
     arguments = found.args
     for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
@@ -53,15 +58,15 @@ def signature(found: Definition) -> str:
 
 
 def digest(found: Definition) -> str:
-    """Of what a definition does: comments, docstrings, layout and types do not change it.
+    """Return a digest of the code of a definition, without comments, docstrings, layout and types.
 
-    The same on every version of Python: a tree written by `ast.dump` is not.
+    It is the same on every version of Python, unlike the output of `ast.dump`.
     """
     return hashlib.sha256(_plain(found).encode()).hexdigest()[:12]
 
 
 def text(found: Definition) -> str:
-    """Return the definition as Python writes it, to look for a statement in."""
+    """Return the definition as `ast.unparse` writes it, for a search for a statement."""
     return ast.unparse(found)
 
 
@@ -78,17 +83,16 @@ def _text(module: str) -> str:
 
 
 def _body(text: str, indent: str, owner: str) -> str:
-    """Return a class, up to the next definition beside it; empty if it is not there."""
+    """Return the source of a class, up to the next definition beside it; empty if there is none."""
     ends = rf"\n{indent}(?=(?:class|def|async def|if) |@)"
     found = re.search(rf"^{indent}class {owner}\b", text, re.MULTILINE)
     return re.split(ends, text[found.start() :], maxsplit=1)[0] if found else ""
 
 
 def _statement(lines: list[str], indent: str) -> Definition | None:
-    """Return the statement that begins with the first of the lines: up to one that is not further
-    in.
+    """Return the statement that starts at the first line and ends where indentation returns to it.
 
-    Parsed alone: a module of thousands of lines takes a hundred times as long.
+    It is parsed alone: parsing a module of thousands of lines takes a hundred times as long.
     """
     cut: list[str] = []
     for line in (*lines, f"{indent}end"):
@@ -97,7 +101,7 @@ def _statement(lines: list[str], indent: str) -> Definition | None:
         if cut and not line[len(indent) :][:1].isspace():
             try:
                 (found,) = ast.parse("\n".join(cut)).body
-            except SyntaxError:  # within brackets or a string
+            except SyntaxError:  # the line is within brackets or a string
                 pass
             else:
                 return found if isinstance(found, Definition) else None
@@ -106,8 +110,7 @@ def _statement(lines: list[str], indent: str) -> Definition | None:
 
 
 def _plain(node: object) -> str:
-    """Return a tree as text: kinds and values, without places, types, docstrings and what is
-    empty."""
+    """Return a syntax tree as text, without positions, types, docstrings and empty fields."""
     if isinstance(node, list):
         return f"[{','.join(_plain(each) for each in node)}]"
     if not isinstance(node, ast.AST):

@@ -1,13 +1,15 @@
-"""Where the time of a step goes, without slowing it down.
+"""Times of the parts of a step, measured without slowing it down.
 
-Two clocks. What the loop does itself (saving, evaluating), or waits for on the host (batches), is
-timed by the host's. What it only starts on a device (forward, backward, optimizer) is timed by the
-device: an event before and one after, in the order of its work. Events are read once the device has
-passed them, never waited for; so the end of a step's update may be counted with the next step, and
-nothing is lost or counted twice. On a CPU both clocks are the host's, and a third one tells how
-much of a part the rank was busy with itself: a rank that waits for its peers in a collective
-sleeps. One that sleeps elsewhere, or whose process is stopped, is not waiting for peers: a thread
-that looks now and then counts that as the rank's own time (`watch_stalls`).
+There are two clocks. The host's clock times what the loop does itself (saving, evaluating) or waits
+for on the host (batches). The device's clock times what the loop only starts on a device (forward,
+backward, optimizer), by an event before and one after on its stream. Events are read once the
+device has passed them, never waited for. So the end of a step's update may be counted with the next
+step; nothing is lost or counted twice.
+
+On a CPU both clocks are the host's, and a third one tells how long the rank itself was busy within
+a part: a rank that waits for its peers in a collective sleeps. A rank that sleeps elsewhere, or
+whose process is stopped, does not wait for peers: a thread that samples the rank counts that time
+as busy (`watch_stalls`).
 """
 
 from __future__ import annotations
@@ -27,24 +29,22 @@ import torch
 from trainctl.engines.phase_memory import PhaseMemory
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")
-"""Nanoseconds on a processor, nanoseconds of waiting for one, and how often it had one."""
+"""Nanoseconds on a processor, nanoseconds of waiting for one, and number of time slices."""
 _SAMPLE_SECONDS = 0.05
 _STOPPED_SECONDS = 1.0
-"""A watching thread that was away for so long was stopped with its process."""
+"""A sampling thread that did not run for this long was stopped together with its process."""
 _WAITING_FOR_PEERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "deepspeed"))
-"""Packages in which a rank that sleeps is taken to be in a collective."""
+"""Packages in which a sleeping rank is taken to wait in a collective."""
 
 
 class Stopwatch:
-    """Adds up seconds by the name of the part that they were spent in.
-
-    Parts follow each other; they are not nested.
+    """Seconds spent in each part of a step, by the part's name. Parts are not nested.
 
     Args:
-        device: Of this rank; its current stream is the one that is timed.
+        device: Device of this rank; its current stream is timed.
 
     Attributes:
-        memory: Measures the peak of each part too, where it is set.
+        memory: If set, it also measures the memory peak of each part.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,9 @@ class Stopwatch:
 
     @contextmanager
     def watch_stalls(self) -> Iterator[None]:
-        """Within it count as busy what this thread, on a CPU, sleeps for other than its peers."""
+        """Count as busy, within the context, the time that this thread sleeps outside collectives;
+        CPU only.
+        """
         account = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         if self._on_device or not account.is_file():
             yield
@@ -74,14 +76,16 @@ class Stopwatch:
             watcher.join()
 
     def _watch(self, thread: int, account: Path, end: threading.Event) -> None:
-        """Look at a thread until the end: where it is, and how long it has slept since."""
+        """Sample a thread until `end` is set: where it is, and how long it has slept since the
+        last sample.
+        """
         looked, busy, was_elsewhere = time.perf_counter(), _busy_of(account), False
         own = busy_seconds()
         while not end.wait(_SAMPLE_SECONDS):
             now, busy_now, own_now = time.perf_counter(), _busy_of(account), busy_seconds()
             part, slept = self._part, (now - looked) - (busy_now - busy)
             is_elsewhere = _sleeps_elsewhere(sys._current_frames().get(thread))
-            # This thread may have waited for a processor, which stops nobody else.
+            # The wait of this thread for a processor is subtracted: it does not stop the other one.
             was_stopped = (now - looked) - (own_now - own) > _STOPPED_SECONDS
             if part and slept > 0 and (was_stopped or (was_elsewhere and is_elsewhere)):
                 self._busy[part] += slept
@@ -89,7 +93,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what is started on the device within it."""
+        """Time the device work that is started within the context."""
         if self.memory is None:
             with self._timed(name):
                 yield
@@ -118,7 +122,7 @@ class Stopwatch:
 
     @contextmanager
     def host_part(self, name: str) -> Iterator[None]:
-        """Time what the loop does, or waits for, within it."""
+        """Time the context by the host's clock."""
         started = time.perf_counter()
         try:
             yield
@@ -126,7 +130,9 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call, as far as the device has come."""
+        """Return the seconds of each part since the last call, up to the work that the device has
+        finished.
+        """
         while self._open and self._open[0][2].query():
             name, begin, end = self._open.popleft()
             self._seconds[name] += begin.elapsed_time(end) / 1000
@@ -136,7 +142,7 @@ class Stopwatch:
         return seconds
 
     def take_busy(self) -> dict[str, float]:
-        """Of the device's parts on a CPU: seconds since the last call without those slept through.
+        """Return the busy seconds of each part on a CPU since the last call, without sleep.
 
         Empty on other devices, whose clock counts waiting as work.
         """
@@ -149,10 +155,10 @@ class Stopwatch:
 
 
 def busy_seconds() -> float:
-    """Seconds in which this thread ran, or was ready to and waited for a processor.
+    """Return the seconds for which this thread ran, or was ready to run and waited for a processor.
 
     A rank that shares its processor with something else is as slow for its peers as one that
-    computes more. Where the kernel keeps no account of the waiting, it is left out.
+    computes more. The waiting is left out if the kernel does not account for it.
     """
     waited = 0.0
     with suppress(OSError, IndexError):
@@ -161,13 +167,13 @@ def busy_seconds() -> float:
 
 
 def _busy_of(account: Path) -> float:
-    """Return what `busy_seconds` does, of another thread, whose account this is."""
+    """Return the busy seconds of another thread, from its `schedstat` file."""
     with suppress(OSError):
         return sum(map(int, account.read_bytes().split()[:2])) / 1e9
     return 0.0
 
 
 def _sleeps_elsewhere(frame: FrameType | None) -> bool:
-    """Return True if a thread that sleeps in this frame is in no collective."""
+    """Return True if a thread that sleeps in this frame is not in a collective."""
     name = frame.f_code.co_filename if frame is not None else _WAITING_FOR_PEERS[0]
     return not any(package in name for package in _WAITING_FOR_PEERS)

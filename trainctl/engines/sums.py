@@ -1,4 +1,4 @@
-"""What a rank adds up over the micro-batches of a step, on its device."""
+"""Sums over the micro-batches of a step, kept on the rank's device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import torch
 
 
 class Sums:
-    """Losses and what is recorded beside them, in fp64: nothing waits for the device until the end.
-
-    Args:
-        device: Where the sums are.
+    """Losses and recorded measures of a step, in fp64; adding to them does not wait for the device.
 
     Attributes:
-        loss: Sum over what this rank counts, in the objective's unit.
-        z_loss: Sum of what is added to it, in its unit.
-        measures: Sums of what the objective records, (names,); None where that is nothing.
+        loss: Sum over this rank's labels (or pairs), in the objective's unit, without the z-loss.
+        z_loss: Sum of the z-loss, in the same unit.
+        measures: Sums of the objective's measures, (names,); None if it records nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,10 +22,10 @@ class Sums:
         self.measures: torch.Tensor | None = None
 
     def add(self, loss: torch.Tensor, module: Any) -> None:
-        """A micro-batch.
+        """Add a micro-batch.
 
         Args:
-            module: That gave it: `trainctl.train.objectives.loss.LanguageModel`.
+            module: The `trainctl.train.objectives.loss.LanguageModel` that computed the loss.
         """
         self.loss += loss.detach()
         if module.last_z_loss is not None:
@@ -39,6 +36,6 @@ class Sums:
             self.measures = found if self.measures is None else self.measures + found
 
     def tolist(self) -> list[float]:
-        """Loss, z loss and measures, read at once: reading makes the host wait for the device."""
+        """Return loss, z-loss and measures in one read, for which the host waits for the device."""
         parts = [torch.stack([self.loss, self.z_loss])]
         return torch.cat(parts if self.measures is None else [*parts, self.measures]).tolist()

@@ -1,4 +1,4 @@
-"""What trainctl changes in torch and torchao, or uses of them that is not documented."""
+"""Table of trainctl's changes to torch and torchao, and of undocumented parts that it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainctl changes in transformers, or uses of it that is not documented."""
+"""Table of trainctl's changes to transformers, and of undocumented parts that it uses."""
 
 from __future__ import annotations
 

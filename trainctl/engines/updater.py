@@ -1,4 +1,4 @@
-"""How the optimizer that makes an update keeps what is not one number an element."""
+"""Optimizer states that are not one number per element, and how an optimizer keeps them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from torch.optim import Optimizer
 
 
 class Updater:
-    """As torch's optimizers keep it, and trainctl's own.
-
-    Args:
-        optimizer: The one that makes the update.
-    """
+    """Optimizer states as torch's optimizers, and trainctl's own, keep them."""
 
     counts_alike = True
-    """Whether a state that is one number is the same for all of its parameters."""
+    """Whether a scalar state, such as the step count, is the same for all parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     def step_count(self, tensor: torch.Tensor, value: float) -> torch.Tensor | int:
-        """Return a step count: on the CPU, but beside the tensor where a fused kernel reads it."""
+        """Return a step count as a state: on the CPU, or on the tensor's device for a fused
+        kernel.
+        """
         device = tensor.device if self.optimizer.defaults.get("fused") else "cpu"
         return torch.tensor(value, dtype=torch.float32, device=device)
 
     def state_type(self, tensor: torch.Tensor) -> torch.dtype:
-        """Of the states of a tensor that have its size."""
+        """Return the dtype of the states that have the tensor's size."""
         return tensor.dtype
 
     def catch_up(self, scalars: Mapping[str, float]) -> None:
-        """Bring the optimizer where its steps would have brought it, beyond the states.
+        """Bring the optimizer's internal values, beyond its states, to the step of a checkpoint.
 
         Args:
-            scalars: States that are one number for all of it, such as its step count.
+            scalars: States that are one number for the whole optimizer, such as its step count.
         """

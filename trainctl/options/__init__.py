@@ -1,1 +1,1 @@
-"""The options of the groups, each a unit of its own (`trainctl.config.registry`). No torch."""
+"""Shipped options, one module each (`trainctl.config.registry`). They import no torch."""

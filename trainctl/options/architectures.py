@@ -1,7 +1,8 @@
-"""Which axes may cut an architecture of transformers: those along which it was trained.
+"""Axes of parallelism that may split an architecture of transformers: the axes it was tested on.
 
 `architectures.json` is written by `scripts/architectures.py`, which trains each architecture on
-each axis and compares the curve with that of one process. What is not in it is data parallel only.
+each axis and compares its loss curve with a single process. An architecture that the file does not
+list is data parallel only.
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ from typing import Any
 
 FILE = Path(__file__).with_name("architectures.json")
 COLUMNS = ("tensor", "norms", "pipeline", "sequence")
-"""Axes, and sequence-sharded norms between tensor ranks."""
+"""Axes of parallelism, and `norms`: norms sharded along the sequence between tensor ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownAxes:
-    """What the file says."""
+    """Content of `architectures.json`."""
 
     versions: Mapping[str, str]
-    """Packages that it was made with."""
+    """Package versions of the test."""
     steps: int
-    """Steps that each cell was trained for, in fp32."""
+    """Training steps of each test, in fp32."""
     tolerance: float
-    """Largest difference of a loss in nats, and of a norm relatively."""
+    """Largest accepted difference: of a loss in nats, of a norm relative."""
     rows: Mapping[str, Mapping[str, float | str]]
-    """Largest difference there was, or why the axis may not cut it, by transformers' name of the
-    architecture and by column."""
+    """Largest difference found, or the reason why the axis may not split the architecture; by
+    transformers' `model_type` and by column.
+    """
 
 
 @cache
 def table() -> ShownAxes:
-    """Return the file's content."""
+    """Return the content of `architectures.json`."""
     raw: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return ShownAxes(**raw)
 
 
 def why_not(model_type: str | None, column: str) -> str | None:
-    """Why an axis may not cut an architecture; None if it may."""
+    """Return why an axis may not split an architecture, to end a sentence; None if it may."""
     cells = table().rows.get(model_type or "")
     if cells is None:
         return f"; shown for {', '.join(cutting(column))}"
@@ -50,5 +52,5 @@ def why_not(model_type: str | None, column: str) -> str | None:
 
 
 def cutting(column: str) -> tuple[str, ...]:
-    """Return the architectures that an axis may cut."""
+    """Return the architectures that an axis may split."""
     return tuple(name for name, cells in table().rows.items() if not isinstance(cells[column], str))

@@ -1,1 +1,1 @@
-"""DeepSpeed: the only files of trainctl that import it."""
+"""DeepSpeed engine: the only files of trainctl that import DeepSpeed."""

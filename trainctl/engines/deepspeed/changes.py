@@ -1,6 +1,6 @@
-"""The changes to DeepSpeed that last as long as the process; its table says why each is made.
+"""Changes to DeepSpeed that last as long as the process; the table in `patches` gives the reasons.
 
-`trainctl.engines.declared.apply` calls those that a run needs, before the rank joins the others.
+`trainctl.engines.declared.apply` makes those that a run needs, before the rank joins the others.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 
 def do_without_shared_memory_operator() -> None:
-    """Let DeepSpeed take gloo on a CPU, and not compile an all-reduce of its own at each start."""
-    # No setting says so: the table of operators that could be built decides (comm/torch.py), its
-    # one reader. Filled when first asked for, by a compiler: 0.2 s of each rank's start.
+    """Make DeepSpeed use gloo on a CPU, without compiling its own all-reduce at each start."""
+    # No setting does this: DeepSpeed decides by its table of operators that can be built, which
+    # only comm/torch.py reads. The first read fills it with a compiler's help: 0.2 s per start.
     known = vars(deepspeed.ops).get("__compatible_ops__", {})
     deepspeed.ops.__compatible_ops__ = {**known, "deepspeed_shm_comm": False}
 
 
 def leave_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, which each of its optimizers looks at, without torch's compiler.
+    """Import DeepSpeed's Muon, which each of its optimizers imports, without torch's compiler.
 
-    Two of its functions are handed to the compiler as they are defined, which imports all of it: a
-    second of each rank's start. trainctl calls neither: its Muon is its own.
+    Two of its functions are passed to the compiler where they are defined. That imports all of the
+    compiler: a second of each rank's start. trainctl calls neither, because it has its own Muon.
     """
     compiled = compiler.compile
     compiler.compile = _as_it_is
     try:
-        with suppress(ImportError):  # a version that has none has nothing to leave
+        with suppress(ImportError):  # this version of DeepSpeed has no Muon
             import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = compiled
 
 
 def _as_it_is() -> Callable[[Any], Any]:
-    """In place of `torch.compile`, a decorator that changes nothing."""
+    """Return a decorator that changes nothing, in place of `torch.compile`."""
     return lambda function: function
 
 
 def copy_from_swap_buffers() -> None:
-    """Let a parameter that is read from NVMe have memory of its own while it is gathered.
+    """Give a parameter that is read from NVMe its own memory while it is gathered.
 
-    Where one data rank has all of it, DeepSpeed lets it point into the buffer that it was read into
-    (`.to(device)` copies nothing on a CPU; zero/partition_parameters.py, `NoGatherHandle`), and
-    reads another one into that buffer as soon as it is released. A recomputed block still holds
-    its weights by then: gradients were off by some percent, without a word.
+    If one data rank holds the whole parameter, DeepSpeed lets it point into the read buffer
+    (`.to(device)` copies nothing on a CPU; zero/partition_parameters.py, `NoGatherHandle`). As soon
+    as the parameter is released, another one is read into that buffer. A recomputed block still
+    holds its weights by then: gradients were silently off by some percent.
     """
     gather = partition_parameters._no_gather_coalesced
 
@@ -70,23 +70,23 @@ def copy_from_swap_buffers() -> None:
 
 
 def cut_out_transposed_weights() -> None:
-    """Let ZenFlow cut the model's weights out of its flat buffers as it has put them in.
+    """Make ZenFlow read the model's weights from its flat buffers in the layout that it wrote.
 
-    They hold matrices transposed, which its base class does not know (zero/stage_1_and_2.py).
+    The buffers hold matrices transposed, which its base class ignores (zero/stage_1_and_2.py).
     """
     ZenFlowZeroOptimizer._update_model_bit16_weights = _cut_out_weights
 
 
 def settle_updated_masters_only() -> None:
-    """Let ZenFlow, as it chooses columns, keep the master weights that are up to date.
+    """Make ZenFlow keep master weights that are up to date when it selects columns.
 
-    DeepSpeed rounds them all to the weights' format.
+    DeepSpeed rounds all of them to the weights' format.
     """
     ZenFlowZeroOptimizer.sync_fp32_param_from_gpu = _settle_masters
 
 
 def _cut_out_weights(optimizer: Any, group: int) -> None:
-    """The model's weights as views of a group's flat buffer, which holds matrices transposed."""
+    """Set the model's weights to views of a group's flat buffer, which transposes matrices."""
     flat = optimizer.bit16_groups_flat[group]
     places = zip(
         optimizer.round_robin_bit16_groups[group],
@@ -100,9 +100,10 @@ def _cut_out_weights(optimizer: Any, group: int) -> None:
 
 
 def _settle_masters(optimizer: Any) -> None:
-    """Bring the master weights of what was updated on the device up to date; keep the others.
+    """Copy the weights updated on the device to their master weights; keep all other master
+    weights.
 
-    These are the ones that do not round to the model's weights.
+    A master weight is out of date if it does not round to the model's weight.
     """
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
         rank = dist.get_rank(group=optimizer.real_dp_process_group[group])

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around the model."""
+"""Training steps with DeepSpeed's engine around the model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ from trainctl.plan.precision import formats
 class DeepSpeedEngine(Engine):
     """Data, tensor and sequence parallelism, at any ZeRO stage.
 
-    Args:
-        job: What it is built of.
-
     Attributes:
         deepspeed: DeepSpeed's own engine.
     """
@@ -43,7 +40,7 @@ class DeepSpeedEngine(Engine):
         self._has_flash_attention = job.flash_attention
         self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
         for parameter, piece in job.pieces.items():
-            # Of one that is not split, one tensor rank alone counts in DeepSpeed's norm.
+            # DeepSpeed's norm counts a parameter that is not split on one tensor rank only.
             parameter.model_parallel = not (piece.shard.is_whole or piece.is_expert)
         module = self._wrap(job)
         if mesh.expert.size > 1:
@@ -66,7 +63,7 @@ class DeepSpeedEngine(Engine):
         self.loss_scale = DeepSpeedLossScale.of(wrapper, weights)
 
     def _wrap(self, job: Job) -> nn.Module:
-        """What DeepSpeed trains."""
+        """Return the module to give to DeepSpeed."""
         return job.module
 
     @property
@@ -74,17 +71,25 @@ class DeepSpeedEngine(Engine):
         return self.deepspeed
 
     def set_batch(self, batch: Batch) -> None:
-        """The engine is built for the largest: DeepSpeed allocates by whether it accumulates."""
+        """Change the batch of the following steps.
+
+        The engine is built for the largest batch, because DeepSpeed's allocations depend on whether
+        it accumulates gradients.
+        """
         if batch == self._batch:
             return
         self._batch, engine = batch, self.deepspeed
-        each = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size  # as it counts
+        each = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size  # DeepSpeed's count
         engine.set_train_batch_size(batch.gradient_accumulation_steps * each)
-        # It takes a step's end for a multiple of the accumulation steps, over the whole run.
+        # DeepSpeed ends a step at each multiple of the accumulation steps since the start.
         engine.micro_steps = 0
 
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
-        """DeepSpeed averages gradients over the replicas: a sum is scaled by their number."""
+        """Run forward and backward of each micro-batch.
+
+        DeepSpeed averages gradients over the replicas, so the loss is scaled by their number to get
+        a sum.
+        """
         scale = self.mesh.replicas.size / num_labels
         sums = Sums(self._process.device)
         for index, batch in enumerate(batches):
@@ -94,7 +99,7 @@ class DeepSpeedEngine(Engine):
                 self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
                 sums.add(loss, self.deepspeed.module)
                 if index + 1 < len(batches):
-                    self.deepspeed.step()  # not at the boundary: only counts the micro-step
+                    self.deepspeed.step()  # before the boundary it only counts the micro-step
         return sums
 
     def set_learning_rate(self, factor: float) -> None:
@@ -110,7 +115,7 @@ class DeepSpeedEngine(Engine):
                 self._step()
 
     def discard(self) -> None:
-        """The engine counts the step, and clears up after it."""
+        """Let DeepSpeed count the step and clear the gradients, without an update."""
         with self.states.without_update():
             self._step()
 
@@ -126,7 +131,7 @@ class DeepSpeedEngine(Engine):
         return not self.deepspeed.was_step_applied()
 
     def resume_at(self, step: int) -> None:
-        """DeepSpeed's own count of steps decides nothing."""
+        """Do nothing: no decision depends on DeepSpeed's own count of steps."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         loss = float(self.deepspeed(*self._arguments(batch)))
@@ -141,13 +146,13 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _part(self) -> tuple[int, int]:
-        """Of every sequence, this rank's: its index, and how many there are."""
+        """Index of this rank's part of every sequence, and the number of parts."""
         return self.mesh.sequence.index, self.mesh.sequence.size
 
     def _arguments(
         self, batch: MicroBatch
     ) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
-        """What the model is called with: of this rank's part of the batch, on its device."""
+        """Return the arguments of a model call for this rank's part of the batch, on its device."""
         device = self._process.device
         inputs = batch.model_inputs(
             device, part=self._part, flash_attention=self._has_flash_attention

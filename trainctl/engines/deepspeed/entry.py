@@ -1,4 +1,4 @@
-"""What DeepSpeed offers the trainer: the way in."""
+"""Entry point of the DeepSpeed engine for the trainer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainctl.runs.layout import RunPaths
 
 
 class DeepSpeedRoom:
-    """See `trainctl.engines.protocol.Room`."""
+    """Entry point of the DeepSpeed engine (`trainctl.engines.protocol.Room`)."""
 
     def start_process(self, plan: RunPlan) -> Process:
         return start_process(plan)
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
-        """With a folder for what is swapped; and DeepSpeed writes no more than the run wants."""
+        """Return the plan with a swap folder of its own, and set the log level of DeepSpeed."""
         level = plan.config.logging.deepspeed_level.upper()
         deepspeed.utils.logger.setLevel(logging.getLevelName(level))
         return with_own_swap_folder(plan, run, process)

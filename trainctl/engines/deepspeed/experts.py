@@ -1,8 +1,9 @@
-"""What DeepSpeed has to be told of parameters that only some of the replicas have: of experts.
+"""Registration of experts, which only some of the replicas hold, with DeepSpeed.
 
-It knows them by marks on the parameters and by tables of process groups. Their gradients are summed
-over the replicas of the same experts and divided by the number of all replicas, since the exchange
-has brought each expert the tokens of all; ZeRO partitions them over the same smaller group.
+DeepSpeed knows them by marks on the parameters and by tables of process groups. Their gradients are
+summed over the replicas of the same experts and divided by the number of all replicas, because the
+exchange has brought each expert the tokens of all. ZeRO partitions them over the same smaller
+group.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ from torch import nn
 from trainctl.engines.protocol import Job
 
 _FAMILY = "autoep_expert"
-"""What ZeRO 3 calls parameters that it partitions over fewer replicas than the others."""
+"""ZeRO 3's name for parameters that it partitions over fewer replicas than the others."""
 
 
 class _Marker(MoE):
-    """By a module of that class DeepSpeed sees, below stage 3, that there are experts at all."""
+    """A module without parameters: below stage 3, DeepSpeed detects experts by a module of class
+    `MoE`.
+    """
 
     def __init__(self, num_experts: int) -> None:
         nn.Module.__init__(self)
         self.num_experts = num_experts
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """The groups are made already."""
+        """Do nothing: the groups exist already."""
 
 
 def partition_over(parameter: Any, group: dist.ProcessGroup) -> None:
-    """Let `zero.Init` partition a parameter over a group of its own."""
+    """Make `zero.Init` partition a parameter over a group of its own."""
     parameter.ds_zero_partition_process_group = group
 
 
@@ -42,7 +45,7 @@ def tell_of_experts(module: nn.Module, job: Job) -> None:
     DeepSpeed looks the groups up by the name of a parameter group.
 
     Args:
-        module: What DeepSpeed trains; it gets a child without parameters.
+        module: The module that DeepSpeed trains; it may get a child without parameters.
     """
     mesh = job.mesh
     of_experts = [group for group in job.groups if group["moe"]]
@@ -56,8 +59,8 @@ def tell_of_experts(module: nn.Module, job: Job) -> None:
             parameter.allreduce = False
             parameter.group_name = name
             parameter.ds_zero_placement_family = _FAMILY
-            # Stage 3 averages parameters of several groups in one bucket, all under one name.
+            # Stage 3 averages parameters of several groups in one bucket, under one group name.
             parameter.ds_zero_partition_group_name = of_experts[0]["name"]
-    # At stage 3 it is refused, and not needed; without experts here it is not believed.
+    # Stage 3 needs no marker and refuses it. DeepSpeed rejects one without expert parameters.
     if of_experts and job.plan.config.zero_stage.stage < 3:
         module.add_module("expert_marker", _Marker(mesh.expert.size))

@@ -1,4 +1,4 @@
-"""The loss scale of fp16, and what is said when it is used up."""
+"""The loss scale of fp16, and the error when it cannot become smaller."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ from trainctl.config.schema import DataType
 from trainctl.errors import ExitCode, TrainctlError
 
 _COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a dynamic scale goes on from (deepspeed/runtime/fp16/loss_scaler.py)."""
+"""State of a dynamic loss scale (deepspeed/runtime/fp16/loss_scaler.py)."""
 
 
 class DeepSpeedLossScale:
-    """The factor that keeps fp16 gradients from vanishing, as DeepSpeed has it.
-
-    Args:
-        scaler: DeepSpeed's.
-    """
+    """DeepSpeed's loss scale, behind the trainer's `LossScale`."""
 
     def __init__(self, scaler: LossScalerBase) -> None:
         self._scaler = scaler
 
     @classmethod
     def of(cls, wrapper: Any, weights: DataType) -> DeepSpeedLossScale | None:
-        """That of DeepSpeed's optimizer; None where the weights' format needs none."""
+        """Return the loss scale of DeepSpeed's optimizer; None if the weights are not fp16."""
         return cls(wrapper.loss_scaler) if weights is DataType.fp16 else None
 
     @property
@@ -35,32 +31,35 @@ class DeepSpeedLossScale:
         return float(self._scaler.cur_scale)
 
     def state(self) -> dict[str, float]:
-        """What `restore` needs; empty for a fixed scale."""
+        """Return the values that `restore` takes; empty for a fixed scale."""
         if not isinstance(self._scaler, DynamicLossScaler):
             return {}
         return {name: float(getattr(self._scaler, name)) for name in _COUNTERS}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state; a scale that is fixed, or was when it was saved, does not."""
+        """Continue from a saved state. Nothing changes if the scale is fixed, or was when it was
+        saved.
+        """
         if isinstance(self._scaler, DynamicLossScaler) and state:
-            # A launch with another precision.min_loss_scale may have raised the floor.
+            # This launch may have a higher precision.min_loss_scale than the saved one.
             self._scaler.cur_scale = max(state["cur_scale"], float(self._scaler.min_scale))
             for name in _COUNTERS[1:]:
                 setattr(self._scaler, name, int(state[name]))
 
     def is_smallest(self) -> bool:
-        """Whether it cannot become smaller: DeepSpeed raises at the next overflow."""
+        """Return True if the scale cannot become smaller: DeepSpeed raises at the next overflow."""
         scaler = self._scaler
         return isinstance(scaler, DynamicLossScaler) and scaler.cur_scale <= scaler.min_scale
 
 
 @contextmanager
 def stop_at_smallest(scale: DeepSpeedLossScale | None) -> Iterator[None]:
-    """Around an update: say in the run's words what DeepSpeed raises when the scale is used up.
+    """Turn DeepSpeed's exception for an exhausted loss scale, raised in an update, into a run's
+    error.
 
     Raises:
-        TrainctlError: The update overflowed at the smallest scale; on all ranks, which share the
-            verdict.
+        TrainctlError: The update overflowed at the smallest scale; on all ranks, because they share
+            the overflow flag.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The mesh as DeepSpeed asks for it: the `mpu` of `deepspeed.initialize` and `zero.Init`."""
+"""The mesh in DeepSpeed's interface: the `mpu` of `deepspeed.initialize` and `zero.Init`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from trainctl.engines.mesh import ProcessMesh
 
 
 class ModelParallelUnit:
-    """A mesh without pipeline stages, by the names that DeepSpeed asks for (utils/groups.py).
+    """A mesh without pipeline stages, with the methods that DeepSpeed calls (utils/groups.py).
 
-    It hears of the replicas and not of the sequence axis by itself: with one, it averages gradients
-    over all replicas in some paths and over the data-parallel ranks in others (stage3.py, lines
-    1878 and 2279 against reduce_scatter_coalesced), and it sends them in another format.
+    It offers the replicas, but not the sequence axis alone. Given the sequence axis, DeepSpeed
+    averages gradients over all replicas in some paths and over the data-parallel ranks in others
+    (stage3.py, lines 1878 and 2279 against reduce_scatter_coalesced), and sends them in another
+    format.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -54,5 +55,5 @@ class ModelParallelUnit:
 
 
 def unit_of(mesh: ProcessMesh) -> ModelParallelUnit | None:
-    """None where data parallel is the only axis."""
+    """Return the `mpu` of a mesh; None if data parallelism is its only axis."""
     return None if mesh.is_data_only else ModelParallelUnit(mesh)

@@ -1,4 +1,4 @@
-"""ZeRO 3's parameters: partitioned one at a time, so no rank ever holds more than one whole."""
+"""ZeRO-3 parameters, partitioned one at a time: a rank holds at most one whole parameter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainctl.engines.shards import ParameterPiece, Read
 
 
 class Partitioner:
-    """Gives each rank its partition of a parameter; each reads the values of its own only.
+    """Maker of this rank's partition of each parameter, which reads no other values.
 
     (The usual `zero.Init` around the constructor lets the model initialise tensors that are no
     longer whole, which is silently wrong.)
 
     Args:
-        settings: The plan's JSON.
-        skeleton: On the meta device, cut to this rank's shards.
-        device: Of the partitions.
-        mesh: This rank's; none if all ranks are data-parallel.
+        settings: DeepSpeed's JSON in the plan.
+        skeleton: The model on the meta device, cut to this rank's shards.
+        device: Device of the partitions.
+        mesh: This rank's mesh; None if all ranks are data-parallel.
     """
 
     def __init__(
@@ -41,14 +41,15 @@ class Partitioner:
         self._unit = None if mesh is None else unit_of(mesh)
         self._group = None if mesh is None or mesh.is_data_only else mesh.replicas.group
         self._experts = None if mesh is None else mesh.expert_replicas.group
-        self._swapper: Any = None  # to NVMe, with buffers that all parameters share
-        # One buffer for all of them in turn.
+        self._swapper: Any = None  # swapper to NVMe, with buffers that all parameters share
+        # One buffer that each parameter uses in turn, before it is partitioned.
         largest = max(each.numel() * each.element_size() for each in skeleton.parameters())
         self._whole = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
-        """Return the parameter that takes a skeleton's place, with the values of this rank's
-        partition."""
+        """Return the parameter that replaces the skeleton's, with the values of this rank's
+        partition.
+        """
         size = meta.numel() * meta.element_size()
         unset = self._whole[:size].view(meta.dtype).view(meta.shape)
         parameter = nn.Parameter(unset, requires_grad=meta.requires_grad)
@@ -59,17 +60,18 @@ class Partitioner:
         holder.weight = parameter
         deepspeed.zero.Init(
             module=holder,
-            # Without `dtype`: on a device without fp16 DeepSpeed takes bf16 in its place, and
-            # would swap fp32 weights through bf16 buffers; by the JSON it takes the right one.
+            # No `dtype`: given one on a device without fp16, DeepSpeed takes bf16 in its place, and
+            # would swap fp32 weights through bf16 buffers. From the JSON it takes the right one.
             config_dict_or_path=self._settings,
             mpu=self._unit,
             data_parallel_group=self._group,
             param_swapper=self._swapper,
-            # DeepSpeed's engine hands this over too, and there is no public name for it.
+            # DeepSpeed's engine passes this too; it has no public name.
             zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
         )
         self._swapper = parameter.nvme_swapper
-        # ZeRO++'s copy in the node is of what is not set yet; the next gather makes it anew.
+        # ZeRO++'s copy within the node was taken before the values are set; the next gather
+        # makes a new one.
         parameter.ds_secondary_tensor = None
         _fill(parameter, read)
         _return_freed_memory()
@@ -77,7 +79,9 @@ class Partitioner:
 
 
 def partition_range(parameter: Any) -> tuple[int, int]:
-    """This rank's range [start, end) of a parameter that ZeRO-3 partitioned, without padding."""
+    """Return this rank's range [start, end) of a parameter that ZeRO-3 partitioned, without
+    padding.
+    """
     size = parameter.ds_tensor.ds_numel
     start = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
     return start, min(start + size, parameter.ds_numel)
@@ -97,7 +101,9 @@ def _fill(parameter: Any, read: Read) -> None:
 
 
 def _return_freed_memory() -> None:
-    """Give what was freed back to the system: partitions taken in between keep glibc from it."""
+    """Return freed memory to the system: glibc keeps it, because partitions lie between freed
+    blocks.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""What trainctl changes in DeepSpeed, or uses of it that is not documented."""
+"""Table of trainctl's changes to DeepSpeed, and of undocumented parts that it uses."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ USES = (
         need=ZENFLOW,
         apply=f"{_CHANGES}:settle_updated_masters_only",
     ),
-    # Of one engine.
+    # Changes and uses of one engine.
     Use(
         target=f"{_ZENFLOW}._sync_selective_optimizer_lr",
         how=How.called,

@@ -1,4 +1,7 @@
-"""DeepSpeed's pipeline engine: to it, a model is one layer a stage (1F1B, arXiv:1806.03377)."""
+"""Training steps with DeepSpeed's pipeline engine, which sees one layer per stage.
+
+The schedule is 1F1B (arXiv:1806.03377).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from trainctl.plan.batches import Batch
 
 
 class _Stages(PipelineModule):
-    """One layer a stage, of which this rank has its own; tied weights as our mesh knows them."""
+    """Pipeline module with one layer per stage and the mesh's group for tied weights.
+
+    Layers of other stages are placeholders on this rank.
+    """
 
     def __init__(self, stage: nn.Module, mesh: ProcessMesh, loss: Any, tied: Any) -> None:
         self._tied: tuple[nn.Parameter, dist.ProcessGroup] | None = None
@@ -33,7 +39,7 @@ class _Stages(PipelineModule):
         topology = PipeModelDataParallelTopology(
             num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the partition
             super().__init__(layers, topology=topology, loss_fn=loss, partition_method="uniform")
         self._tied = tied
 
@@ -42,7 +48,7 @@ class _Stages(PipelineModule):
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The same as a `DeepSpeedEngine`, for a rank that has one stage of the model."""
+    """A `DeepSpeedEngine` for a rank that holds one pipeline stage of the model."""
 
     def __init__(self, job: Job) -> None:
         self._pipeline = job.mesh.pipeline
@@ -50,7 +56,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._scale = 1.0
         self._sums = Sums(job.process.device)
         super().__init__(job)
-        # What it does for each instruction of a schedule: it takes no schedule from outside.
+        # Functions of a schedule's instructions; DeepSpeed accepts no other schedule.
         instructions = self.deepspeed._INSTRUCTION_MAP
         self.deepspeed._INSTRUCTION_MAP = {
             **instructions,
@@ -61,8 +67,9 @@ class PipelineEngine(DeepSpeedEngine):
         }
 
     def _timed(self, part: str, instruction: Callable[..., None]) -> Callable[..., None]:
-        """Return the instruction as a part of the step's time; an evaluation's is timed as a
-        whole."""
+        """Return the instruction, timed as a part of the step while training; an evaluation is
+        timed whole.
+        """
 
         def execute(engine: Any, *arguments: Any, **options: Any) -> None:
             is_training = engine.module.training
@@ -75,7 +82,7 @@ class PipelineEngine(DeepSpeedEngine):
         tied = None
         if job.plan.config.model.tie_word_embeddings:
             group = group_of_ends(self._pipeline, job.process.timeout)
-            # A frozen one has no gradient, and DeepSpeed would ask for it in fp32 (pipe/engine.py).
+            # DeepSpeed would look for the fp32 gradient of a frozen weight (pipe/engine.py).
             is_trained = job.tied is not None and job.tied.requires_grad
             tied = (job.tied, group) if group is not None and is_trained else None
         if job.tied is not None and self._pipeline.is_last:
@@ -93,7 +100,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_batch(self, batch: Batch) -> None:
         if batch != self._batch:
-            self.deepspeed.reset_activation_shape()  # of the micro-batches of before
+            self.deepspeed.reset_activation_shape()  # shape of the previous micro-batches
         super().set_batch(batch)
 
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
@@ -104,21 +111,21 @@ class PipelineEngine(DeepSpeedEngine):
         return self._sums
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
-        assert norm is not None  # nothing that hides gradients goes with stages (TC069)
-        # DeepSpeed takes the norm of one parameter group after the other over the stages, and would
-        # wait for ever where one stage has more of them (zero/stage_1_and_2.py).
+        assert norm is not None  # TC069 refuses hidden gradients with stages
+        # DeepSpeed's own norm reduces one parameter group after the other over the stages, and
+        # would hang if one stage has more groups (zero/stage_1_and_2.py).
         self.states.use_norm(norm)
         super().update(norm=norm, clip_at=clip_at)
 
     def _step(self) -> None:
-        # The instruction that the schedule left out; the engine's own `step` refuses with stages.
+        # The instruction left out of the schedule; the engine's own `step` refuses stages.
         self.deepspeed._exec_optimizer_step()
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         logits = self._forward(batch)
         if logits is None:
             return 0.0, 0
-        # The ranks of a tensor group compute it together, and one of them counts.
+        # The ranks of a tensor group compute the loss together, and the first one counts it.
         loss = self._stage.losses(logits, self._on_device(batch.labels))
         return (float(loss), batch.num_labels) if self.mesh.tensor.is_first else (0.0, 0)
 
@@ -127,9 +134,9 @@ class PipelineEngine(DeepSpeedEngine):
         return None if logits is None else self._stage.of_all_tokens(logits)[0, position]
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the logits on the last stage, None on the others."""
-        self.deepspeed.reset_activation_shape()  # of the training's batches
-        self.deepspeed.total_loss = None  # it adds up whatever the last stage puts out
+        """Return the logits on the last stage, None on the other stages."""
+        self.deepspeed.reset_activation_shape()  # shape of the training batches
+        self.deepspeed.total_loss = None  # DeepSpeed adds the last stage's output to it
         _, logits = self.deepspeed.eval_batch(
             iter([self._pair(batch)]),
             return_logits=True,
@@ -147,10 +154,14 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def group_of_ends(pipeline: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a group of the first and the last stage, on these; on all stages together."""
+    """Return the process group of the first and the last stage; None on the stages between.
+
+    All stages call it together.
+    """
     first, *between, last = pipeline.ranks
     is_end = pipeline.is_first or pipeline.is_last
-    # NCCL splits groups off that of all ranks, and waits for all: those between make one too.
+    # NCCL splits groups off the group of all ranks, and waits for all ranks: so the stages between
+    # make a group too.
     members = [first, last] if is_end else between
     group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
     return group if is_end else None

@@ -1,4 +1,4 @@
-"""Joining the other ranks: DeepSpeed wraps torch's process groups in a layer of its own."""
+"""Startup of a rank through DeepSpeed, which wraps torch's process groups in a layer of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.plan.types import RunPlan
 
 
 def start_process(plan: RunPlan) -> Process:
-    """Join the ranks that the agent started, from the environment that it set."""
+    """Join the ranks that the agent started, using the environment that it set."""
     declared.apply(plan.config)
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -33,9 +33,9 @@ def start_process(plan: RunPlan) -> Process:
         **meeting_place(),
     )
     if accelerator.device_name() == "cpu":
-        # Where this does not say how many ranks a node has, DeepSpeed starts a program that looks,
-        # at each reduction of ZeRO 3. Only now: told before, it would open files in shared memory
-        # for an all-reduce that training does not use.
+        # Without LOCAL_SIZE (ranks of a node), DeepSpeed starts a program that counts them at each
+        # reduction of ZeRO 3. It is set only now: set before `init_distributed`, it would make
+        # DeepSpeed open files in shared memory for an all-reduce that training does not use.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Process(
         rank=dist.get_rank(),

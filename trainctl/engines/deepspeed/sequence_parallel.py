@@ -1,8 +1,9 @@
-"""Sequence parallelism: each rank has a part of every sequence, and of the heads within attention.
+"""Sequence parallelism: each rank has a part of every sequence, and within attention a part of
+heads.
 
-DeepSpeed's Ulysses (arXiv:2309.14509; runtime/sequence_parallel/ulysses_sp.py) exchanges the parts
-for heads around transformers' own attention function. It finds its place by the function's name, so
-the function is replaced in transformers' table while the engine lives.
+DeepSpeed's Ulysses (arXiv:2309.14509; runtime/sequence_parallel/ulysses_sp.py) exchanges parts of
+the sequence for heads around transformers' own attention function. transformers looks that function
+up by name, so it is replaced in transformers' table while the engine lives.
 """
 
 from __future__ import annotations
@@ -20,12 +21,7 @@ from trainctl.plan.types import RunPlan
 
 
 class SequenceParallelAttention:
-    """Attention over the whole sequence for models whose ranks have parts of it.
-
-    Args:
-        plan: The plan of the run.
-        mesh: This rank's.
-    """
+    """Attention over the whole sequence for models whose ranks hold parts of it."""
 
     def __init__(self, plan: RunPlan, mesh: ProcessMesh) -> None:
         self._name = plan.config.model.attention.value
@@ -33,7 +29,9 @@ class SequenceParallelAttention:
 
         @cache
         def exchange(heads: int, kv_heads: int, width: int) -> UlyssesSPAttentionHF:
-            """For the heads that tensor ranks leave here; layers may differ in them."""
+            """Return the exchange for this tensor rank's heads, whose numbers may differ between
+            layers.
+            """
             made = UlyssesSPAttentionHF(
                 attn=self._original,
                 batch_size=plan.batch.micro_batch_size,
@@ -44,7 +42,7 @@ class SequenceParallelAttention:
                 process_group=mesh.sequence.group,
                 seq_length_is_variable=True,
             )
-            # As `register_with_transformers` does, which would put its own function into the table.
+            # `register_with_transformers` sets it too, but puts its own function into the table.
             made.core_attn_implementation = self._name
             return made
 
@@ -58,18 +56,18 @@ class SequenceParallelAttention:
             **kwargs: Any,
         ) -> Any:
             heads, width, own = query.shape[1], query.shape[-1], value.shape[-1]
-            # Values narrower than keys (latent attention) travel with columns of zeros.
+            # Values narrower than keys (latent attention) are padded with columns of zeros.
             value = F.pad(value, (0, width - own))
-            # The mask that transformers made is one of this rank's part; over the whole sequence
-            # the kernels are causal by themselves.
+            # transformers' mask covers this rank's part only, so none is passed: the kernels are
+            # causal by themselves over the whole sequence.
             output, weights = exchange(heads, key.shape[1], width)(
                 module, query, key, value, None, *args, **kwargs
             )
-            # With a dimension for the heads, as transformers' own attention functions return it.
+            # transformers' own attention functions return a dimension for the heads.
             return output.unflatten(-1, (-1, width))[..., :own], weights
 
         ALL_ATTENTION_FUNCTIONS[self._name] = attention
 
     def close(self) -> None:
-        """Give transformers its function back."""
+        """Restore transformers' own function."""
         ALL_ATTENTION_FUNCTIONS[self._name] = self._original

@@ -1,4 +1,4 @@
-"""What DeepSpeed swaps to NVMe: its files, a folder for each run."""
+"""Folder, one for each run, of the files that DeepSpeed swaps to NVMe."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SECTIONS = ("offload_optimizer", "offload_param")
 
 
 def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
-    """Return the plan with a folder of its own below `offload.nvme_path`, emptied; on all ranks
-    together.
+    """Return the plan with an emptied swap folder of this run; on all ranks together.
 
-    DeepSpeed names its files by rank and parameter only: two runs that share a drive would
-    overwrite each other's states. What an attempt that died left there is removed.
+    The folder lies below `offload.nvme_path`. DeepSpeed names its files by rank and parameter only:
+    two runs that share a drive would overwrite each other's states. Files that a dead attempt left
+    there are removed.
     """
     if not _folders(plan.deepspeed):
         return plan
@@ -37,13 +37,13 @@ def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunP
 
 
 def remove_swap_folder(plan: RunPlan) -> None:
-    """Remove what this run swapped on this machine; when no rank uses it any more."""
+    """Remove this run's swap files from this machine, once no rank uses them."""
     _remove(plan.deepspeed)
 
 
 def _remove(deepspeed: dict[str, Any]) -> None:
     for folder in _folders(deepspeed):
-        shutil.rmtree(folder, ignore_errors=True)  # other ranks remove it too
+        shutil.rmtree(folder, ignore_errors=True)  # other ranks remove the folder too
 
 
 def _folders(deepspeed: dict[str, Any]) -> set[str]:
@@ -51,6 +51,6 @@ def _folders(deepspeed: dict[str, Any]) -> set[str]:
 
 
 def _sections(deepspeed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those parts of the JSON that name a folder."""
+    """Return the sections of the JSON that name an NVMe folder."""
     zero = deepspeed.get("zero_optimization", {})
     return [zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})]

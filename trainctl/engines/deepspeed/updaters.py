@@ -1,4 +1,4 @@
-"""What DeepSpeed's own optimizers keep otherwise than torch's."""
+"""Updaters of DeepSpeed's own optimizers, which keep states in other forms than torch's."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from trainctl.engines.updater import Updater
 
 
 class _CountsInInt(Updater):
-    """DeepSpeedCPULion: the step count is an int."""
+    """Updater of DeepSpeedCPULion, whose step count is an int."""
 
     def step_count(self, tensor: torch.Tensor, value: float) -> int:
         return int(value)
 
 
 class _FusedLion(_CountsInInt):
-    """It counts on the last parameter of a group alone, and does not use it."""
+    """Updater of FusedLion, which counts steps on the last parameter of a group only and ignores
+    them.
+    """
 
     counts_alike = False
 
 
 class _CPUAdam(_CountsInInt):
-    """Its kernel on the host keeps numbers of its own."""
+    """Updater of DeepSpeedCPUAdam, whose host kernel keeps values beyond the states."""
 
     def state_type(self, tensor: torch.Tensor) -> torch.dtype:
         if self.optimizer.fp32_optimizer_states:
@@ -34,8 +36,11 @@ class _CPUAdam(_CountsInInt):
         return tensor.dtype
 
     def catch_up(self, scalars: Mapping[str, float]) -> None:
-        """CPUAdam keeps the powers of its betas as running products in fp32 (csrc/includes/
-        cpu_adam.h, IncrementStep); a power computed at once differs in the last bit."""
+        """Repeat the steps of the kernel's counters, on a tensor of one element.
+
+        CPUAdam keeps the powers of its betas as running products in fp32 (csrc/includes/cpu_adam.h,
+        IncrementStep); a power computed at once differs in the last bit.
+        """
         one = torch.zeros(1)
         for step in range(1, int(scalars.get("step", 0)) + 1):
             group = self.optimizer.param_groups[0]
@@ -59,6 +64,6 @@ _KINDS = {
 
 
 def updater_of(optimizer: Optimizer) -> Updater:
-    """By the kind of the optimizer that makes the update."""
+    """Return the updater for the class of the optimizer that makes the update."""
     found = (adapter for kind, adapter in _KINDS.items() if isinstance(optimizer, kind))
     return next(found, Updater)(optimizer)

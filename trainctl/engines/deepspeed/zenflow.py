@@ -1,18 +1,18 @@
 """ZenFlow (arXiv:2505.12242): a share of the columns is updated on the device, the rest rarely.
 
-At each step AdamW on the device updates the columns whose gradients were largest when they were
-chosen, and all vectors, during the backward pass. The gradients of everything else add up in host
-memory, where CPUAdam makes one update of them in an interval.
+At each step, during the backward pass, AdamW on the device updates all vectors and the selected
+columns: those with the largest gradients at the time of selection. The other gradients accumulate
+in host memory, where CPUAdam makes one update of them per interval.
 
-Four things DeepSpeed 0.19.8 does wrong without a word. The first and the last are put right in
-`trainctl.engines.deepspeed.changes`, the others here:
+DeepSpeed 0.19.8 does four things silently wrong. `trainctl.engines.deepspeed.changes` corrects the
+first and the last, this module the others:
 
 - Its flat buffers hold matrices transposed, but the model's weights are cut out of them as if they
-  did not: every matrix is scrambled (zero/stage_1_and_2.py, `_update_model_bit16_weights`).
+  were not: every matrix is scrambled (zero/stage_1_and_2.py, `_update_model_bit16_weights`).
 - The optimizer on the device has one weight decay for all groups (zenflow_stage_1_and_2.py).
-- It makes its update with the learning rate of the step before (engine.py, `step`).
-- Each choice of columns rounds all master weights to the weights' format
-  (`sync_fp32_param_from_gpu`), where only those of the updated columns are out of date.
+- The optimizer on the device uses the learning rate of the previous step (engine.py, `step`).
+- Each selection of columns rounds all master weights to the weights' format
+  (`sync_fp32_param_from_gpu`), although only those of the updated columns are out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainctl.engines.protocol import Job
 
 
 class ZenFlowEngine(DeepSpeedEngine):
-    """An engine whose optimizer is ZenFlow's: data-parallel, one micro-batch a step."""
+    """A `DeepSpeedEngine` with ZenFlow's optimizer: data-parallel, one micro-batch per step."""
 
     updates_early = True
 
@@ -43,11 +43,13 @@ class ZenFlowEngine(DeepSpeedEngine):
 
     def set_learning_rate(self, factor: float) -> None:
         super().set_learning_rate(factor)
-        # The engine's `step` does so too, after the backward pass that has used the rate.
+        # The engine's `step` does this only after the backward pass, which has used the rate.
         self._zenflow._sync_selective_optimizer_lr()
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
-        """Update in host memory, if it is time for that; the columns on the device have been."""
+        """Update in host memory at the end of an interval; columns on the device are updated
+        already.
+        """
         assert norm is None and clip_at is None
         self._steps_since_update += 1
         is_time = self.deepspeed.is_gradient_accumulation_boundary()
@@ -61,7 +63,9 @@ class ZenFlowEngine(DeepSpeedEngine):
 
     @property
     def norm_of_update(self) -> float | None:
-        """Of the mean gradient of the steps that the update in host memory was for, if one was."""
+        """Norm of the mean gradient of the interval's steps, if the last step updated in host
+        memory.
+        """
         return self._norm
 
     @property
@@ -69,9 +73,9 @@ class ZenFlowEngine(DeepSpeedEngine):
         return self._was_skipped
 
     def resume_at(self, step: int) -> None:
-        """Go on after `step` steps: what the columns had of moments is gone, so choose anew.
+        """Continue after `step` steps with a new selection: the selected columns' moments are lost.
 
-        DeepSpeed chooses at the end of the warm-up.
+        DeepSpeed selects columns at the end of the warm-up.
         """
         self.deepspeed.micro_steps = step
         self._zenflow.micro_step = step - 1

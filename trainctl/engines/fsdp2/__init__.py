@@ -1,1 +1,1 @@
-"""torch's `fully_shard` (FSDP2) as the engine, without DeepSpeed."""
+"""Engine that runs torch's `fully_shard` (FSDP2), without DeepSpeed."""

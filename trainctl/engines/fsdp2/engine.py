@@ -1,4 +1,4 @@
-"""torch's `fully_shard` around the model."""
+"""Training steps with torch's `fully_shard` around the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainctl.plan.batches import Batch
 
 
 class Fsdp2Engine(Engine):
-    """Data parallelism with everything in shards.
+    """Data parallelism with parameters, gradients and optimizer states in shards.
 
     Args:
-        job: What it is built of; in its model are this rank's shards (`ShardMaker`).
+        job: What the engine is built from; its model holds this rank's shards (`ShardMaker`).
     """
 
     states: Shards
@@ -47,7 +47,11 @@ class Fsdp2Engine(Engine):
         self._batch = batch
 
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
-        """torch averages gradients over the replicas: a sum is scaled by their number."""
+        """Run forward and backward of each micro-batch.
+
+        torch averages gradients over the replicas, so the loss is scaled by their number to get a
+        sum.
+        """
         scale = self.mesh.replicas.size / num_labels
         sums = Sums(self._process.device)
         for index, batch in enumerate(batches):
@@ -82,11 +86,11 @@ class Fsdp2Engine(Engine):
 
     @property
     def was_skipped(self) -> bool:
-        """Never: no loss is scaled, and what is not finite is the trainer's to judge."""
+        """Always False: no loss is scaled, and the trainer judges gradients that are not finite."""
         return False
 
     def resume_at(self, step: int) -> None:
-        """It counts no steps."""
+        """Do nothing: this engine counts no steps."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         loss = float(self._module(*self._arguments(batch)))
@@ -100,11 +104,11 @@ class Fsdp2Engine(Engine):
     def _arguments(
         self, batch: MicroBatch
     ) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
-        """What the model is called with, on this rank's device."""
+        """Return the arguments of a model call, on this rank's device."""
         device = self._process.device
         inputs = batch.model_inputs(device, flash_attention=self._has_flash_attention)
         return inputs, batch.labels.to(device, non_blocking=True), batch.beside(device)
 
     def close(self) -> None:
-        """Let go of what is gathered; no thread and no file is the engine's own."""
+        """Free the gathered parameters; the engine has no threads or files."""
         self.states.publish()

@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` offers the trainer: the way in."""
+"""Entry point of the FSDP2 engine for the trainer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainctl.runs.layout import RunPaths
 
 
 class Fsdp2Room:
-    """See `trainctl.engines.protocol.Room`."""
+    """Entry point of the FSDP2 engine (`trainctl.engines.protocol.Room`)."""
 
     def start_process(self, plan: RunPlan) -> Process:
         return start_process(plan)
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
-        """Nothing of it hangs on the machine."""
+        """Return the plan unchanged: nothing in it depends on the machine."""
         return plan
 
     def parameter_maker(

@@ -1,4 +1,4 @@
-"""Joining the other ranks, by torch alone."""
+"""Startup of a rank with torch's process groups alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainctl.plan.types import RunPlan
 
 
 def start_process(plan: RunPlan) -> Process:
-    """Join the ranks that the agent started, from the environment that it set."""
+    """Join the ranks that the agent started, using the environment that it set."""
     declared.apply(plan.config)
     device = torch.device("cpu")
     if plan.hardware.accelerator is not Accelerator.cpu:

@@ -1,4 +1,4 @@
-"""What the plan tells the engine (`trainctl.plan.fsdp2`), in torch's words."""
+"""Settings of the FSDP2 engine in a plan (`trainctl.plan.fsdp2`), as torch's types."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The payload of a plan."""
+    """Settings of the engine, read from a plan."""
 
     reshard_after_forward: bool
-    """Whether weights are gathered anew for the backward pass."""
+    """Whether weights are freed after the forward pass and gathered again for the backward pass."""
     param_dtype: torch.dtype
-    """Format that weights are gathered in."""
+    """Format in which weights are gathered."""
     reduce_dtype: torch.dtype
-    """Format that gradients are sent in."""
+    """Format in which gradients are reduced."""
     offload: bool
     """Whether shards, their gradients and states are in host memory."""
     pin_memory: bool
-    """Whether that is page-locked, where there is an accelerator."""
+    """Whether offloaded shards are in page-locked memory; without an accelerator they never are."""
     reduce_every_micro_batch: bool
-    """Whether gradients are reduced in each backward pass."""
+    """Whether gradients are reduced in each backward pass, rather than once a step."""
     optimizer: dict[str, Any]
-    """Name and arguments of torch's optimizer; empty if the trainer brings one."""
+    """Class name and arguments of torch's optimizer; empty if the trainer builds its own."""
 
     @classmethod
     def of(cls, plan: RunPlan) -> Settings:
-        """Those of a plan."""
+        """Return the settings in a plan."""
         told = plan.settings[PREFIX]
         return cls(
             reshard_after_forward=told["reshard_after_forward"],
@@ -53,13 +53,15 @@ class Settings:
         return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
-        """Where shards are between uses, of a model that computes on `device`."""
+        """Return the offload policy of a model that computes on `device`."""
         if not self.offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin_memory and device.type != "cpu")
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """torch's optimizer of the groups, each of which has its own rate and decay."""
+        """Return torch's optimizer over parameter groups, each of which has its own rate and
+        decay.
+        """
         made: Optimizer = getattr(torch.optim, self.optimizer["type"])(
             groups, **self.optimizer["params"]
         )

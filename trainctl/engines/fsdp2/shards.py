@@ -1,7 +1,7 @@
-"""Shards along the first dimension: each rank reads the values of its own, and torch gathers them.
+"""Shards along the first dimension: each rank reads its own values only, and torch gathers them.
 
-`fully_shard` deals out the rows of a parameter as `torch.chunk` does: as many to each rank as to
-the first, the last ones with fewer or none. So a shard is a range of the flattened parameter.
+`fully_shard` splits the rows of a parameter as `torch.chunk` does: the last ranks may have fewer
+rows than the first, or none. So a shard is a range of the flattened parameter.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from trainctl.engines.shards import ParameterPiece, Pieces, Read
 
 
 def rows_of(count: int, axis: Axis) -> range:
-    """Return the rows that a rank has of a parameter with so many."""
+    """Return the rows of this rank's shard of a parameter with `count` rows."""
     each = -(-count // axis.size)
     return range(min(axis.index * each, count), min((axis.index + 1) * each, count))
 
 
 def start_of(shape: torch.Size, axis: Axis) -> int:
-    """Return the first element of a rank's shard of a parameter, flattened."""
+    """Return the first element of this rank's shard in the flattened parameter."""
     return rows_of(shape[0], axis).start * shape[1:].numel()
 
 
 class ShardMaker:
-    """Gives each rank its shard of a parameter, in fp32: that is what the optimizer updates.
+    """Maker of this rank's shard of each parameter, in fp32: the tensor that the optimizer updates.
 
     Args:
-        replicas: The ranks that share the parameters out.
+        replicas: The ranks over which parameters are sharded.
         place: The device of the shards.
     """
 
@@ -43,7 +43,9 @@ class ShardMaker:
         self._replicas, self._place = replicas, place
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
-        """Return the shard that takes a skeleton's place until `shard` puts it into torch's."""
+        """Return the shard. It replaces the skeleton's parameter until `shard` wraps it in a
+        DTensor.
+        """
         rows = rows_of(meta.shape[0], self._replicas)
         shard = torch.empty((len(rows), *meta.shape[1:]), dtype=torch.float32, device=self._place)
         start = start_of(meta.shape, self._replicas)
@@ -54,15 +56,15 @@ class ShardMaker:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A parameter in torch's hands."""
+    """A parameter that `fully_shard` manages."""
 
     shard: nn.Parameter
-    """This rank's, a plain tensor: what the optimizer updates."""
+    """This rank's shard as a plain tensor, which the optimizer updates."""
     parameter: nn.Parameter
-    """The model's, whose local part it is, and which gets the gradient."""
+    """The model's DTensor, whose local part is the shard. It receives the gradient."""
 
     def take_gradient(self) -> None:
-        """Give the shard the gradient of its part; zeros where the parameter got none."""
+        """Set the shard's gradient from the parameter's; zeros if the parameter has none."""
         gradient = self.parameter.grad
         if gradient is None:
             self.shard.grad = torch.zeros_like(self.shard)
@@ -71,7 +73,7 @@ class Sharded:
             self.shard.grad = gradient.to_local()
 
     def drop_gradient(self) -> None:
-        """On both sides."""
+        """Clear the gradient of the shard and of the parameter."""
         self.shard.grad = self.parameter.grad = None
 
 
@@ -83,16 +85,16 @@ def shard(
     settings: Settings,
     device: torch.device,
 ) -> tuple[list[FSDPModule], list[Sharded]]:
-    """Let torch gather each block when it runs, and everything else while the model runs.
+    """Let torch gather each block while it runs, and all other parameters while the model runs.
 
-    The embedding is in one unit with the output projection: alone, it would come untied from it
-    without a word.
+    The embedding is in one unit with the output projection. In a unit of its own it would silently
+    become untied.
 
     Args:
-        module: What is trained; in its parameters' places are this rank's shards.
+        module: The model, whose parameters are this rank's shards.
         blocks: Modules in it that are gathered one at a time.
-        replicas: The ranks that share the parameters out.
-        device: That the model computes on.
+        replicas: The ranks over which parameters are sharded.
+        device: Device on which the model computes.
 
     Returns:
         The units, the whole model last, and the parameters in the order of `pieces`.
@@ -111,7 +113,7 @@ def shard(
         }
         for owner, name, shard in slots:
             setattr(owner, name, whole[shard])
-        # What is outside the blocks stays gathered from its use at the start to that at the end.
+        # Parameters outside the blocks stay gathered from their first use to their last.
         reshard = settings.reshard_after_forward and unit is not module
         sharded = fully_shard(
             unit,
@@ -133,7 +135,7 @@ def shard(
 
 
 def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return every place in a unit of a parameter that no unit inside it has."""
+    """Return each place of a parameter in a unit (module, name, parameter), without inner units."""
     return [
         (owner, name, parameter)
         for owner in unit.modules()
@@ -143,7 +145,7 @@ def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Par
 
 
 def _filled(meta: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
-    """Return a sharded parameter with this rank's values."""
+    """Return a sharded parameter that holds this rank's values."""
     assert isinstance(meta, DTensor)
     values = DTensor.from_local(
         shard.detach(),

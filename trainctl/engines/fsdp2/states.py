@@ -1,4 +1,4 @@
-"""Where torch's `fully_shard` has the optimizer's tensors: a shard of each parameter, in fp32."""
+"""Optimizer states under `fully_shard`: one tensor for each parameter, its shard in fp32."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainctl.engines.updater import Updater
 
 
 class Shards(States):
-    """Each tensor is a range of one parameter, and its gradient the parameter's.
+    """States whose tensors are each a range of one parameter, with the same range of its gradient.
 
     Args:
-        optimizer: Over the shards.
-        parameters: All of them.
-        units: What gathers them.
-        pieces: Of the shards.
-        replicas: The ranks that share the parameters out.
+        optimizer: Optimizer of the shards.
+        parameters: All parameters that the model trains.
+        units: Modules that gather the parameters.
+        pieces: The piece of each shard.
+        replicas: The ranks over which parameters are sharded.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Shards(States):
         return self._updater
 
     def catch_up(self, scalars: Mapping[str, float]) -> None:
-        """Its steps have left nothing else."""
+        """Do nothing: the optimizer keeps no values beyond its states."""
 
     def check_readable(self) -> None:
-        """They are here."""
+        """Do nothing: this process holds the states."""
 
     def is_swapped(self, index: int) -> bool:
         return False
@@ -73,10 +73,12 @@ class Shards(States):
         return nullcontext()
 
     def settle(self) -> None:
-        """They are the weights."""
+        """Do nothing: the shards are the master weights."""
 
     def publish(self) -> None:
-        """What is gathered is what was: let go of it, so that it is gathered anew."""
+        """Free the gathered parameters, which hold the old values, so that torch gathers them
+        again.
+        """
         for unit in self._units:
             unit.reshard()
 
@@ -100,7 +102,7 @@ class Shards(States):
             yield fragment, gradient.view(-1)
 
     def take_gradients(self) -> None:
-        """Those that the backward passes of a step have left."""
+        """Give the shards the gradients of the step's backward passes."""
         for each in self._parameters:
             each.take_gradient()
 
@@ -109,7 +111,7 @@ class Shards(States):
         """Clip the gradients and step.
 
         Args:
-            limit: What it is clipped at; None does not clip.
+            limit: Clipping threshold; None does not clip.
         """
         if limit is not None and limit < norm + CLIPPING_EPSILON:
             for _, gradient in self._gradients():
@@ -117,6 +119,6 @@ class Shards(States):
         self.optimizer.step()
 
     def drop_gradients(self) -> None:
-        """Clear them."""
+        """Clear the gradients."""
         for each in self._parameters:
             each.drop_gradient()

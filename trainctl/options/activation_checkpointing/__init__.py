@@ -1,4 +1,4 @@
-"""What a kind of activation checkpointing says of itself: what it keeps, and what it goes with."""
+"""Specification of activation checkpointing: what it keeps, and what it cannot be combined with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainctl.config.schema.option import option
 
 @dataclass
 class Recomputing(ActivationCheckpointingConfig):
-    """Of kinds that compute blocks again."""
+    """Keys of activation checkpointing that recomputes blocks."""
 
     every_kth_block: int = option(
         1, "Recompute the first of every k blocks, and keep the others whole.", minimum=1
@@ -27,29 +27,30 @@ class Recomputing(ActivationCheckpointingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing(Spec):
-    """What is kept of a block for its backward pass.
+    """Specification of one kind of activation checkpointing.
 
-    `build` takes nothing, and gives the contexts in which torch's checkpoint runs a block at first
-    and again.
+    `build` takes no arguments and returns the contexts in which torch's checkpoint runs a block in
+    the forward pass and in recomputation.
     """
 
     keeps_products: bool = False
-    """Whether, of a block that is computed again, what its products with weights and its attention
-    gave is kept beside the input: the rest is computed from it."""
+    """Whether a recomputed block keeps, beside its input, the outputs of its matrix products with
+    weights and of its attention: only the rest is recomputed.
+    """
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """Reasons, by the name of a `kernels.compile` that it does not go with."""
+    """Reasons, by the value of `kernels.compile` that it cannot be combined with."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether anything is computed again."""
+        """Whether any block is recomputed."""
         return issubclass(self.keys, Recomputing)
 
 
 def checkpointing_of(section: ActivationCheckpointingConfig) -> ActivationCheckpointing:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured activation checkpointing.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("activation_checkpointing", section.mode)
     assert isinstance(spec, ActivationCheckpointing)
@@ -57,13 +58,13 @@ def checkpointing_of(section: ActivationCheckpointingConfig) -> ActivationCheckp
 
 
 def recomputed(config: RunConfig) -> Recomputing | None:
-    """What a configuration says of the blocks that are computed again; None where none are."""
+    """Return the section of recomputed blocks in a configuration; None if there are none."""
     section = config.activation_checkpointing
     return section if isinstance(section, Recomputing) else None
 
 
 def by_what_they_keep() -> tuple[ActivationCheckpointing, ...]:
-    """Return all kinds; the one that keeps least, and computes most again, first."""
+    """Return all kinds, ordered from the one that keeps least and recomputes most."""
 
     def kept(spec: ActivationCheckpointing) -> tuple[bool, bool]:
         return not spec.recomputes, spec.keeps_products

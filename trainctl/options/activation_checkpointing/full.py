@@ -1,4 +1,4 @@
-"""A block keeps its input and is computed again (arXiv:1604.06174)."""
+"""Each recomputed block keeps its input only (arXiv:1604.06174)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every activation is kept."""
+"""No recomputation: every activation is kept."""
 
 from __future__ import annotations
 

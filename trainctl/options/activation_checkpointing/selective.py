@@ -1,4 +1,4 @@
-"""A block keeps what is costly to compute, and computes the rest again (arXiv:2205.05198)."""
+"""Each recomputed block keeps what is costly to compute (arXiv:2205.05198)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an adapter says of itself: the tensors that it adds to a linear layer, and how it scales.
+"""Specification of an adapter: the tensors that it adds to a linear layer, and their scale.
 
-With an adapter the weights of the model itself stay as they are, and what it adds to chosen linear
-layers trains (arXiv:2106.09685): W x becomes W x + s B A x, with A of (rank, inputs), B of
-(outputs, rank) and the factor s by which kinds differ.
+With an adapter the model's own weights stay fixed, and additions to selected linear layers are
+trained (arXiv:2106.09685): W x becomes W x + s B A x, with A of (rank, inputs), B of (outputs,
+rank) and a factor s that depends on the kind of adapter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainctl.config.schema.option import option
 
 
 class BaseWeights(Enum):
-    """How the frozen matrices beside an adapter are held."""
+    """Format of the frozen matrices of an adapted model."""
 
     compute = "compute"
     int8 = "int8"
@@ -26,7 +26,7 @@ class BaseWeights(Enum):
 
 @dataclass
 class LowRank(AdapterConfig):
-    """Of what adds a product of two narrow matrices."""
+    """Keys of an adapter that adds a product of two narrow matrices."""
 
     rank: int = option(8, "Rows of A and columns of B.", minimum=1, maximum=65_536)
     alpha: float = option(
@@ -60,32 +60,32 @@ class LowRank(AdapterConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the frozen matrices take fewer bits than what computes with them."""
+        """Whether the frozen matrices have fewer bits than the compute format."""
         return self.base_weights is not BaseWeights.compute
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Spec):
-    """What is added to a linear layer.
+    """Specification of one adapter of linear layers.
 
-    `build` is called on a rank with the skeleton and the section, and adds it.
+    A rank calls `build` with the skeleton and the section; it adds the adapter to the skeleton.
     """
 
     rank_power: float = 1.0
-    """What is added is multiplied by alpha / rank ** rank_power."""
+    """Exponent of the rank in the scale alpha / rank ** rank_power."""
     has_magnitude: bool = False
-    """Whether each row of the sum is scaled to a length that trains (arXiv:2402.09353)."""
+    """Whether each row of the sum is scaled to a trained length (arXiv:2402.09353)."""
 
     def scale(self, section: LowRank) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """Return the factor of the product of the two matrices."""
         return float(section.alpha / section.rank**self.rank_power)
 
 
 def spec_of(section: AdapterConfig) -> Adapter:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured adapter.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("adapter", section.kind)
     assert isinstance(spec, Adapter)
@@ -93,5 +93,5 @@ def spec_of(section: AdapterConfig) -> Adapter:
 
 
 def low_rank(section: AdapterConfig) -> LowRank | None:
-    """What a configuration says of an adapter; None where it has none."""
+    """Return the section as the keys of a low-rank adapter; None without an adapter."""
     return section if isinstance(section, LowRank) else None

@@ -1,4 +1,4 @@
-"""DoRA (arXiv:2402.09353): LoRA for the directions of rows, and their lengths train beside it."""
+"""DoRA (arXiv:2402.09353): LoRA on the directions of rows, with trained lengths of the rows."""
 
 from __future__ import annotations
 

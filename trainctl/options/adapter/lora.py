@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): a product of two narrow matrices beside each layer."""
+"""LoRA (arXiv:2106.09685): adds a product of two narrow matrices to each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of the model itself train."""
+"""No adapter: the model's own weights are trained."""
 
 from __future__ import annotations
 

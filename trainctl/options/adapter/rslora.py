@@ -1,4 +1,6 @@
-"""LoRA whose scale falls with the root of the rank (arXiv:2312.03732), so that ranks compare."""
+"""LoRA whose scale falls with the root of the rank (arXiv:2312.03732), so that ranks are
+comparable.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a data source says of itself: its files, and what gives the documents that are in them.
+"""Specification of a data source: its files, and the reader of their documents.
 
-A source knows files and documents. What is held out, the order, the cache of tokens and packing are
-the same for all of them, and know no kind.
+A source provides files and documents. The held-out split, the order, the token cache and packing
+are the same for all sources and independent of their kind.
 """
 
 from __future__ import annotations
@@ -21,62 +21,74 @@ from trainctl.config.text.remote import File
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource(Spec):
-    """What one kind of data source reads, and how.
+    """Specification of one kind of data source.
 
-    Its `build` gives the documents of a file: it is called as ``read(reader, file)``, with a
-    `config.text.documents.Reader` that has the section and the policy for bad text, and gives
+    Its `build` yields the documents of a file. It is called as ``read(reader, file)``, with a
+    `config.text.documents.Reader` that holds the section and the policy for bad text, and yields
     `Document`s in order. No torch is loaded then.
     """
 
     endings: tuple[str, ...] = ()
-    """Those of the files that it takes from a folder of `data.paths`, packed or not; a glob takes
-    any."""
+    """Endings of the files to read from a folder in `data.paths`, compressed or not; a glob selects
+    files of any ending.
+    """
     choose: Choose | None = None
-    """Gives, of all files of such a folder, those that are its corpus, before endings are looked
-    at; None takes them by their endings alone."""
+    """Function that selects the corpus's files from all files of such a folder, before their
+    endings are checked; None selects by ending alone.
+    """
     files: Callable[[Any], Sequence[File]] | None = None
-    """Gives its files, sorted, of its section; None takes those that `data.paths` names."""
+    """Function that returns the sorted files of a section; None takes the files in `data.paths`."""
     ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
-    """Gives, of a file and a number of bytes, ranges of about so many each that are read by
-    themselves, so that many processes read one file; in order, and without gaps where documents
-    are. Their two numbers are the source's own: bytes, row groups. Its `build` is then also called
-    with one of them, as ``read(reader, file, span)``. None has files read whole."""
+    """Function that splits a file into ranges of about the given number of bytes, so that several
+    processes can read it. Ranges are in order, without gaps between documents. The unit of their
+    two numbers is the source's own: bytes, row groups. `build` is then also called with one range,
+    as ``read(reader, file, span)``. If None, a file is read as a whole.
+    """
     counts_lines: bool = False
-    """Whether documents of a range have the number of their line there, as who reads a range of
-    lines knows none before it; else that in the file."""
+    """Whether documents of a range are numbered by their line in the range, because a reader of a
+    range does not know the lines before it. Otherwise they are numbered within the file.
+    """
     problem: Callable[..., FileProblem | None] | None = None
-    """What is wrong with the beginning of a file, before anything starts; None does not look."""
+    """Function that checks the beginning of a file before a start, and returns what is wrong; None
+    checks nothing.
+    """
     is_plain: bool = False
-    """Whether a file that is not packed is at least as long as its text, so that a corpus that is
-    too short is seen by the sizes of its files."""
+    """Whether an uncompressed file is at least as long as its text, so that file sizes show that a
+    corpus is too short.
+    """
     places: Callable[[File], list[int | None]] | None = None
-    """Lines of a file's documents, from 1, where all of them are kept; None has the file read again
-    to know them."""
+    """Function that returns the lines of a file's documents, from 1, if all documents are kept;
+    None means that the file must be read again to know them.
+    """
     identity: Callable[[Any], str] | None = None
-    """Gives, of its section, what its documents depend on beside the files. It is a part of the key
-    of the cache; None is the kind and all of its own keys."""
+    """Function that returns, for a section, what its documents depend on beside the files: a part
+    of the cache key. None uses the kind and all of its own keys.
+    """
     is_demonstration: bool = False
-    """Whether its text serves to try trainctl, not to train a model for use."""
+    """Whether its text is for trying trainctl, not for training a useful model."""
     has_pairs: bool = False
     """Whether each of its documents is a pair of answers, one of them preferred."""
     encoder: str = ""
-    """`module:function` that makes the ids of its documents, where that is more than the
-    tokenizer's work, and says which of them are learnt: called as ``of(section, tokenizer)``, it
-    gives a `data.encoding.Encoder` of marked ids (`data.marks`)."""
+    """`module:function` that makes the encoder of its documents, if a tokenizer is not enough, and
+    that marks the ids to learn. It is called as ``of(section, tokenizer)`` and returns a
+    `data.encoding.Encoder` of marked ids (`data.loss_marks`).
+    """
     is_tokenized: bool = False
-    """Whether its files have ids, which are used where they are. Its `build` is then called as
-    ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem` has what is known
-    of the tokenizer, a `TokenizerFacts` or None, as its first argument."""
+    """Whether its files hold ids, which are used in place. `build` is then called as
+    ``open(section, file)`` and returns a `data.tokenized.Tokenized`; `problem` gets a
+    `TokenizerFacts`, or None, as its first argument.
+    """
     is_prepared: bool = False
-    """Whether it names a corpus that lies prepared elsewhere, and has no files here. Its `build` is
-    then called as ``open(section, tokenizer, tell)`` and gives the corpus."""
+    """Whether it names a corpus that was prepared elsewhere and has no files here. `build` is then
+    called as ``open(section, tokenizer, tell)`` and returns the corpus.
+    """
 
 
 def spec_of(section: DataConfig) -> DataSource:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured data source.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("data", section.kind)
     assert isinstance(spec, DataSource)
@@ -84,14 +96,17 @@ def spec_of(section: DataConfig) -> DataSource:
 
 
 def read_section(plain: Mapping[str, Any]) -> DataConfig:
-    """Return a section from plain data, of a run or of one of its sources, as what reads it needs
-    it."""
+    """Return the section of a run, or of one of its sources, from plain data, without keys of
+    others.
+    """
     own = {item.name for item in fields(section_class("data", plain["kind"]))}
     return from_plain(DataConfig, {key: value for key, value in plain.items() if key in own})
 
 
 def identity_of(section: DataConfig) -> str:
-    """What its documents depend on, beside the files and what all sources have."""
+    """Return what a source's documents depend on, beside its files and the keys that all sources
+    share.
+    """
     spec = spec_of(section)
     if spec.identity is not None:
         return spec.identity(section)

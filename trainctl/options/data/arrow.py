@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams, and the folders that `datasets` saves: a document a row."""
+"""Arrow IPC files and streams, and folders saved by `datasets`: one document per row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
 
 _FILE = b"ARROW1"
-"""That a file begins with; a stream begins with the length of its first message."""
+"""Magic bytes at the start of a file; a stream starts with the length of its first message."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
@@ -39,12 +39,12 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield all columns of a file's rows, each row with its number, from 1."""
+    """Yield each row of a file with its number, from 1, and all columns."""
     yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
 
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
-    """What a file's schema says of it, and its end."""
+    """Return a problem of a file's schema or end mark; None if there is none."""
     try:
         deque(read_in_process(_look, file, section.text_key))
     except NoColumn as error:
@@ -65,18 +65,18 @@ def _records(file: File) -> Iterator[list[dict[str, Any]]]:
 
 
 def _look(file: File, key: str) -> Iterator[None]:
-    """Open a file and yield nothing."""
+    """Open a file and yield nothing; opening checks its schema and end mark."""
     with _opened(file, key):
         yield from ()
 
 
 def choose(files: list[File]) -> list[File]:
-    """Return the files that `state.json` names where `datasets` has written one; elsewhere all.
+    """Return the files that `state.json` names in folders saved by `datasets`; elsewhere all files.
 
-    What that library keeps beside its data has names of its own, or ones that begin with `cache-`.
+    The library's own files beside the data have fixed names, or names that begin with `cache-`.
 
     Raises:
-        TrainctlError: One of those files is not there.
+        TrainctlError: A file that `state.json` names is missing.
     """
     by_name = {str(file): file for file in files}
     found = []

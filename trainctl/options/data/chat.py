@@ -1,6 +1,7 @@
-"""Conversations, in any of the shapes that are published: a document is one of them.
+"""Conversations, in any of the published shapes: one conversation per document.
 
-They are packed whole, no one sees another, and what is learnt is what the assistant says.
+They are packed whole and do not attend to each other. The loss is on the assistant's tokens, unless
+`data.learn` says otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainctl.options.data import DataSource, arrow, parquet
 
 @dataclass
 class ChatConfig(DataFromPaths):
-    """Its own keys."""
+    """Keys of conversations."""
 
     shape: Shape = option(
         Shape.auto,
@@ -69,22 +70,22 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
 
 
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
-    """Those of JSONL; of other files none, which are read whole."""
+    """Return the ranges of a JSONL file; empty for other files, which are read as a whole."""
     return plain.ranges(file, size)
 
 
 def problem(file: File, section: ChatConfig) -> FileProblem | None:
-    """What its first conversations show."""
+    """Return a problem of a file's first conversations; None if there is none."""
     return first_problem(file, section, read)
 
 
 def records(
     reader: Reader, file: File, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, Any, str]]:
-    """Yield each record with its line or row, from 1, and both in words.
+    """Yield each record with its line or row number, from 1, and its location as text.
 
     Raises:
-        TrainctlError: A file is one JSON array of all; or as reading it raises.
+        TrainctlError: A file is one JSON array of all records, or reading it fails.
     """
     name = unpacked_name(file)
     if name.endswith(parquet.SPEC.endings):

@@ -1,4 +1,4 @@
-"""CSV and TSV: a document a row, in the column that the first row names."""
+"""CSV and TSV: one document per row, in the column that the first row names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
 
 MOST_CHARACTERS = 1 << 30
-"""Of a field. Python's own limit, 2^17, is one of the process, and below the length of a book."""
+"""Limit of a field. Python's own limit, 2^17, is process-wide and below the length of a book."""
 
 
 @dataclass
 class CsvConfig(DataFromRecords):
-    """Its own keys."""
+    """Keys of CSV."""
 
     delimiter: str | None = option(
         None,
@@ -34,13 +34,13 @@ class CsvConfig(DataFromRecords):
 
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
-    """Yield the texts of a file's rows, each with its first line."""
+    """Yield the texts of a file's rows, each with the number of its first line."""
     found = no_text(head_of(file, HEAD_BYTES))
     if found is not None:
         raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
     csv.field_size_limit(MOST_CHARACTERS)
     with opened(file) as stream:
-        # Bytes that are not UTF-8 become halves of surrogate pairs, and bytes again in a text.
+        # Bytes that are not UTF-8 become lone surrogates, and bytes again when a text is encoded.
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=_delimiter(reader, file), strict=True)
         header: list[str] = []
@@ -62,13 +62,14 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
 
 
 def problem(file: File, section: CsvConfig) -> FileProblem | None:
-    """What the first rows of a file show."""
+    """Return a problem of a file's first rows; None if there is none."""
     return first_problem(file, section, read)
 
 
 def _numbered(rows: Any) -> Iterator[tuple[int, list[str], str]]:
-    """Yield each row with its first line, from 1, and what is wrong with it; empty lines are
-    none."""
+    """Yield each row with the number of its first line, from 1, and its error, if any; skip empty
+    lines.
+    """
     while True:
         line = rows.line_num + 1
         try:

@@ -1,4 +1,4 @@
-"""Text and JSONL in files that are named, packed or not."""
+"""Text and JSONL files, compressed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet: a document a row, some rows at a time."""
+"""Parquet: one document per row; rows are read in batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainctl.config.text.table_process import read_in_process
 from trainctl.options.data import DataSource
 
 _BUFFER = 1 << 20
-"""Bytes of a column that are read at once: a row group may be larger than memory."""
+"""Bytes of a column that are read at once, because a row group may be larger than memory."""
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
@@ -38,12 +38,12 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield all columns of a file's rows, each row with its number, from 1."""
+    """Yield each row of a file with its number, from 1, and all columns."""
     yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
 
 
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
-    """Row groups, so many together that they have about that many bytes unpacked."""
+    """Return ranges of row groups, each with about `size` bytes uncompressed."""
     found = []
     start = total = 0
     (sizes,) = read_in_process(_group_sizes, file)
@@ -56,7 +56,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
-    """What a file's end says of it."""
+    """Return a problem of a file's schema, which is at its end; None if there is none."""
     try:
         deque(read_in_process(_look, file, section.text_key))
     except NoColumn as error:

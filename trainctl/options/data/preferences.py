@@ -1,6 +1,6 @@
-"""Pairs of answers to a prompt, of which one is preferred: a document is one of them.
+"""Pairs of answers to a prompt, one of them preferred: one pair per document.
 
-A sample is one pair: both answers, each with the prompt before it, that do not see each other.
+A sample is one pair: both answers, each after the prompt. They do not attend to each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainctl.options.data import DataSource, chat
 
 @dataclass
 class PreferencesConfig(DataFromPaths):
-    """Its own keys."""
+    """Keys of preference pairs."""
 
     chat_template: str | None = option(
         None,
@@ -51,7 +51,7 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
 
 
 def problem(file: File, section: PreferencesConfig) -> FileProblem | None:
-    """What its first pairs show."""
+    """Return a problem of a file's first pairs; None if there is none."""
     return first_problem(file, section, read)
 
 

@@ -1,4 +1,4 @@
-"""The source files of the running Python's standard library: text that every machine has."""
+"""Source files of the running Python's standard library: a text that every machine has."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainctl.config.text import plain
 from trainctl.options.data import DataSource
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders that are not its own source: tests, installed packages, caches."""
+"""Folders without sources of the library: tests, installed packages, caches."""
 
 
 def files(section: DataConfig) -> list[Path]:
-    """Its modules, sorted."""
+    """Return the source files of the standard library, sorted."""
     found = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name not in _SKIPPED]
@@ -31,5 +31,5 @@ SPEC = DataSource(
     is_plain=True,
     is_demonstration=True,
     places=plain.places,
-    identity=lambda section: "text",  # where others have their `text_key`
+    identity=lambda section: "text",  # in place of a `text_key`
 )

@@ -1,4 +1,4 @@
-"""A corpus that `trainctl data prepare --to` wrote elsewhere, read through a folder here."""
+"""A corpus that `trainctl data prepare --to` wrote elsewhere, read through a local cache folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.data import DataSource
 
 @dataclass
 class StreamConfig(DataConfig):
-    """Its own keys."""
+    """Keys of a streamed corpus."""
 
     url: str | None = option(
         None, "URL or folder that `trainctl data prepare --to` wrote it to; required."
@@ -36,10 +36,10 @@ class StreamConfig(DataConfig):
 
 
 def shards_needed(shuffle_shards: int | None, *, shuffle: bool) -> int | None:
-    """Shards that have to be here at a time, of what is trained on; None is all of them.
+    """Return the number of training shards that must be in the cache at a time; None means all.
 
-    Two windows: while one is read, the next is fetched. Without shuffling a rank is in one shard or
-    at the border of two.
+    Shuffling needs two windows: one is read while the next is fetched. Without shuffling a rank
+    reads one shard, or crosses the border of two.
     """
     if not shuffle:
         return 4

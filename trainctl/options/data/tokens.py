@@ -1,4 +1,4 @@
-"""Ids that somebody else has made of text: used where they are, without a copy."""
+"""Token ids made by other programs: used in place, without a copy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
 
 INDEXES = (".idx", ".index", ".metadata", ".loss", ".ends", ".origin", ".json", ".gz")
-"""Endings of what lies beside the ids of one maker or another."""
+"""Endings of the files that various programs write beside the ids."""
 
 
 class IdType(Enum):
-    """Types of ids in a file that does not tell."""
+    """Types of ids in a file without a header or index that says it."""
 
     uint16 = "uint16"
     uint32 = "uint32"
@@ -28,7 +28,7 @@ class IdType(Enum):
 
 @dataclass
 class TokensConfig(DataFromPaths):
-    """Its own keys."""
+    """Keys of token ids."""
 
     id_type: IdType | None = option(
         None, "Of ids in a file that does not tell; none needs an index or a header that does."
@@ -41,14 +41,16 @@ class TokensConfig(DataFromPaths):
 
 
 def without_indexes(files: list[File]) -> list[File]:
-    """Of a folder's files, those that have ids."""
+    """Return the files of a folder that hold ids."""
     return [file for file in files if file.suffix not in INDEXES]
 
 
 def problem(
     tokenizer: TokenizerFacts | None, file: File, section: TokensConfig
 ) -> FileProblem | None:
-    """Whether its index fits, and its ids are those of the tokenizer, at places all over it."""
+    """Return a problem of a file's index, or of ids sampled over all of it that the tokenizer does
+    not have; None if there is none.
+    """
     if not isinstance(file, Path):
         message = f"{file} is not on this machine, and ids are used where they are"
         return FileProblem(UNFIT_IDS, "remote", message, "copy it here")

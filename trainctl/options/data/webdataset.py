@@ -1,4 +1,4 @@
-"""WebDataset: tars whose members' names say which are of one sample: `KEY.txt`, `KEY.json`."""
+"""WebDataset: tars whose members of one sample share a name: `KEY.txt`, `KEY.json`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from trainctl.config.text.stream import Damaged, opened
 from trainctl.options.data import DataSource
 
 _BLOCK = 512
-"""Bytes that a tar is counted in; two of zeros end it (POSIX.1-2017, pax, «ustar Interchange»)."""
+"""Block size of a tar in bytes; two blocks of zeros end it (POSIX.1-2017, pax, «ustar
+Interchange»).
+"""
 _READ = 1 << 20
 _MEMBERS_READ = 1000
-"""Of each tar, before the start: a sample's members lie together, so one of them has a text."""
+"""Members read of each tar before a start. A sample's members lie together, so one of them has a
+text.
+"""
 
 
 def _is_json(section: WebDatasetConfig) -> bool:
@@ -32,7 +36,7 @@ def _is_json(section: WebDatasetConfig) -> bool:
 
 @dataclass
 class WebDatasetConfig(DataFromRecords):
-    """Its own keys."""
+    """Keys of WebDataset."""
 
     text_key: str = option(
         "text",
@@ -47,11 +51,14 @@ class WebDatasetConfig(DataFromRecords):
 
 
 def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Document]:
-    """Yield the texts of a tar's samples, in order, numbered from 1; of its first members, if
-    asked.
+    """Yield the texts of a tar's samples, in order, numbered from 1.
+
+    Args:
+        most: Number of members after which to stop; None reads all.
 
     Raises:
-        TrainctlError: The tar is damaged, or has members and none of that ending; or by the policy.
+        TrainctlError: The tar is damaged, or none of its members has the ending; or the policy for
+            bad text raises.
     """
     section = reader.config
     assert isinstance(section, WebDatasetConfig)
@@ -73,7 +80,7 @@ def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Doc
 
 
 def problem(file: File, section: WebDatasetConfig) -> FileProblem | None:
-    """What the first samples of a tar show."""
+    """Return a problem of a tar's first samples; None if there is none."""
     try:
         return first_problem(file, section, partial(read, most=_MEMBERS_READ))
     except _NoMember as error:
@@ -90,10 +97,7 @@ class _NoMember(Damaged):
 
 
 class _Watched:
-    """A stream, and what only its end tells: whether a tar ends there.
-
-    Args:
-        stream: The tar.
+    """A stream that counts bytes, to tell at its end whether the tar ended there.
 
     Attributes:
         size: Bytes read so far.
@@ -105,7 +109,7 @@ class _Watched:
         self.size = self.filled = 0
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes; fewer at the end alone."""
+        """Return the next `size` bytes; fewer only at the end."""
         data = self._stream.read(size)
         used = len(data.rstrip(b"\x00"))
         if used:
@@ -117,11 +121,11 @@ class _Watched:
 def _members(
     watched: _Watched, file: File, ending: str, endings: Counter[str], most: int | None
 ) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of each file in a tar with that ending; the endings of all are counted.
+    """Yield name and bytes of each file in a tar with the ending; count the endings of all files.
 
-    tarfile takes a header that is cut off, or is none, for the end; so the end is looked at.
+    tarfile takes a header that is truncated or invalid for the end, so the end is checked.
     """
-    import tarfile  # which takes longer than all other options together
+    import tarfile  # slower to import than all other options together
 
     try:
         with tarfile.open(fileobj=watched, mode="r|") as tar:  # type: ignore[call-overload]
@@ -133,7 +137,7 @@ def _members(
                         yield member.name, tar.extractfile(member).read()
                 if endings.total() == most:
                     return
-                tar.members = []  # else all of them are kept
+                tar.members = []  # tarfile would keep all members
             end = tar.offset
     except tarfile.TarError as error:
         raise Damaged(

@@ -1,6 +1,6 @@
-"""What an engine says of itself: what makes the steps of a run, with what settings, within what.
+"""Specification of an engine, which runs a run's steps: its settings and its limits.
 
-`build` gives the `trainctl.engines.protocol.Room`.
+`build` makes the `trainctl.engines.protocol.Room`.
 """
 
 from __future__ import annotations
@@ -15,45 +15,50 @@ from trainctl.options.optimizer import Maker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A key that an engine has for some values only."""
+    """A key of which an engine supports only some values."""
 
     key: str
     holds: Callable[[RunConfig], bool]
-    """Whether a configuration keeps within."""
+    """Returns True if a configuration keeps to the limit."""
     why: str
-    """Why not otherwise: a sentence without its subject, the engine."""
+    """Reason for the limit: a sentence without its subject, the engine."""
     nearest: str
-    """What to type instead."""
+    """Setting to type instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Spec):
-    """What makes the steps of a run."""
+    """Specification of one engine."""
 
     keys: type = EngineConfig
     settings: str = ""
-    """`module:function` of the settings that a plan has for it, as
-    `trainctl.plan.deepspeed.derived_settings`; empty for none."""
+    """`module:function` that derives the engine's settings in a plan, like
+    `trainctl.plan.deepspeed.derived_settings`; empty for none.
+    """
     takes_json: bool = False
-    """Whether these are DeepSpeed's JSON, and what is known of that holds for it."""
+    """Whether the settings are DeepSpeed's JSON, so that the checks of that JSON apply."""
     phases: str = "trainctl.memory.phases:phases"
-    """`module:function` of the memory of a rank, as `trainctl.memory.phases.phases`."""
+    """`module:function` that predicts a rank's device memory, like
+    `trainctl.memory.phases.phases`.
+    """
     offloaded: str = "trainctl.memory.host:offloaded"
-    """The same of what a rank has in host memory, as `trainctl.memory.host.offloaded`."""
+    """`module:function` that predicts a rank's host memory, like `trainctl.memory.host.offloaded`.
+    """
     makers: tuple[Maker, ...] = (Maker.torch, Maker.trainctl)
-    """Whose optimizers it can step."""
+    """Makers of the optimizers that the engine can step."""
     gradients: DataType | None = None
-    """Format in which gradients are added up and sent, whatever the weights' is; None is what
-    `precision` says."""
+    """Format in which gradients are accumulated and reduced, whatever the weights' format; None if
+    `precision` decides.
+    """
     limits: tuple[Limit, ...] = ()
-    """What it does not have, or not with everything."""
+    """Settings that the engine does not support, alone or with others."""
 
 
 def engine_of(config: RunConfig) -> EngineSpec:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured engine.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("engine", config.engine.kind)
     assert isinstance(spec, EngineSpec)

@@ -1,4 +1,4 @@
-"""DeepSpeed; its settings are its JSON, `RunPlan.deepspeed`."""
+"""DeepSpeed; its settings are DeepSpeed's JSON, `RunPlan.deepspeed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's `fully_shard` (FSDP2): parameters, gradients and states in shards, without DeepSpeed."""
+"""torch's `fully_shard` (FSDP2): sharded parameters, gradients and states, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainctl.options.optimizer import Maker, spec_of
 
 @dataclass
 class Fsdp2Config(EngineConfig):
-    """Its own keys."""
+    """Keys of FSDP2."""
 
     reduce_every_micro_batch: bool = option(
         True,
@@ -31,7 +31,7 @@ class Fsdp2Config(EngineConfig):
 
 
 def _equals(key: str, value: object, why: str, nearest: str = "") -> Limit:
-    """Return one value alone."""
+    """Return the limit that a key has one value only."""
     group, name = key.split(".")
     shown = getattr(value, "value", value)
     typed = str(shown).lower() if isinstance(shown, bool) else str(shown)
@@ -43,7 +43,7 @@ def _equals(key: str, value: object, why: str, nearest: str = "") -> Limit:
 
 
 def _fp32_or_none(name: str) -> Limit:
-    """Of a format of gradients."""
+    """Return the limit that a gradient format is fp32 or not set."""
 
     def holds(config: RunConfig) -> bool:
         return getattr(config.precision, name) in (None, DataType.fp32)

@@ -1,8 +1,8 @@
-"""What a filter says of itself: the numbers that it needs of a document, and their bounds.
+"""Specification of a document filter: the statistics that it needs, and their bounds.
 
-A filter measures and does not judge: what `build` names gives numbers of documents, which are kept,
-and `bounds` says which of its keys each of them is held against. So a key that changes reads no
-text again, unless it is one of `settings`.
+A filter measures and does not judge. `build` computes statistics of documents, which are stored,
+and `bounds` compares each of them with a key. So changing a key does not read any text again,
+unless it is one of `settings`.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from trainctl.config.registry import Spec
 
 @dataclass
 class FilterConfig:
-    """The keys that all filters share: none."""
+    """Keys that all filters share: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What a number must be at least or at most; else the document goes."""
+    """A lower or upper bound of a statistic; documents outside it are dropped."""
 
     statistic: str
-    """The number, as `build` calls it."""
+    """Name of the statistic, as `build` returns it."""
     key: str
-    """The filter's key that has the bound; where that is none, there is none."""
+    """Key of the filter that sets the bound; null there means no bound."""
     is_least: bool
-    """Whether less is too little; else more is too much."""
+    """Whether it is a lower bound; otherwise it is an upper bound."""
 
 
 def at_least(**keys: str) -> tuple[Bound, ...]:
-    """Bounds below, as ``key="statistic"``."""
+    """Return lower bounds, given as ``key="statistic"``."""
     return tuple(Bound(statistic=each, key=key, is_least=True) for key, each in keys.items())
 
 
 def at_most(**keys: str) -> tuple[Bound, ...]:
-    """Bounds above, as ``key="statistic"``."""
+    """Return upper bounds, given as ``key="statistic"``."""
     return tuple(Bound(statistic=each, key=key, is_least=False) for key, each in keys.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(Spec):
-    """What one filter measures, and what it refuses.
+    """Specification of one document filter.
 
-    Its `build` is called with a `trainctl.data.quality.batches.DocumentBatch`, and the values of
-    `settings` by name; it gives ``{statistic: [documents]}``. It runs in the processes that
+    Its `build` is called with a `trainctl.data.quality.batches.DocumentBatch` and the values of
+    `settings` by name, and returns ``{statistic: [documents]}``. It runs in the processes that
     prepare a corpus, and imports no torch.
     """
 
     keys: type = FilterConfig
-    """The dataclass of its thresholds."""
+    """Dataclass of its thresholds."""
     bounds: tuple[Bound, ...]
-    """What each statistic is held against."""
+    """Bounds of its statistics."""
     settings: tuple[str, ...] = ()
-    """The keys that the numbers themselves depend on."""
+    """Keys on which the statistics themselves depend."""

@@ -1,4 +1,4 @@
-"""C4's rules for documents (Raffel et al., 2020, section 2.2); no line is cut out of one."""
+"""C4's rules for documents (Raffel et al., 2020, section 2.2), without its removal of lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
 
 @dataclass
 class C4Config(FilterConfig):
-    """Its thresholds."""
+    """Thresholds of C4's rules."""
 
     min_sentences: int | None = option(5, "Fewest sentences of a document.", minimum=0)
     min_lines: float | None = option(

@@ -10,7 +10,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
 
 @dataclass
 class FineWebConfig(FilterConfig):
-    """Its thresholds."""
+    """Thresholds of FineWeb's rules."""
 
     min_terminated_lines: float | None = option(
         0.12, "Smallest share of lines that end as a sentence does.", minimum=0, maximum=1

@@ -1,4 +1,4 @@
-"""A function of the user's that gives a number for a text."""
+"""A user's function that returns a score for a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
 
 @dataclass
 class FunctionConfig(FilterConfig):
-    """The function, and between what its numbers are."""
+    """The function, and the range of accepted scores."""
 
     call: str = option(
         "", "`module:function`, called with a text; gives a number.", example="mine.quality:score"

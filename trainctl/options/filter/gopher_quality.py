@@ -1,4 +1,4 @@
-"""Gopher's rules of quality: is it prose (Rae et al., 2021, A.1.1)? They refuse nearly all code."""
+"""Gopher's quality rules for prose (Rae et al., 2021, A.1.1). They drop nearly all code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
 
 @dataclass
 class GopherQualityConfig(FilterConfig):
-    """Its thresholds; words are what stands between white space."""
+    """Thresholds of Gopher's quality rules; words are separated by white space."""
 
     min_words: int | None = option(50, "Fewest words of a document.", minimum=0)
     max_words: int | None = option(100_000, "Most words of a document.", minimum=1)

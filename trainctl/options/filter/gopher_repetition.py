@@ -1,4 +1,4 @@
-"""Gopher's rules of repetition (Rae et al., 2021, A.1.1 and table A1)."""
+"""Gopher's repetition rules (Rae et al., 2021, A.1.1 and table A1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _share(default: float, of: str) -> Any:
 
 @dataclass
 class GopherRepetitionConfig(FilterConfig):
-    """Its thresholds: largest shares."""
+    """Thresholds of Gopher's repetition rules: largest shares."""
 
     lines: float | None = _share(0.3, "lines that the document has already")
     paragraphs: float | None = _share(0.3, "paragraphs that it has already")

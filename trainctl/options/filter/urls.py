@@ -1,4 +1,4 @@
-"""Addresses of a list: a document from one of its hosts, or from below one of its paths, goes."""
+"""Blocklist of addresses: documents from a listed host, or below a listed path, are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_most
 
 @dataclass
 class UrlsConfig(FilterConfig):
-    """The list."""
+    """Keys of the address blocklist."""
 
     file: str = option(
         "",

@@ -1,4 +1,4 @@
-"""Words of a list: a document that has too many of them goes."""
+"""Blocklist of words: documents with too many listed words are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_most
 
 @dataclass
 class WordsConfig(FilterConfig):
-    """The list, and how much of it is too much."""
+    """The word list, and the accepted number of its words."""
 
     file: str = option(
         "",

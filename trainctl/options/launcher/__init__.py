@@ -1,8 +1,9 @@
-"""What a launcher says of itself: what it can start, what it hands over, which functions do it.
+"""Specification of a launcher: what it can start, what it submits, and the functions that do it.
 
-The functions are named as `module:function` and loaded when they are called: whoever only checks a
-configuration imports nothing that starts processes. Those of the shipped launchers are in
-`trainctl.launch`, whose `order`, `rendered` and `outcome` have the types that they speak in.
+The functions are named as `module:function` and imported when they are called, so checking a
+configuration imports nothing that starts processes. Functions of the shipped launchers are in
+`trainctl.launch`; its modules `launch_request`, `rendered` and `outcome` define their argument
+and result types.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from trainctl.config.registry import Spec, load
 from trainctl.config.schema import LauncherConfig, RunConfig
 
 FOR_SEVERAL_NODES = "slurm"
-"""What is proposed for more nodes than the configured launcher can start."""
+"""Launcher proposed for more nodes than the configured one can start."""
 
 Keys = TypeVar("Keys", bound=LauncherConfig)
 
 
 class KeyProblem(NamedTuple):
-    """What is wrong with a key of a launcher's: the key, a sentence, the nearest right value."""
+    """A problem with a key of a launcher: the key, a sentence, the nearest correct value."""
 
     key: str
     message: str
@@ -30,60 +31,65 @@ class KeyProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher(Spec):
-    """What one kind of launcher can do.
+    """Specification of one launcher.
 
-    `build` starts a `Launch` and sees it to its end, or hands it to a scheduler: an `Outcome`.
+    `build` runs a `Launch` to its end, or submits it to a scheduler, and returns an `Outcome`.
     """
 
     render: str
-    """Gives what would be started for a `Start`, a `Rendered`; starts nothing."""
+    """Function that returns the commands and files of a `Start` as a `Rendered`; it starts
+    nothing.
+    """
     check: str = ""
-    """Says, of a plan, a folder and a checkpoint's bytes, what is wrong with the machines, before a
-    run is made in or below the folder. Empty where nothing can be asked."""
+    """Function that checks the machines for a plan, a folder and a checkpoint's bytes, before a run
+    is made in or below the folder. Empty if there is nothing to check.
+    """
     check_config: str = ""
-    """Says, of a configuration and its hardware, what the configuration alone tells of it."""
+    """Function that checks a configuration and its hardware, without asking a machine."""
     several_nodes: bool = True
-    """Whether it can start more nodes than one."""
+    """Whether it can start more than one node."""
     asks_hosts: bool = False
-    """Whether `check` asks other machines, which takes a while."""
+    """Whether `check` contacts other machines, which takes a while."""
     resolves_here: bool = True
-    """Whether `${oc.env:NAME}` stands for a variable of the machine of the start."""
+    """Whether `${oc.env:NAME}` is resolved on the machine that starts the run."""
     queue: str = ""
-    """The scheduler that a start hands the run to, as it is called; empty for none."""
+    """Name of the scheduler to which a start submits the run; empty for none."""
     job_variable: str = ""
-    """A variable of its jobs. Where that is set, a start hands nothing over."""
+    """Environment variable of the scheduler's jobs. Where it is set, a start submits nothing."""
     tool: str = ""
-    """The scheduler's program, without which nothing can be handed over."""
+    """Program that submits a run to the scheduler."""
     tool_in_job: str = ""
-    """The one without which nothing can be started inside a job."""
+    """Program that starts processes inside a job."""
     cancel: str = ""
-    """Takes a `Job` out of its queue, or ends it."""
+    """Function that removes a `Job` from its queue, or ends it."""
     after_job: str = ""
-    """Called with run, plan and exit code after a launch inside a job."""
+    """Function called with run, plan and exit code after a launch inside a job."""
     submit_sweep: str = ""
-    """Takes a sweep's folder, a plan, its runs with their attempts and how many run at a time:
-    submits all as one array, whose tasks ask for the same; its job's id."""
+    """Function that submits a sweep as one job array and returns the job's id. Its arguments are
+    the sweep's folder, a plan, the runs with their attempts, and the number that run at a time. All
+    tasks request the same resources.
+    """
     sweep_hint: str = ""
-    """What is done in place of a sweep, where runs are handed over one by one only."""
+    """Advice for the user if the launcher cannot submit a sweep."""
     reach: Callable[[Any, int], Iterable[KeyProblem]] | None = None
-    """Says, of the section and a number of nodes, what keeps it from starting so many."""
+    """Function that yields the problems that keep the section from starting a number of nodes."""
     bad_names: Callable[[Any], Iterable[KeyProblem]] | None = None
-    """Gives the names in the section that are none."""
+    """Function that yields the invalid names in the section."""
 
     def is_in_job(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process with these variables is in a job of its scheduler."""
+        """Return True if a process with this environment is in a job of the scheduler."""
         return bool(self.job_variable) and self.job_variable in environment
 
     def hands_over(self, environment: Mapping[str, str]) -> bool:
-        """Whether a start from there only hands the run to a scheduler, and returns."""
+        """Return True if a start with this environment only submits the run to a scheduler."""
         return bool(self.queue) and not self.is_in_job(environment)
 
 
 def spec_of(section: LauncherConfig) -> Launcher:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured launcher.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("launcher", section.kind)
     assert isinstance(spec, Launcher)
@@ -91,15 +97,16 @@ def spec_of(section: LauncherConfig) -> Launcher:
 
 
 def section_of(config: RunConfig, keys: type[Keys]) -> Keys:
-    """Return the launcher's section with the keys of its kind; only that kind's own code asks."""
+    """Return the launcher's section as the given class; only that launcher's own code calls it."""
     section = config.launcher
     assert isinstance(section, keys)
     return section
 
 
 def launcher_for(section: LauncherConfig, nodes: int) -> dict[str, object]:
-    """Return the key that names a launcher for so many nodes; nothing where the configured one will
-    do."""
+    """Return the setting of a launcher for a number of nodes; empty if the configured one can do
+    it.
+    """
     if nodes == 1 or spec_of(section).several_nodes:
         return {}
     return {"launcher.kind": FOR_SEVERAL_NODES}

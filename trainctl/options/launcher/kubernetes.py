@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet, or a Kubeflow TrainJob, of one pod a node."""
+"""Kubernetes: a JobSet, or a Kubeflow TrainJob, with one pod per node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KubernetesApi(Enum):
 
 @dataclass
 class KubernetesConfig(LauncherConfig):
-    """Its own keys."""
+    """Keys of Kubernetes."""
 
     kubernetes_api: KubernetesApi = option(
         KubernetesApi.jobset, "Which controller the manifest is for."

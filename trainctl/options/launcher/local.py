@@ -1,4 +1,4 @@
-"""This machine: one agent, and its ranks."""
+"""Local: one agent on this machine, which starts the ranks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from trainctl.options.launcher import Launcher
 
 
 class MpiFlavor(Enum):
-    """Command lines of mpirun."""
+    """Command line syntaxes of mpirun."""
 
     openmpi = "openmpi"
     mpich = "mpich"
@@ -19,7 +19,7 @@ class MpiFlavor(Enum):
 
 @dataclass
 class MpiConfig(LauncherConfig):
-    """Its own keys."""
+    """Keys of MPI."""
 
     mpi_program: str = option(
         "mpirun", "The program that starts processes: a name or a path.", local=True

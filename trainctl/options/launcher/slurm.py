@@ -1,4 +1,4 @@
-"""Slurm: a job that starts an agent on each node; inside an allocation, at once."""
+"""Slurm: a job that starts an agent on each node; inside an allocation it starts at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 
 @dataclass
 class SlurmConfig(LauncherConfig):
-    """Its own keys."""
+    """Keys of Slurm."""
 
     slurm_partition: str | None = option(None, "Partitions of the job; none is the cluster's own.")
     slurm_account: str | None = option(None, "Account that the job is charged to.")

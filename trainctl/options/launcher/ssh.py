@@ -1,4 +1,4 @@
-"""Several machines over ssh: an agent on each host, started and watched from this one."""
+"""Several machines over ssh: an agent on each host, started and supervised from this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESTARTS = (lambda section: section.max_restarts > 0, "launcher.max_restarts abo
 
 @dataclass
 class SshConfig(LauncherConfig):
-    """Its own keys."""
+    """Keys of ssh."""
 
     hosts: list[str] = option([], "Host names, for ssh.")
     hostfile: str | None = option(None, "File of `host slots=n` lines, for ssh.", local=True)
@@ -62,7 +62,7 @@ class SshConfig(LauncherConfig):
 
 
 def _reach(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
-    """Yield a host for each node, named in one place."""
+    """Yield a problem unless exactly one key names the hosts, and enough of them."""
     is_chosen = section.include is not None or section.exclude is not None
     if section.hosts and section.hostfile is not None:
         yield KeyProblem(
@@ -91,7 +91,9 @@ def _reach(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
 
 
 def _bad_names(section: SshConfig) -> Iterator[KeyProblem]:
-    """What is given to ssh as a host is a host, and nothing that ssh or a shell reads otherwise."""
+    """Yield each name that is not a valid host or interface, since ssh or a shell could misread
+    it.
+    """
     named = [("launcher.hosts", name) for name in section.hosts]
     named += [("launcher.interfaces", name) for name in section.interfaces]
     for key, name in named:

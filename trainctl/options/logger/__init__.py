@@ -1,9 +1,9 @@
-"""What a metrics logger says of itself, and what it is given: a run's metrics, step by step.
+"""Specification of a metrics logger, and what it receives: a run's metrics, step by step.
 
-It runs in a process of its own (`trainctl.monitor.loggers`), away from ranks: however slow, dead or
-full what it writes to is, no step waits for it. That process may be killed at any instant. The next
-one goes on from the last `commit`, so points that came after it come again: a logger takes a step
-that it has already as the one that counts.
+A logger runs in a process of its own (`trainctl.monitor.loggers`), apart from the ranks. However
+slow, dead or full its target is, no step waits for it. The process may be killed at any instant.
+The next process continues from the last `commit`, so points after that commit come again: if a
+logger already has a step, the newer point replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainctl.errors import ExitCode, Finding
 
 @dataclass
 class LoggerConfig:
-    """The keys that all loggers share: none."""
+    """Keys that all loggers share: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,91 +31,100 @@ class Point:
     """The metrics of a step, or of an evaluation after it."""
 
     number: int
-    """Its place among all points of the run, from 1. It only grows, where the step falls back with
-    a rewind or a resume."""
+    """Number among all points of the run, from 1. It only grows, while the step goes back at a
+    rewind or a resume.
+    """
     kind: str
     step: int
-    """The optimizer step, from 1."""
+    """Optimizer step, from 1."""
     time: float
-    """Unix seconds at which it was recorded."""
+    """Time of recording, in Unix seconds."""
     values: Mapping[str, float]
-    """The metrics by name, such as `train/loss`; NaN and infinities among them."""
+    """Metrics by name, such as `train/loss`; may include NaN and infinities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """The run whose metrics are sent."""
+    """The run whose metrics are logged."""
 
     folder: Path
-    """`RUN/NAME`, which is there, for a logger that writes files; whatever it makes in it has the
-    modes of a run's files."""
+    """`RUN/NAME`, which exists, for a logger that writes files; new files in it get the modes of a
+    run's files.
+    """
     id: str
-    """The run's id: the same for all its attempts, another one for each run."""
+    """Id of the run: the same for all its attempts, different for each run."""
     name: str
-    """The run directory's name."""
+    """Name of the run directory."""
     keys: Any
     """The logger's own keys, `logging.NAME`; None if it has none."""
     config: RunConfig
-    """The configuration of its newest attempt; secrets are references in it."""
+    """Configuration of the newest attempt; secrets are references in it."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known of it, as plain JSON: `config`, that configuration, `plan`, its mesh,
-    batch and steps, `memory`, what is predicted, `run`, where it comes from. Without secrets."""
+    """Facts about the run, as plain JSON without secrets: `config` (the configuration), `plan`
+    (mesh, batch and steps), `memory` (the prediction), `run` (its origin).
+    """
     curve: Callable[[int], Iterator[Point]] = lambda points: iter(())
-    """The points of the run as it stood after so many points (`Point.number`), in order, each step
-    once: for what has to be written anew."""
+    """Function that returns the points of the run as they stood after a number of points
+    (`Point.number`), in order, each step once. For a logger that has to write them again.
+    """
 
 
 class Sink(Protocol):
-    """Where the metrics go: what `build` gives. Any method may raise; it is then built anew."""
+    """Target of the metrics, made by `build`. If a method raises, the sink is built again."""
 
     def write(self, points: Sequence[Point]) -> None:
-        """Take points; the steps of each kind ascend from the last that it has."""
+        """Write points; the steps of each kind ascend from the last one written."""
 
     def go_back(self, step: int) -> None:
-        """Points from this step on come again, and count in place of those that were written: the
-        run went back to a checkpoint, by a rewind or a resume."""
+        """Expect points from this step on again; they replace the ones already written.
+
+        The run went back to a checkpoint, by a rewind or a resume.
+        """
 
     def commit(self) -> Mapping[str, Any]:
-        """Make what was written lasting: it does not come again.
+        """Make everything written durable: it does not come again.
 
         Returns:
-            What the next one needs to go on, as plain JSON: the size of a file, say.
+            State that the next process needs to continue, as plain JSON: the size of a file, say.
         """
 
     def close(self) -> None:
-        """Let go of files and connections; called after errors too."""
+        """Close files and connections; called after errors too."""
 
 
 class Closing(Protocol):
-    """A sink that is told more than it has to be."""
+    """A sink that wants to know when a run has ended."""
 
     def end(self, state: str) -> None:
-        """All that there is was written and committed, and no more comes for now; called again
-        when more has come since.
+        """Finish, because all points are written and committed and no more come for now.
+
+        It is called again if more points have come since.
 
         Args:
-            state: How the newest attempt stands: `finished`, `failed`, `stopped`, or that it is
-                not known to have ended: `running`.
+            state: State of the newest attempt: `finished`, `failed`, `stopped`, or `running` if its
+                end is not known.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logger(Spec):
-    """What one metrics logger needs.
+    """Specification of one metrics logger.
 
-    `build` is called in the logger's process with the run (`Followed`) and what the last `commit`
-    gave, None before the first: it then begins with nothing, whatever is there. It gives a `Sink`.
+    `build` is called in the logger's process with the run (`Followed`) and the state that the last
+    `commit` returned. The state is None before the first commit: the logger then starts from
+    nothing, whatever exists. `build` returns a `Sink`.
     """
 
     keys: type = LoggerConfig
-    """The dataclass of its own keys."""
+    """Dataclass of the logger's own keys."""
     modules: tuple[str, ...] = ()
-    """What it imports beside Python's own: looked for before a launch."""
+    """Modules that it imports besides the standard library; checked before a launch."""
 
 
 def python_of(name: str, config: RunConfig) -> str:
-    """Return the Python that a logger's process runs in: this one where it has what the logger
-    imports, else that of `logging.python`, if there is one.
+    """Return the Python that runs a logger's process.
+
+    This is the current one if it has the logger's modules, else `logging.python` if that is set.
 
     Raises:
         TrainctlError: There is no such logger.
@@ -127,10 +136,10 @@ def python_of(name: str, config: RunConfig) -> str:
 
 
 def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
-    """What it imports and is not installed; looks for packages and imports none.
+    """Return a finding for modules that the logger needs and that are not installed; imports none.
 
     Args:
-        python: The Python that it would run in.
+        python: The Python that would run the logger.
     """
     lacking = _lacking(spec) if python == sys.executable else _lacking_in(python, spec)
     if not lacking:
@@ -157,7 +166,7 @@ def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
 
 def _lacking(spec: Logger) -> list[str]:
     found = {module: find_spec(module) for module in spec.modules}
-    # A folder beside the user, such as the `wandb` that it makes itself, has no origin.
+    # A plain folder in the working directory, such as W&B's own `wandb`, has no origin.
     return [module for module, each in found.items() if each is None or each.origin is None]
 
 
@@ -171,7 +180,11 @@ _LOOK_SECONDS = 30
 
 
 def _lacking_in(python: str, spec: Logger) -> list[str]:
-    """Return the same of another Python, which trainctl's own code has to run in too."""
+    """Return the modules that another Python lacks, including those that trainctl itself imports
+    there.
+
+    If that Python cannot be used at all, the list describes what is needed instead.
+    """
     command = [python, "-P", "-c", _LOOK, "yaml", *spec.modules]
     try:
         look = subprocess.run(

@@ -1,8 +1,8 @@
-"""TensorBoard's event files, byte by byte, so that no package is needed to write them.
+"""TensorBoard's event files, encoded here so that no package is needed to write them.
 
 A file is a sequence of records (tensorflow/core/lib/io/record_writer.h): the length, its checksum,
-the data, its checksum. The data is an `Event` (tensorflow/core/util/event.proto) in protocol
-buffers' encoding.
+the data, its checksum. The data is an `Event` (tensorflow/core/util/event.proto), encoded as a
+protocol buffer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 
 FORMAT = "brain.Event:2"
-"""What the first record of a file says of those that follow."""
+"""Format version in the first record of a file."""
 
 _CASTAGNOLI = 0x82F63B78
 _MASK_DELTA = 0xA282EAD8
@@ -28,13 +28,13 @@ def version_record(time: float) -> bytes:
 
 
 def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes:
-    """Return a record of numbers of a step, by tag."""
+    """Return a record of a step's values, by tag."""
     summary = b"".join(_field(1, _BYTES, _value(tag, value)) for tag, value in values.items())
     return _record(_event(time, step, _field(5, _BYTES, summary)))
 
 
 def session_start_record(time: float, step: int) -> bytes:
-    """Return a record that says that steps from this one on come again."""
+    """Return a record that announces that steps from this one on come again."""
     log = _field(1, _VARINT, _varint(_SESSION_START))
     return _record(_event(time, step, _field(7, _BYTES, log)))
 
@@ -56,7 +56,9 @@ def _field(number: int, kind: int, content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; all but the last have the highest bit set."""
+    """Encode seven bits per byte, the lowest first; all bytes but the last have the highest bit
+    set.
+    """
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)
@@ -71,8 +73,9 @@ def _record(data: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    """Return the CRC-32C of bytes, masked: a checksum of data with checksums in it would mean
-    little."""
+    """Return the masked CRC-32C of bytes. The mask keeps a checksum useful for data that contains
+    checksums.
+    """
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)

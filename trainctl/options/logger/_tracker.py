@@ -1,9 +1,9 @@
-"""What trackers share that cannot take a step back: each step once, with the last attempt's values.
+"""Sink for trackers that cannot go back a step: each step is sent once.
 
-A run that goes back makes steps again. Where they come out as before (a crash and a resume: bit for
-bit, on the same layout) the tracker has them already, and goes on. Where one differs (a rewind,
-another layout, other settings) the run has branched: the tracker's run is begun anew with the
-run's whole curve, and the one before it is given up.
+A run that goes back repeats steps. If they come out as before (a crash and a resume on the same
+layout: bit for bit), the tracker has them already, and logging continues. If one differs (a rewind,
+another layout, other settings), the run has branched: the tracker's run is started again with the
+whole curve, and the previous one is given up. So the tracker shows the last attempt's values.
 """
 
 from __future__ import annotations
@@ -15,53 +15,56 @@ from typing import Any, Protocol
 from trainctl.options.logger import Followed, Point
 
 _COMPARED = ("train/", "evaluation/")
-"""Metrics of what was learnt; how long it took differs each time."""
+"""Prefixes of metrics of the training itself; timings differ each time."""
 _AT_ONCE = 500
 
 
 class Client(Protocol):
-    """A tracker, with one run of it open. Branches are the numbers of the points that began them,
-    the same for each process that comes to them; the first is 0."""
+    """A tracker with one open run.
+
+    A branch is named by the number of the point that began it, so every process that reaches it
+    uses the same number; the first is 0.
+    """
 
     def begin(self, branch: int) -> int | None:
-        """Make the tracker's run of a branch; with branch 0 nothing counts that it may have of
-        this run. Called again where a process was killed before it was committed.
+        """Create the tracker's run of a branch; with branch 0, discard all its earlier runs of this
+        run.
+
+        It is called again if a process was killed before a commit.
 
         Returns:
-            As `open`.
+            As in `open`.
         """
 
     def open(self, branch: int) -> int | None:
-        """Go on with the tracker's run of a branch.
+        """Continue the tracker's run of a branch.
 
         Returns:
-            The last step that it has, and takes nothing before; None if it takes every point
-            whenever it comes, and once.
+            The last step that the tracker has, if it takes no earlier step; None if it takes every
+            point at any time, and stores it once.
         """
 
     def send(self, points: Sequence[Point]) -> None:
-        """Take points of the open run."""
+        """Send points to the open run."""
 
     def give_up(self, branch: int) -> None:
-        """That of another branch counts no more."""
+        """Mark the tracker's run of another branch as superseded."""
 
     def flush(self) -> None:
-        """Have what was sent arrive."""
+        """Wait until everything sent has arrived."""
 
     def end(self, state: str) -> None:
-        """The open run has all there is, and stands so."""
+        """End the open run, which is complete, in this state."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 class Tracker:
-    """A sink for such a tracker.
+    """Sink for a tracker that cannot go back a step.
 
     Args:
-        run: The run.
-        state: Of the last commit.
-        client: The tracker.
+        state: State of the last commit; None for the first process.
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None, client: Client) -> None:
@@ -69,8 +72,8 @@ class Tracker:
         self._run, self._client = run, client
         self._branch: int = known.get("branch", 0)
         self._number: int = known.get("points", 0)
-        # While steps come again: what the tracker has is the run as it stood after so many points,
-        # and is compared from this step on.
+        # While steps come again: the tracker holds the run as it stood after `_stood` points, and
+        # steps from `_from` on are compared with it.
         self._stood: int | None = known.get("stood")
         self._from: int = known.get("from", 0)
         self._sent: dict[tuple[str, int], object] = {}
@@ -80,7 +83,7 @@ class Tracker:
             client.begin(0)
         elif (
             last := client.open(self._branch)
-        ) is not None:  # lost on its way when a process was killed
+        ) is not None:  # points were lost when a process was killed
             lost = run.curve(self._stood or self._number)
             self._send(point for point in lost if point.step > last)
 
@@ -116,7 +119,7 @@ class Tracker:
         self._client.close()
 
     def _begin(self, number: int) -> None:
-        """A branch with a point, and all before it that the run stands by."""
+        """Begin a branch at a point, and send all points up to it that the run stands by."""
         before, self._branch = self._branch, number
         self._sent, self._stood = {}, None
         self._client.begin(number)
@@ -129,21 +132,21 @@ class Tracker:
             self._client.send(some)
 
     def _compare(self) -> None:
-        """Begin, or go on, to compare what comes with what the tracker has."""
+        """Start, or continue, to compare repeated steps with the steps that the tracker has."""
         curve = () if self._stood is None else self._run.curve(self._stood)
         self._sent = {(p.kind, p.step): _compared(p) for p in curve if p.step >= self._from}
         self._last = max((step for _, step in self._sent), default=0)
 
 
 def _compared(point: Point) -> object:
-    """Return the values that are compared; as text, in which NaN equals itself."""
+    """Return the values to compare, as text, in which NaN equals itself."""
     return sorted(
         (name, repr(value)) for name, value in point.values.items() if name.startswith(_COMPARED)
     )
 
 
 def flat(about: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What is known of a run as `config.optimizer.lr` and its value, lists as they are."""
+    """Yield nested facts as dotted names (`config.optimizer.lr`) and values; lists stay whole."""
     for name, value in about.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")

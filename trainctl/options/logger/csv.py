@@ -1,4 +1,6 @@
-"""Tables: `RUN/csv/train.csv` and `RUN/csv/evaluation.csv`, a row a step, a column a metric."""
+"""Tables `RUN/csv/train.csv` and `RUN/csv/evaluation.csv`: one row per step, one column per
+metric.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,10 @@ KINDS = ("train", "evaluation")
 
 
 class Tables:
-    """One table for each kind of point.
+    """Sink with one table for each kind of point.
 
     Args:
-        run: The run.
-        state: None to begin anew.
+        state: State of the last commit; None to start again.
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
@@ -45,14 +46,14 @@ class Tables:
         return {}
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
 
 class CsvTable:
-    """A CSV file whose steps ascend: a row with a step takes the place of all from that step on.
+    """A CSV file with ascending steps: a new row replaces all rows from its step on.
 
     Args:
-        path: The file; made with its first row.
+        path: The file; created with its first row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +69,7 @@ class CsvTable:
                     self._last = int(row[0])
 
     def write(self, points: Sequence[Point]) -> None:
-        """Append the rows of points."""
+        """Append rows for points."""
         if not points:
             return
         names = dict.fromkeys(name for point in points for name in point.values)
@@ -85,7 +86,7 @@ class CsvTable:
                 self._last = point.step
 
     def cut(self, step: int) -> None:
-        """Drop the rows from a step on."""
+        """Remove the rows from a step on."""
         if step > self._last:
             return
         with self._path.open("rb+") as stream:
@@ -99,13 +100,13 @@ class CsvTable:
             stream.truncate(end)
 
     def sync(self) -> None:
-        """Have the disk keep it."""
+        """Write the file to disk (fsync)."""
         if self._path.exists():
             with self._path.open("rb") as stream:
                 os.fsync(stream.fileno())
 
     def _add_columns(self, names: Sequence[str]) -> None:
-        """Write the file anew with more columns, empty in the rows that there are."""
+        """Rewrite the file with more columns, empty in existing rows."""
         before = self._columns or ["step", "time"]
         whole = self._path.with_suffix(".tmp")
         with whole.open("w", newline="", encoding="utf-8") as stream:
@@ -119,7 +120,7 @@ class CsvTable:
         self._columns = [*before, *names]
 
     def _drop_torn_row(self) -> None:
-        """Of a process that was killed in the middle of a row."""
+        """Remove an incomplete last row, left by a process that was killed."""
         with self._path.open("rb+") as stream:
             end = 0
             for line in stream:

@@ -1,8 +1,8 @@
-"""MLflow: one run of it for a run, in a database or on a server.
+"""MLflow: one MLflow run per run, in a database or on a server.
 
-It keeps every value that a step ever had, and shows that of the highest step as the latest. So the
-steps of a run that went back and came out otherwise are sent to a new run, with the whole curve,
-and the one before it is deleted (which MLflow can take back, until `mlflow gc`).
+MLflow keeps every value that a step ever had, and shows the highest step's value as the latest. So
+if a run goes back and its steps come out differently, the whole curve is sent to a new MLflow run,
+and the previous one is deleted (MLflow can restore it until `mlflow gc`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
 _STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _PARAMETER_LENGTH = 1000, 100, 6000
 _NAME_LENGTH = 240
-"""Limits of its interface."""
+"""Limits of MLflow's interface."""
 
 
 @dataclass
 class MlflowConfig(LoggerConfig):
-    """Its own keys. Who logs in is for MLFLOW_TRACKING_USERNAME and the like."""
+    """Keys of MLflow. Credentials are in MLFLOW_TRACKING_USERNAME and similar variables."""
 
     tracking_uri: str | None = option(
         None,
@@ -54,7 +54,7 @@ def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
 
 
 class Server:
-    """A tracker (`_tracker.Client`)."""
+    """Client of an MLflow server or database (`_tracker.Client`)."""
 
     def __init__(self, run: Followed) -> None:
         from mlflow import MlflowClient
@@ -108,7 +108,7 @@ class Server:
             self._client.delete_run(old.info.run_id)
 
     def flush(self) -> None:
-        """A batch has arrived when its call returns."""
+        """Do nothing: a batch has arrived when its call returns."""
 
     def end(self, state: str) -> None:
         self._client.set_tag(self._run, "trainctl.state", state)
@@ -116,7 +116,7 @@ class Server:
             self._client.set_terminated(self._run, _STATES[state])
 
     def close(self) -> None:
-        """It has no connection of its own."""
+        """Do nothing: there is no connection of its own."""
 
     def _experiment_of(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -125,29 +125,30 @@ class Server:
         if found is None:
             try:
                 return str(self._client.create_experiment(name))
-            except MlflowException:  # another run made it meanwhile
+            except MlflowException:  # another run created it meanwhile
                 found = self._client.get_experiment_by_name(name)
                 if found is None:
                     raise
         return str(found.experiment_id)
 
     def _runs(self, branch: int | None = None) -> list[Any]:
-        """Those of the run, or of one of its branches, that are not deleted."""
+        """Return the MLflow runs of the run, or of one of its branches, that are not deleted."""
         which = f"tags.`{RUN_TAG}` = '{self._followed.id}'"
         if branch is not None:
             which += f" and tags.`{BRANCH_TAG}` = '{branch}'"
         return list(self._client.search_runs([self._experiment], which))
 
     def _tag_what_changed(self, before: Mapping[str, str], known: Mapping[str, Any]) -> None:
-        """A resume may have another configuration, and MLflow's parameters never change."""
+        """Record changed facts as tags: a resume may change the configuration, and parameters are
+        fixed.
+        """
         for name, value in known.items():
             if before.get(name) != _text(value):
                 self._client.set_tag(self._run, f"changed.{name}", _text(value))
 
 
 def named(name: str) -> str:
-    """Return a metric's or parameter's name as it takes it, which refuses what is no path of
-    words."""
+    """Return a name in MLflow's syntax: a relative path of words, at most `_NAME_LENGTH` long."""
     return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", f"/{name}")).strip("/")[:_NAME_LENGTH]
 
 

@@ -1,6 +1,6 @@
 """Prometheus: the newest values as a text file, for node_exporter's textfile collector.
 
-`--collector.textfile.directory` reads `*.prom`; the file is replaced as a whole. It has no history:
+`--collector.textfile.directory` reads `*.prom`; the file is replaced atomically. It has no history:
 Prometheus keeps what it scrapes.
 """
 
@@ -18,7 +18,7 @@ from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
 
 @dataclass
 class PrometheusConfig(LoggerConfig):
-    """Its own keys."""
+    """Keys of Prometheus."""
 
     folder: str | None = option(
         None,
@@ -39,11 +39,10 @@ STATES = ("running", "finished", "failed", "stopped")
 
 
 class TextFile:
-    """The file of a run: a gauge a metric.
+    """Sink that writes a run's file, with one gauge per metric.
 
     Args:
-        run: The run.
-        state: The values of before; None to begin anew.
+        state: Values of the last commit; None to start again.
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
@@ -64,7 +63,7 @@ class TextFile:
             self._values[_gauge("last_record_seconds")] = point.time
 
     def go_back(self, step: int) -> None:
-        """A gauge goes down."""
+        """Do nothing: the next value of a gauge replaces the last."""
 
     def commit(self) -> Mapping[str, Any]:
         lines = [
@@ -76,10 +75,10 @@ class TextFile:
             f'trainctl_state{{{self._labels},state="{state}"}} {int(state == self._state)}\n'
             for state in STATES
         ]
-        whole = self._path.with_suffix(".tmp")  # an ending that no collector reads
+        whole = self._path.with_suffix(".tmp")  # collectors do not read this ending
         whole.write_text("".join(lines), encoding="utf-8")
         whole.replace(self._path)
-        # JSON has no NaN.
+        # As text, because JSON has no NaN.
         values = {name: repr(value) for name, value in self._values.items()}
         return {"values": values, "state": self._state}
 
@@ -87,11 +86,11 @@ class TextFile:
         self._state = state
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
 
 def _gauge(name: str) -> str:
-    """Return the metric's name: `trainctl_train_loss` of `train/loss`."""
+    """Return the gauge of a metric: `trainctl_train_loss` for `train/loss`."""
     return "trainctl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
@@ -100,6 +99,6 @@ def _escaped(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    """As the format has it: `NaN`, `+Inf`, `-Inf`."""
+    """Return a number in the exposition format, with `NaN`, `+Inf`, `-Inf`."""
     text = repr(float(value))
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)

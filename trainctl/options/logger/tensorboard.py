@@ -1,9 +1,10 @@
-"""TensorBoard's event files, in `RUN/tensorboard/`: `tensorboard --logdir RUN`, or runs' folder.
+"""TensorBoard's event files in `RUN/tensorboard/`, for `tensorboard --logdir` RUN or the runs'
+folder.
 
-A file is appended to by one process; the next one begins another, after it has cut the last one to
-what was committed. Of steps that come again TensorBoard shows the last: its default server by
-itself, and what reads whole files (`EventAccumulator`, `--load_fast=false`) by the mark that
-`go_back` leaves.
+One process appends to a file. The next process truncates that file to what was committed, and
+starts another one. TensorBoard shows the last value of a repeated step: its default server does so
+by itself, and readers of whole files (`EventAccumulator`, `--load_fast=false`) do so by the record
+that `go_back` writes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ SPEC = Logger(name="tensorboard", build="trainctl.options.logger.tensorboard:Eve
 
 
 class EventFile:
-    """The event file of this process.
+    """Sink that writes the event file of this process.
 
     Args:
-        run: The run.
-        state: Name and size of the last process's file; None to begin anew.
+        state: Name and size of the last process's file; None to start again.
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
@@ -54,13 +54,12 @@ class EventFile:
 
 
 def _event_files(folder: Path) -> list[Path]:
-    """Those of this logger, in the order in which they were begun, which is how they are read."""
+    """Return this logger's files in the order of their creation, in which they are read."""
     return sorted(folder.glob("events.out.tfevents.*.trainctl"))
 
 
 def _begin(folder: Path, state: Mapping[str, Any] | None) -> Path:
-    """Return a new file behind those that were committed; what came after the commit is taken
-    back."""
+    """Return the path of a new file after the committed ones; remove what followed the commit."""
     last, size = (state["file"], state["bytes"]) if state is not None else ("", 0)
     for path in _event_files(folder):
         if path.name > last:

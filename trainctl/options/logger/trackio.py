@@ -1,8 +1,8 @@
-"""Trackio: one run of it for a run, in its local database; `trackio sync` brings that to a Space.
+"""Trackio: one Trackio run per run, in its local database; `trackio sync` copies it to a Space.
 
-It keeps what a step had before, too. So when a run went back and came out otherwise, its run is
-deleted and sent again under the same name. Trackio's pins clash with those of others: it may need
-an environment of its own (`logging.python`).
+Trackio keeps earlier values of a step too. So if a run goes back and its steps come out
+differently, its Trackio run is deleted and sent again under the same name. Trackio's pinned
+dependencies conflict with others, so it may need an environment of its own (`logging.python`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainctl.options.logger._tracker import Tracker, flat
 
 @dataclass
 class TrackioConfig(LoggerConfig):
-    """Its own keys."""
+    """Keys of Trackio."""
 
     project: str = option("trainctl", "The project.")
     folder: str | None = option(
@@ -43,16 +43,16 @@ SPEC = Logger(
 
 def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
-    if run.keys.folder is not None:  # read when it is imported
+    if run.keys.folder is not None:  # Trackio reads the variable on import
         os.environ["TRACKIO_DIR"] = str(Path(run.keys.folder).expanduser().absolute())
     return Tracker(run, state, Database(run))
 
 
 class Database:
-    """A tracker (`_tracker.Client`).
+    """Client of Trackio's database (`_tracker.Client`).
 
-    `trackio.log` hands points to a thread and gives them the time at which they come; the storage
-    below it takes their own, and leaves out those that it has, by an id.
+    `trackio.log` passes points to a thread, which stamps them with the current time. The storage
+    below it takes the points' own times, and skips points that it has, by an id.
     """
 
     def __init__(self, run: Followed) -> None:
@@ -78,18 +78,18 @@ class Database:
             self._log(points, self._about)
 
     def give_up(self, branch: int) -> None:
-        """It was deleted when the other was begun."""
+        """Do nothing: the previous branch was deleted when the new one began."""
 
     def flush(self) -> None:
-        """What was sent is in the database when its call returns."""
+        """Do nothing: points are in the database when the call that sends them returns."""
 
     def end(self, state: str) -> None:
         newest = self._newest or next(iter(self._run.curve(1)), None)
-        if newest is not None:  # the configuration goes with a point
+        if newest is not None:  # the configuration is sent with a point
             self._log([newest], {**self._about, "state": state})
 
     def close(self) -> None:
-        """The storage opens and closes it each time."""
+        """Do nothing: the storage opens and closes the database on each call."""
 
     def _log(self, points: Sequence[Point], about: Mapping[str, Any]) -> None:
         self._storage.bulk_log(

@@ -1,9 +1,10 @@
-"""Weights & Biases: one run of it for a run, or one for each branch.
+"""Weights & Biases: one W&B run per run, or one per branch.
 
-It takes no step twice, nor one below its last: the steps of a run that went back and came out
-otherwise are sent to a new run of the same group, with the whole curve; the one before it is tagged
-`superseded`. Offline there is no server to ask how far it is, and folders of which one begins below
-the end of another are renumbered by `wandb sync`; so there is one, written anew when the run ends.
+W&B takes no step twice, and none below its last. So if a run goes back and its steps come out
+differently, the whole curve is sent to a new W&B run of the same group, and the previous one is
+tagged `superseded`. Offline, no server can be asked for the last step, and `wandb sync` renumbers
+folders that begin below the end of another. So one folder is written, from the start, when the run
+ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SUPERSEDED = "superseded"
 
 
 class Mode(Enum):
-    """When what is logged goes to its server."""
+    """Whether metrics go to W&B's server during the run."""
 
     online = "online"
     offline = "offline"
@@ -32,8 +33,9 @@ class Mode(Enum):
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Its own keys. Who logs in, and where, is for `wandb login` or WANDB_API_KEY and
-    WANDB_BASE_URL."""
+    """Keys of W&B. Credentials come from `wandb login` or WANDB_API_KEY, the server from
+    WANDB_BASE_URL.
+    """
 
     mode: Mode = option(
         Mode.online,
@@ -63,7 +65,7 @@ def build(run: Followed, state: Mapping[str, Any] | None) -> Any:
 
 
 def _init(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
-    """A run of W&B's, without what it would find out about the process that sends."""
+    """Start a W&B run, without the facts that W&B collects about the sending process."""
     import wandb
 
     keys = run.keys
@@ -76,7 +78,7 @@ def _init(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
         tags=keys.tags,
         config=dict(run.about),
         mode=mode.value,
-        dir=run.folder.parent,  # it adds a folder `wandb`
+        dir=run.folder.parent,  # W&B adds a folder `wandb`
         settings=wandb.Settings(
             console="off",
             disable_code=True,
@@ -96,7 +98,7 @@ def _exit_code(state: str) -> int:
 
 
 class Online:
-    """A tracker (`_tracker.Client`)."""
+    """Client of W&B's server (`_tracker.Client`)."""
 
     def __init__(self, run: Followed) -> None:
         self._followed, self._last = run, -1
@@ -126,7 +128,7 @@ class Online:
         old.update()
 
     def flush(self) -> None:
-        """Its service sends by itself; what of it got lost is seen at the next `open`."""
+        """Do nothing: W&B's service sends by itself, and the next `open` finds what was lost."""
 
     def end(self, state: str) -> None:
         self._run.summary["state"] = state
@@ -143,21 +145,17 @@ class Online:
 
 
 class OfflineFolder:
-    """Writes a folder for `wandb sync` at the end, and nothing before; a sink.
-
-    Args:
-        run: The run.
-    """
+    """Sink that writes a folder for `wandb sync` when the run ends, and nothing before."""
 
     def __init__(self, run: Followed) -> None:
         self._run = run
         self._points = 0
 
     def write(self, points: Sequence[Point]) -> None:
-        """Nothing: all of them are read again at the end."""
+        """Do nothing: `end` reads all points again."""
 
     def go_back(self, step: int) -> None:
-        """Nothing either."""
+        """Do nothing: `end` reads all points again."""
 
     def commit(self) -> Mapping[str, Any]:
         return {}
@@ -165,7 +163,7 @@ class OfflineFolder:
     def end(self, state: str) -> None:
         identity = self._run.id
         for folder in _folders(self._run.folder, identity):
-            if any(folder.glob("*.wandb.synced")):  # its server has it, and takes no step twice
+            if any(folder.glob("*.wandb.synced")):  # the server has it and takes no step twice
                 identity = f"{self._run.id}-{folder.name.split('-')[2]}"
             else:
                 shutil.rmtree(folder)
@@ -176,12 +174,12 @@ class OfflineFolder:
         run.finish(exit_code=_exit_code(state))
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
 
 _ALL = 1 << 62
 
 
 def _folders(folder: Path, identity: str) -> list[Path]:
-    """Those that were written for a run, the first one first: `offline-run-DATE_TIME-ID`."""
+    """Return the folders written for a run, the first one first: `offline-run-DATE_TIME-ID`."""
     return sorted(folder.glob(f"offline-run-*-{identity}*"))

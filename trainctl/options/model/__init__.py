@@ -1,8 +1,8 @@
-"""What a model family says of itself: facts of its decoder, as transformers builds it.
+"""Specification of a model family: facts about its decoder as transformers builds it.
 
-Shapes, memory, operations, rules and the ranks' code follow from these facts; none of them asks
-which family it is. Names are transformers' own. A decoder that the facts do not describe is what
-its directory says, traced (`hf`).
+Shapes, memory, operation counts, rules and the ranks' code follow from these facts, and none of
+them depends on the family's name. Names are transformers' own. A decoder that the facts do not
+describe is traced from its directory (`hf`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class Norm:
 
     has_bias: bool
     copies_in_fp32: bool
-    """Whether it keeps its input in fp32 and the scaled values in the input's type; otherwise it
-    keeps its input alone."""
+    """Whether it saves its input in fp32 and the scaled values in the input's type for the backward
+    pass; otherwise it saves its input alone.
+    """
     statistics: int
-    """fp32 numbers per token that it keeps: the root mean square, or mean and deviation."""
+    """fp32 numbers per token that it saves: the root mean square, or mean and deviation."""
     moved: int
-    """Bytes that it reads and writes for an element of two bytes."""
+    """Bytes read and written per element of two bytes."""
     moved_fused: int = 4
-    """The same as one kernel."""
+    """Bytes read and written per element of two bytes by a single kernel."""
 
 
 RMS_NORM = Norm(has_bias=False, copies_in_fp32=True, statistics=1, moved=36)
@@ -37,23 +38,23 @@ LAYER_NORM = Norm(has_bias=True, copies_in_fp32=False, statistics=2, moved=4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """What lies between the projections of a feed-forward layer."""
+    """Activation function between the projections of a feed-forward layer."""
 
     kept: int
-    """Elements that it keeps for each one of the layer's width."""
+    """Elements saved for the backward pass, per element of the layer's width."""
     kept_by_liger: int
-    """The same with Liger's kernel."""
+    """Elements that Liger's kernel saves, per element of the layer's width."""
     moved: int
-    """Bytes that it reads and writes for an element of two bytes."""
+    """Bytes read and written per element of two bytes."""
     moved_fused: int
-    """The same as one kernel."""
+    """Bytes read and written per element of two bytes by a single kernel."""
 
 
 SWIGLU = Activation(kept=4, kept_by_liger=3, moved=10, moved_fused=6)
-"""silu(gate) * up: both of them, the silu, and the product; Liger's computes the silu again."""
+"""silu(gate) * up saves gate, up, the silu, and the product; Liger's kernel recomputes the silu."""
 
 GELU_TANH = Activation(kept=5, kept_by_liger=5, moved=36, moved_fused=4)
-"""gelu_new keeps its input, half of it, the tanh, one plus the tanh; and there is the result."""
+"""gelu_new saves its input, half of the input, the tanh, one plus the tanh, and the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,52 +62,60 @@ class Region:
     """A part of a block whose matrices are split over the tensor ranks (arXiv:1909.08053)."""
 
     module: str
-    """The module, in the block; its input enters the region."""
+    """The module in the block; its input enters the region."""
     columns: tuple[str, ...]
-    """Linear layers in it that are split by outputs. Of attention: those of queries, keys and
-    values, or one of all three; of a feed-forward layer: gate and up, or up alone."""
+    """Linear layers in it that are split by outputs. In attention: queries, keys and values, or one
+    layer for all three. In a feed-forward layer: gate and up, or up alone.
+    """
     row: str
-    """The one that is split by inputs; its output leaves the region."""
+    """Linear layer that is split by inputs; its output leaves the region."""
     fused: int = 1
-    """Matrices that lie side by side in each of `columns`."""
+    """Number of matrices that lie side by side in each of `columns`."""
     per_head: tuple[str, ...] = ()
-    """Norms in it as wide as a head, which every rank has whole and uses for its own heads only: of
-    the queries first."""
+    """Norms as wide as one head, the queries' norm first. Every rank holds them whole and uses them
+    for its own heads only.
+    """
     widths: tuple[str, ...] = ()
-    """Attributes of the module that hold a width and are divided."""
+    """Attributes of the module that hold a width, to be divided by the number of tensor ranks."""
     column_bias: bool = False
     """Whether `columns` have biases."""
     row_bias: bool = False
-    """Whether `row` has one."""
+    """Whether `row` has a bias."""
     across_heads: tuple[str, ...] = ()
-    """Norms in it as wide as all heads of its queries or keys together."""
+    """Norms as wide as all heads of queries or of keys together."""
     values: tuple[str, ...] = ()
-    """Parameters in it that have one number for each head."""
+    """Parameters with one number for each head."""
     is_uneven: bool = False
-    """Whether what lies side by side in its one column is queries, and fewer keys and values."""
+    """Whether its one column layer holds queries and a smaller number of keys and values side by
+    side.
+    """
     is_experts: bool = False
-    """Whether columns and row are experts' parameters, one matrix an expert, and not layers;
-    weights of the routing enter the region beside the hidden states."""
+    """Whether columns and row are parameters of experts, with one matrix per expert, and not
+    layers. Routing weights then enter the region beside the hidden states.
+    """
 
     @property
     def matrices(self) -> int:
-        """Matrices that are split by outputs, those side by side one by one."""
+        """Number of matrices split by outputs; fused matrices count one by one."""
         return len(self.columns) * self.fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
-    """How a transformers directory, by its config.json, is of a family."""
+    """Relation between a transformers config.json and a family."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values, by key of ours: what transformers' configuration class takes where the file has
-    none."""
+    """Values, by trainctl's key, that transformers' configuration class takes if the file has
+    none.
+    """
     plain: Mapping[str, Any] = field(default_factory=dict)
-    """Values, by key of the file: the one value that the family has. Another one makes the model
-    another architecture."""
+    """Values, by key of the file, that the family requires. With any other value the model is
+    another architecture.
+    """
     switches: Mapping[str, str] = field(default_factory=dict)
-    """Names, by key of ours: the key of the file that turns it on. That makes it another
-    architecture too; without it the key is null."""
+    """Keys of the file, by trainctl's key, that turn trainctl's key on, which makes the model
+    another architecture. If the file's key is off, trainctl's key is null.
+    """
 
 
 SHAPE = {
@@ -122,68 +131,69 @@ SHAPE = {
     "initializer_range": "initializer_range",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-"""Keys of the shape, and what most configurations of transformers call them."""
+"""Keys of a model's shape, with their names in most configurations of transformers."""
 
 AXES = ("tensor", "pipeline", "sequence")
-"""Axes of parallelism, besides the data's, that need to know where things are in a model."""
+"""Axes of parallelism, besides data, that depend on a model's structure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(Spec):
-    """What one kind of decoder is, allows and lacks.
+    """Specification of one kind of decoder: its structure, what it allows and what it lacks.
 
-    `name` is transformers' `model_type` too, and `build` makes its configuration. Keys of its own,
-    beside the shape that all have, are called there as they are here.
+    `name` is also transformers' `model_type`, and `build` makes its configuration. Keys that only
+    this family has are named as in that configuration.
     """
 
     build: str = "trainctl.train.models.model:shape_config"
     arguments: Mapping[str, str] = field(default_factory=lambda: SHAPE)
-    """Keys of the shape that it has, and what transformers' configuration calls them."""
+    """Keys of the shape that the family has, with their names in transformers' configuration."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What else that is told."""
+    """Further arguments of transformers' configuration."""
     decoder: str
-    """The decoder, in the model with its head."""
+    """Name of the decoder, in the model with its head."""
     embedding: str
-    """Token embedding, in the decoder."""
+    """Name of the token embedding, in the decoder."""
     positions: str | None = None
-    """Learned position embedding, in the decoder; None has rotary positions."""
+    """Name of the learned position embedding, in the decoder; None for rotary positions."""
     blocks: str
-    """List of the blocks, in the decoder."""
+    """Name of the list of blocks, in the decoder."""
     block: tuple[str | Region, ...]
     """Norms and regions of a block, in transformers' order; attention is the first region, the
     feed-forward layer the second."""
     final_norm: str
-    """Norm after the last block, in the decoder."""
+    """Name of the norm after the last block, in the decoder."""
     head: str = "lm_head"
-    """Output projection, in the model."""
+    """Name of the output projection, in the model."""
     norm: Norm = RMS_NORM
-    """Kind of its norms."""
     activation: Activation = SWIGLU
-    """Function of the feed-forward layer."""
+    """Activation function of the feed-forward layer."""
     inputs_first: bool = False
-    """Whether a matrix has a row for each input: transformers' Conv1D."""
+    """Whether the rows of a matrix are its inputs, as in transformers' Conv1D."""
     has_equal_heads: bool = False
-    """Whether each query head has keys and values of its own, and the heads share hidden_size
-    evenly."""
+    """Whether each query head has its own keys and values, and hidden_size is split evenly over
+    the heads.
+    """
     has_window: bool = False
-    """Whether attention may slide, by `sliding_window`."""
+    """Whether it supports sliding-window attention (`sliding_window`)."""
     softmax_in_fp32: bool = True
     """Whether eager attention computes its probabilities in fp32."""
     is_directory: bool = False
-    """Whether it is what a transformers directory says, and no shape of ours."""
+    """Whether a transformers directory defines the model, rather than shape keys."""
     directory: Directory = Directory()
-    """How a directory is of this family."""
+    """Rules by which a transformers directory is recognised as this family."""
     axes: tuple[str, ...] = AXES
-    """Axes of parallelism that may cut it."""
+    """Axes of parallelism that may split the model."""
     has_mup: bool = False
-    """Whether muP's table holds: attention's factor is its `scaling`, and the head's input may be
-    multiplied."""
+    """Whether muP's table holds: attention has a `scaling` factor, and the head's input may be
+    multiplied.
+    """
     has_liger: bool = False
     """Whether Liger has kernels for its blocks."""
     has_plain_head: bool = True
-    """Whether a product is all between the last hidden states and the logits."""
+    """Whether the logits are one matrix product of the last hidden states."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """Reasons, by the name of an axis that may not cut it."""
+    """Reasons, by axis that may not split the model."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -200,20 +210,20 @@ class Family(Spec):
 
     @property
     def is_rotary(self) -> bool:
-        """Whether queries and keys are turned by their positions."""
+        """Whether queries and keys get rotary position embeddings."""
         return self.positions is None
 
     @property
     def embeddings(self) -> tuple[str, ...]:
-        """Modules of the decoder that are looked up: by token, and by position if they are."""
+        """Names of the decoder's embeddings: tokens, and positions if these are learned."""
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
 
 def spec_of(model: ModelConfig) -> Family:
-    """Of the family that a configuration has.
+    """Return the family of a model configuration.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides the family is not installed here.
     """
     spec = load("model", model.family)
     assert isinstance(spec, Family)
@@ -221,19 +231,19 @@ def spec_of(model: ModelConfig) -> Family:
 
 
 def families() -> tuple[Family, ...]:
-    """Those with a shape of ours, by name."""
+    """Return the families that are defined by shape keys, by name."""
     return tuple(spec for spec in specs("model") if not spec.is_directory)
 
 
 def architecture(model: ModelConfig) -> Family | None:
-    """Return the family that a model's architecture is, whoever said its shape; None of others.
+    """Return the family of a model's architecture, also if a directory defines it; None if unknown.
 
-    A directory may be of a family's architecture and not of its plain form.
+    A directory may have a family's architecture without having its plain form.
     """
     spec = spec_of(model)
     return of_type(model.model_type or "") if spec.is_directory else spec
 
 
 def of_type(model_type: str) -> Family | None:
-    """Return the family of transformers' name of an architecture, if one is known."""
+    """Return the family with transformers' `model_type`; None if there is none."""
     return next((spec for spec in families() if spec.name == model_type), None)

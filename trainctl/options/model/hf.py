@@ -1,7 +1,7 @@
-"""Any decoder of transformers: what its directory says.
+"""Any decoder of transformers, defined by its directory.
 
-What it is made of is read from its own code, and its activations are traced: nothing below is said
-of it, but what its ranks need of a Llama's modules where it is one.
+Its structure is read from its own code, and its activations are traced. Of the facts below, only a
+Llama's module names are used, and only where the model is a Llama.
 """
 
 from __future__ import annotations

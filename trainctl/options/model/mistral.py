@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): a Llama whose attention may slide."""
+"""Mistral (arXiv:2310.06825): a Llama with optional sliding-window attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): a Llama with norms of queries and keys, head by head."""
+"""Qwen3 (arXiv:2505.09388): a Llama with a norm on each head of queries and keys."""
 
 from __future__ import annotations
 

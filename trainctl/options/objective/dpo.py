@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv:2305.18290)."""
+"""Direct preference optimization (DPO, arXiv:2305.18290)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.objective import REWARDS, Objective
 
 
 class PreferenceLoss(Enum):
-    """What is made of the difference of two rewards."""
+    """Loss as a function of the margin between two rewards."""
 
     sigmoid = "sigmoid"
     hinge = "hinge"
@@ -20,7 +20,7 @@ class PreferenceLoss(Enum):
 
 @dataclass
 class DpoConfig(ObjectiveConfig):
-    """Its own keys."""
+    """Keys of DPO."""
 
     beta: float = option(
         0.1, "How much leaving the reference costs: reward for each nat of difference.", above=0

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization: fine-tuning and preference in one (arXiv:2403.07691)."""
+"""Odds ratio preference optimization (ORPO, arXiv:2403.07691): fine-tuning with preferences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.objective import REWARDS, Objective
 
 @dataclass
 class OrpoConfig(ObjectiveConfig):
-    """Its own keys."""
+    """Keys of ORPO."""
 
     weight: float = option(
         0.1, "Of the odds ratio, beside the chosen answer's own loss: lambda of the paper.", above=0

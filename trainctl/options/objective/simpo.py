@@ -1,4 +1,4 @@
-"""Simple preference optimization: without a reference, by length (arXiv:2405.14734)."""
+"""Simple preference optimization (SimPO, arXiv:2405.14734): no reference, rewards by length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.objective import REWARDS, Objective
 
 @dataclass
 class SimpoConfig(ObjectiveConfig):
-    """Its own keys."""
+    """Keys of SimPO."""
 
     beta: float = option(2.0, "Reward for each nat of an answer's mean log-probability.", above=0)
     gamma_ratio: float = option(

@@ -1,10 +1,11 @@
-"""What an optimizer says of itself: what it can be trained with, settings, states, memory.
+"""Specification of an optimizer: supported settings, states, memory.
 
-ZeRO gives an optimizer flat pieces of parameters. To an elementwise rule that is all the same; one
-that looks at whole matrices (Muon, Adafactor), whole tensors (LAMB) or blocks of them (8-bit AdamW)
-would compute something else, silently. DeepSpeed's and torch's do. So those four are trainctl's own
-(`trainctl.train.optimizers`): they know which piece of which parameter they have and ask the
-other ranks for what they lack, which gives the same numbers at every ZeRO stage.
+ZeRO gives an optimizer flat pieces of parameters. An elementwise rule gives the same results on
+pieces. A rule on whole matrices (Muon, Adafactor), whole tensors (LAMB) or blocks of them (8-bit
+AdamW) would silently compute something else, as DeepSpeed's and torch's implementations do. So
+those four are trainctl's own (`trainctl.train.optimizers`): they know which piece of which
+parameter they hold, and get what they lack from the other ranks. Results are the same at every ZeRO
+stage.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
 ELEMENT = "the element"
-"""What elementwise rules need: to them the pieces of a parameter are all the same."""
+"""Value of `Optimizer.needs` for elementwise rules, which may get any piece of a parameter."""
 
 
 class Maker(Enum):
-    """Whose code makes the update."""
+    """Package whose code makes the update."""
 
     torch = "torch"
     deepspeed = "DeepSpeed"
@@ -31,143 +32,154 @@ class Maker(Enum):
 
 
 class WidthRule(Enum):
-    """How learning rates follow the width under muP: a column of its table (`plan.mup`)."""
+    """Scaling of learning rates with the width under muP: a column of its table (`plan.mup`)."""
 
     adam = "adam"
-    """A step has entries of the learning rate's size, whatever the gradient's."""
+    """Entries of a step have the size of the learning rate, whatever the gradient's size."""
     sgd = "sgd"
     spectral = "spectral"
-    """A step of matrices has a spectral norm of the learning rate's size; the rest is Adam's."""
+    """Steps of matrices have a spectral norm of the learning rate's size; others follow Adam."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Temporaries of one update: the most of some moments."""
+    """Temporary memory of one update: the maximum over several moments of it."""
 
     moments: tuple[tuple[int, int], ...] = ((0, 0),)
-    """Bytes per element of what is updated at once, and per element of the largest parameter in it,
-    at each moment."""
+    """Pairs, one for each moment: bytes per element updated at once, and bytes per element of the
+    largest parameter among them.
+    """
     whole_tensors: bool = False
-    """Whether a parameter counts whole where a rank has a part of it only."""
+    """Whether a parameter counts whole even if a rank holds only a part of it."""
     by_tensor: bool = False
-    """Whether, without ZeRO, each parameter is updated by itself."""
+    """Whether, without ZeRO, parameters are updated one at a time."""
     at_most: int | None = None
-    """Elements of a parameter that are updated at once; None is all."""
+    """Elements of a parameter that are updated at once; None means all."""
 
     def bytes(self, at_once: int, largest: int) -> int:
-        """Return bytes of an update of `at_once` elements, whose largest parameter has
-        `largest`."""
+        """Return the bytes of an update of `at_once` elements with a largest parameter of
+        `largest`.
+        """
         part = largest if self.whole_tensors else min(largest, at_once, self.at_most or largest)
         return max(each * at_once + tensor * part for each, tensor in self.moments)
 
 
 KERNEL = Update()
-"""One kernel keeps what it needs in registers."""
+"""Fused kernel: temporaries are in registers."""
 
 FOREACH = Update(moments=((4, 0),))
 """torch's Adam on all tensors of an accelerator together: the root of the second moment."""
 
 PLAIN = Update(moments=((8, 0),), by_tensor=True)
-"""torch's Adam tensor by tensor: the root, and the root divided by its correction."""
+"""torch's Adam tensor by tensor: the root, and the root divided by its bias correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParameter:
-    """One parameter of DeepSpeed's JSON, and the keys of ours that say the same; both ways."""
+    """One parameter of DeepSpeed's JSON and trainctl's equivalent keys; converted both ways."""
 
     name: str
     keys: tuple[str, ...]
     """Names in the section: one, or one for each entry of a list."""
     default: Any = None
-    """That of DeepSpeed's class, which holds where a JSON says nothing."""
+    """Default of DeepSpeed's class, which applies if a JSON does not set the parameter."""
     is_rate: bool = False
-    """Whether it is a learning rate, which follows the batch size."""
+    """Whether it is a learning rate, which scales with the batch size."""
     is_epsilon: bool = False
-    """Whether it is as small as the gradients are, under muP."""
+    """Whether it is an epsilon, which scales with the gradients under muP."""
     or_lr: bool = False
-    """Whether `lr` holds where the key is null."""
+    """Whether `lr` applies if the key is null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerForm:
-    """An optimizer as DeepSpeed's JSON names it."""
+    """An optimizer in DeepSpeed's JSON."""
 
     type: str
-    """As it is written."""
+    """Value of `optimizer.type` that trainctl writes."""
     also: tuple[str, ...] = ()
-    """Other names that are read as it, in lower case."""
+    """Other values of `optimizer.type` that are read as this optimizer, in lower case."""
     parameters: tuple[OptimizerParameter, ...]
-    """All of them, in the order of the JSON; `lr` and `weight_decay` first."""
+    """All parameters, in the order of the JSON; `lr` and `weight_decay` first."""
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Parameters that make it this one, and why."""
+    """Parameters whose values select this optimizer, each with the reason."""
     has_torch_adam: bool = False
-    """Whether `torch_adam` chooses torch's class in place of DeepSpeed's."""
+    """Whether `torch_adam` selects torch's class in place of DeepSpeed's."""
     is_zero_tested: bool = False
     """Whether DeepSpeed lists its class as tested with ZeRO (runtime/zero/utils.py)."""
 
     def matches(self, name: str, params: Mapping[str, Any]) -> bool:
-        """Whether a JSON's optimizer of that name, as DeepSpeed takes it, is this one."""
+        """Return True if DeepSpeed takes an optimizer with this name and these parameters for this
+        one.
+        """
         is_named = name.lower() in (self.type.lower(), *self.also)
         return is_named and all(params.get(key) == value for key, (value, _) in self.fixed.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer(Spec):
-    """What one kind of optimizer allows, needs and becomes."""
+    """Specification of one optimizer: what it supports, what it needs, and its form in DeepSpeed's
+    JSON.
+    """
 
     needs: str
-    """What of a parameter one element's update depends on."""
+    """The part of a parameter on which the update of one element depends."""
     states: tuple[str, ...]
-    """Tensor states of the size of what they are for."""
+    """State tensors with the size of their parameters."""
     states_need: str = ""
-    """A key without which, at 0, it has no state; empty if none."""
+    """Key that, at 0, leaves the optimizer without state; empty if none."""
     matrix_states: tuple[str, ...] = ()
-    """Those of the matrices that it updates by a rule of their own, if it does."""
+    """State tensors of matrices with a rule of their own; empty if there is no such rule."""
     matrix_lr: str = ""
-    """The key of those matrices' learning rate; null there means `lr`."""
+    """Key of the matrices' learning rate; its value null means `lr`."""
     state_bytes: float | None = None
-    """Bytes of an element of a state; None is what `precision` says."""
+    """Bytes per element of a state; None if `precision` decides."""
     has_factored_states: bool = False
-    """Whether the second moment is rows and columns of each matrix."""
+    """Whether the second moment is kept as rows and columns of each matrix."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO stages that it supports."""
     offload: tuple[OffloadDevice, ...] = (OffloadDevice.none,)
-    """Places of its states."""
+    """Devices that may hold its states."""
     offload_variants: tuple[str, ...] = ()
-    """Keys of `offload` whose way of updating knows this rule."""
+    """Keys of `offload` (such as `zenflow`) whose implementation supports this optimizer."""
     tensor: bool = True
-    """Whether parameters may be cut over tensor-parallel ranks."""
+    """Whether parameters may be split over tensor-parallel ranks."""
     low_precision_states: bool = False
     """Whether the states may be kept in bf16."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """Reasons, by the name of what is not allowed."""
+    """Reasons, by the name of what is not supported."""
     made_by: Maker = Maker.trainctl
-    """Whose code updates on a device."""
+    """Maker of the update on a device."""
     made_on_host_by: Maker | None = None
-    """Whose updates states in host memory; None is `made_by`."""
+    """Maker of the update of states in host memory; None means `made_by`."""
     fused_by: Maker | None = None
-    """Whose kernel updates all on an accelerator; None has none."""
+    """Maker of a fused kernel on an accelerator; None if there is no such kernel."""
     is_ours_because: str = ""
-    """Why it is trainctl's; empty says that its pieces are cut anywhere."""
+    """Reason why trainctl has its own implementation; empty means that ZeRO cuts parameters
+    anywhere.
+    """
     has_cpu_kernel: bool = True
     """Whether DeepSpeed can update its states in host memory."""
     host_operator: str = "cpu_adam"
-    """What DeepSpeed compiles for that, with trainctl's trainer; empty for nothing."""
+    """Operator that DeepSpeed compiles for that with trainctl's trainer; empty for none."""
     device_operator: str = ""
-    """What it compiles for its own kernel on a GPU, the only one that it has."""
+    """Operator that DeepSpeed compiles for its own kernel on a GPU, its only implementation."""
     update: Update | None = None
-    """Temporaries of an update by trainctl's code; None is torch's AdamW."""
+    """Temporary memory of an update by trainctl's code; None means the memory of torch's AdamW."""
     matrix_update: Update | None = None
-    """Those of its matrices, for each two bytes of the format of computing."""
+    """Temporary memory of the matrices' update, if the compute format has two bytes; the bytes per
+    element of the largest matrix scale with the format.
+    """
     width_rule: WidthRule | None = None
-    """Its column of muP's table; None has none that is known to hold."""
+    """Column of muP's table; None if no column is known to hold."""
     decays_gradient: bool = False
-    """Whether the weight decay is a part of the gradient."""
+    """Whether the weight decay is added to the gradient."""
     deepspeed: OptimizerForm | None = None
-    """As DeepSpeed's JSON has it; None if it cannot."""
+    """Form in DeepSpeed's JSON; None if DeepSpeed has no such optimizer."""
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether one element's update depends on that element alone."""
+        """Whether the update of one element depends on that element alone."""
         return self.needs == ELEMENT
 
     @property
@@ -176,25 +188,25 @@ class Optimizer(Spec):
         return bool(self.matrix_states)
 
     def states_of(self, section: OptimizerConfig, *, is_matrix: bool) -> tuple[str, ...]:
-        """Tensor states of a group, of the size of its parameters; whoever makes the update.
+        """Return the names of a group's state tensors, whoever makes the update.
 
         Args:
-            is_matrix: Whether the rule of matrices updates the group.
+            is_matrix: Whether the rule for matrices updates the group.
         """
         if self.states_need and not getattr(section, self.states_need):
             return ()
         return self.matrix_states if is_matrix else self.states
 
     def matrix_rate(self, section: OptimizerConfig) -> float | None:
-        """Return the peak learning rate of its matrices, if it is another than `lr`."""
+        """Return the peak learning rate of the matrices; None if it is `lr`."""
         return getattr(section, self.matrix_lr) if self.matrix_lr else None
 
 
 def spec_of(section: OptimizerConfig) -> Optimizer:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured optimizer.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("optimizer", section.kind)
     assert isinstance(spec, Optimizer)
@@ -203,7 +215,7 @@ def spec_of(section: OptimizerConfig) -> Optimizer:
 
 @dataclass
 class WithBetas(OptimizerConfig):
-    """Of two moving averages."""
+    """Keys of an optimizer with two moving averages."""
 
     beta1: float = option(0.9, "Decay of the first moment.", minimum=0, maximum=0.999999)
     beta2: float = option(0.95, "Decay of the second moment.", minimum=0, maximum=0.999999)
@@ -211,7 +223,7 @@ class WithBetas(OptimizerConfig):
 
 @dataclass
 class WithMoments(WithBetas):
-    """Of Adam's two moments."""
+    """Keys of an optimizer with Adam's two moments."""
 
     epsilon: float = option(1e-8, "Added to the root of the second moment.", above=0)
 
@@ -228,7 +240,10 @@ CUT = "a tensor rank has only a shard of a matrix"
 def parameters(
     lr: float, *others: OptimizerParameter, weight_decay: float = 0.0
 ) -> tuple[OptimizerParameter, ...]:
-    """Those of every optimizer, with the defaults of DeepSpeed's class, and its own."""
+    """Return the parameters of an optimizer in DeepSpeed's JSON: the shared ones, then `others`.
+
+    `lr` and `weight_decay` are the defaults of DeepSpeed's class.
+    """
     return (
         OptimizerParameter(name="lr", keys=("lr",), default=lr, is_rate=True),
         OptimizerParameter(name="weight_decay", keys=("weight_decay",), default=weight_decay),
@@ -237,12 +252,12 @@ def parameters(
 
 
 def betas(beta1: float, beta2: float) -> OptimizerParameter:
-    """Return the two decays, which the JSON has in one list."""
+    """Return the parameter of the two decay rates, one list in the JSON."""
     return OptimizerParameter(name="betas", keys=("beta1", "beta2"), default=[beta1, beta2])
 
 
 def eps(default: float = 1e-8) -> OptimizerParameter:
-    """Return the smallest divisor."""
+    """Return the parameter of the epsilon."""
     return OptimizerParameter(name="eps", keys=("epsilon",), default=default, is_epsilon=True)
 
 

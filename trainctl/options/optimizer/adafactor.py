@@ -1,4 +1,4 @@
-"""Adafactor (arXiv:1804.04235): row and column second moments, no first moment."""
+"""Adafactor (arXiv:1804.04235): second moments by row and column, no first moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainctl.options.optimizer import (
 
 @dataclass
 class AdafactorConfig(OptimizerConfig):
-    """Its own keys."""
+    """Keys of Adafactor."""
 
     epsilon: float = option(1e-8, "Smallest second moment.", above=0)
 

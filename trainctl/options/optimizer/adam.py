@@ -1,4 +1,4 @@
-"""Adam (arXiv:1412.6980): a decay, if there is one, is a part of the gradient."""
+"""Adam (arXiv:1412.6980): the weight decay is added to the gradient."""
 
 from __future__ import annotations
 

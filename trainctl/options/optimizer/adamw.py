@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101): Adam with a decay beside the gradient."""
+"""AdamW (arXiv:1711.05101): Adam with decoupled weight decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW with block-wise 8-bit moments (arXiv:2110.02861), by torchao's formats."""
+"""AdamW with block-wise 8-bit moments (arXiv:2110.02861), in torchao's formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.options.optimizer import (
 )
 
 AT_ONCE = 2**22
-"""Elements that are updated at a time, whole blocks: all in fp32 meanwhile."""
+"""Elements updated at a time, in whole blocks: their moments are in fp32 meanwhile."""
 
 SPEC = Optimizer(
     name="adamw_8bit",
@@ -22,7 +22,7 @@ SPEC = Optimizer(
     extra="fp8",
     needs="the block of 256",
     states=("exp_avg.codes", "exp_avg_sq.codes"),
-    # A code, and a scale in fp32 for each block of 256.
+    # One byte for the code, and an fp32 scale for each block of 256.
     state_bytes=1 + 4 / 256,
     tensor=False,
     has_cpu_kernel=False,
@@ -33,7 +33,7 @@ SPEC = Optimizer(
         "tensor": f"{CUT}, and its blocks of 256 would be others",
         "states": "its states have 8 bits already",
     },
-    # A stretch's moments in fp32, before and after, the step, and 64-bit places of the codes.
+    # fp32 moments of the elements before and after, the step, and 64-bit indices of the codes.
     update=Update(moments=((0, 53),), by_tensor=True, at_most=AT_ONCE),
     width_rule=WidthRule.adam,
 )

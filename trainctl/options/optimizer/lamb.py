@@ -30,7 +30,7 @@ SPEC = Optimizer(
         "tensor": f"{CUT}, and the trust ratio would be a shard's",
         "states": ROUNDED,
     },
-    # The step, divided out of the corrected first moment; its norms are those of copies in fp64.
+    # The step, made from the corrected first moment; norms are taken of fp64 copies.
     update=Update(moments=((8, 0), (4, 8)), by_tensor=True),
     deepspeed=OptimizerForm(type="Lamb", parameters=ADAM),
 )

@@ -1,4 +1,4 @@
-"""Lion (arXiv:2302.06675): the sign of a momentum, so one state a parameter."""
+"""Lion (arXiv:2302.06675): the sign of a momentum, so one state per parameter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Muon (kellerjordan.github.io/posts/muon): orthogonalised momentum for matrices of the blocks,
-AdamW for embeddings, norms and the output projection."""
+"""Muon (kellerjordan.github.io/posts/muon): orthogonalised momentum for the blocks' matrices.
+
+Embeddings, norms and the output projection use AdamW.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from trainctl.options.optimizer import (
 
 @dataclass
 class MuonConfig(WithMoments):
-    """Its own keys."""
+    """Keys of Muon."""
 
     momentum: float = option(0.95, "Decay of the matrices' momentum.", minimum=0, maximum=0.999999)
     matrix_lr: float | None = option(None, "Learning rate of the matrices; none means lr.", above=0)
@@ -47,8 +49,8 @@ SPEC = Optimizer(
         "tensor": f"{CUT}, and orthogonalising a shard is another update",
         "states": ROUNDED,
     },
-    # Directions in fp32; and for one matrix, in 16 bits, five of its size: the iterate, the next
-    # one, the step before, its Gram matrix and the polynomial of that.
+    # Directions in fp32. For one matrix also five 16-bit copies: the iterate, the next iterate, the
+    # previous step, the Gram matrix, and its polynomial.
     matrix_update=Update(moments=((4, 10),), whole_tensors=True, by_tensor=True),
     width_rule=WidthRule.spectral,
     deepspeed=OptimizerForm(

@@ -22,7 +22,7 @@ from trainctl.options.optimizer import (
 
 @dataclass
 class SgdConfig(OptimizerConfig):
-    """Its own keys."""
+    """Keys of SGD."""
 
     momentum: float = option(0.95, "Decay of the momentum.", minimum=0, maximum=0.999999)
 

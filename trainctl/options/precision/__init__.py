@@ -1,4 +1,4 @@
-"""What a number format to compute in says of itself: where it runs, and what it is told."""
+"""Specification of a compute format: the devices it runs on, and its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ADAPTIVE = (
 
 @dataclass
 class WithLossScale(PrecisionConfig):
-    """Of a format so narrow that small gradients are lost unless the loss is scaled up."""
+    """Keys of a format with so narrow a range that small gradients vanish unless the loss is
+    scaled up.
+    """
 
     loss_scale: float = option(0.0, "fp16: fixed loss scale; 0 adapts it.", minimum=0)
     initial_scale_power: int = option(
@@ -50,46 +52,47 @@ class WithLossScale(PrecisionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Spec):
-    """A number format to compute in.
+    """Specification of a compute format.
 
-    `build`, where there is one, changes a model of that format: a rank calls it with the model and
-    the section.
+    `build`, if there is one, changes a model to the format: a rank calls it with the model and the
+    section.
     """
 
     format: DataType
-    """That of activations, and of the weights unless autocast converts them."""
+    """Format of activations, and of the weights unless autocast converts them."""
     ability: str = ""
-    """What a device must have: the name of its fact; empty where all can."""
+    """Name of the device property that the format needs; empty if all devices support it."""
     instead: tuple[str, ...] = ()
-    """Formats for a device that has not, or on which it is refused; the best first."""
+    """Formats to propose for a device that does not support or allow this one; the best first."""
     emulated_by: str = ""
-    """The key with which a device without it computes all the same, slowly."""
+    """Key that makes a device without support emulate the format, slowly."""
     not_on_cpu_because: str = ""
-    """Why it does not train on a CPU; empty if it does."""
+    """Reason why it does not train on a CPU; empty if it does."""
     on_cpu: str = ""
-    """What is to be said of it there."""
+    """Remark on training on a CPU."""
     can_autocast: bool = False
     """Whether autocast may convert fp32 weights to it."""
     product_bytes: int | None = None
-    """Bytes of an element of what the products of blocks convert their factors to; None multiplies
-    them as they are."""
+    """Bytes per element of the format to which matrix products of blocks convert their factors;
+    None if they do not convert them.
+    """
     multiple: int = 1
-    """What every dimension of such a product is a multiple of."""
+    """Number that must divide every dimension of such a product."""
 
     def runs_on(self, device: object) -> bool:
-        """Whether a device, or hardware of such devices, computes in it."""
+        """Return True if a device, or hardware with such devices, supports the format."""
         return not self.ability or bool(getattr(device, self.ability))
 
     def alternatives(self, device: object) -> tuple[str, ...]:
-        """Formats for a device that does not compute in this one."""
+        """Return formats to propose for a device that does not support this one."""
         return tuple(name for name in self.instead if load("precision", name).runs_on(device))
 
 
 def precision_of(section: PrecisionConfig) -> Precision:
-    """Of the format that a configuration has.
+    """Return the specification of the configured compute format.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("precision", section.compute)
     assert isinstance(spec, Precision)
@@ -97,12 +100,12 @@ def precision_of(section: PrecisionConfig) -> Precision:
 
 
 def is_emulated(section: PrecisionConfig) -> bool:
-    """Whether products only round to the format, and multiply in fp32."""
+    """Return True if products only round to the format, and multiply in fp32."""
     key = precision_of(section).emulated_by
     return bool(key and getattr(section, key))
 
 
 def loss_scaling(config: RunConfig) -> WithLossScale | None:
-    """What a configuration says of its loss scale; None where the loss is not scaled."""
+    """Return the loss scale section of a configuration; None if the loss is not scaled."""
     section = config.precision
     return section if isinstance(section, WithLossScale) else None

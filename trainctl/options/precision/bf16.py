@@ -1,4 +1,4 @@
-"""bf16: the range of fp32 in two bytes, so that no loss is scaled."""
+"""bf16: the range of fp32 in two bytes, so the loss needs no scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products of blocks in fp8 (arXiv:2209.05433), the rest as in bf16; by torchao."""
+"""Matrix products of blocks in fp8 (arXiv:2209.05433) by torchao, everything else in bf16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.precision import Precision
 
 @dataclass
 class Fp8Config(PrecisionConfig):
-    """Its own key."""
+    """Keys of fp8."""
 
     emulate_fp8: bool = option(
         False, "fp8: round to fp8 but multiply in fp32, to try it on devices without fp8."

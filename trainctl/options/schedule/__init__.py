@@ -1,9 +1,9 @@
-"""What a schedule says of itself: its keys, and its curve as a closed form of the update's number.
+"""Specification of a learning rate schedule: its keys, and its curve in closed form.
 
-A shape is a function of the `Course` of a run and of an update: what the peak learning rate is
-multiplied by after the warmup. With x the position that the curve goes along (the number of the
-update, from 0, or the tokens before it), W that of the warmup's end, E that of the last update and
-f the floor, each unit writes its own with p = (x - W) / (E - W).
+A shape is a function of the `Course` of a run and of an update's number. It gives the factor of the
+peak learning rate after the warmup. The formulas use p = (x - W) / (E - W), where x is the position
+along the curve (the number of the update, from 0, or the tokens before it), W the position of the
+warmup's end, E the position of the last update and f the floor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainctl.config.schema.option import option
 
 @dataclass
 class WithFloor(ScheduleConfig):
-    """Of what falls, or rises and falls."""
+    """Keys of a schedule that decays to a floor."""
 
     floor_ratio: float | None = option(
         None,
@@ -34,7 +34,7 @@ class WithFloor(ScheduleConfig):
 
 @dataclass
 class WithDecay(WithFloor):
-    """Of what stays at the peak until a last phase."""
+    """Keys of a schedule that stays at the peak until a final decay."""
 
     decay_steps: int | None = option(
         None,
@@ -63,7 +63,7 @@ class WithDecay(WithFloor):
 
 @dataclass
 class WithInterval(WithFloor):
-    """Of what does the same again and again."""
+    """Keys of a schedule that repeats."""
 
     step_every: int | None = option(
         None,
@@ -82,14 +82,14 @@ class WithInterval(WithFloor):
 
     @property
     def interval(self) -> int:
-        """In positions; the rules see to it that there is one."""
+        """Length of the interval in positions; rules make sure that it is set."""
         every = self.step_every if self.unit is ScheduleUnit.steps else self.step_every_tokens
         return every or 1
 
 
 @dataclass
 class WithDrops(WithFloor):
-    """Of what is multiplied by the same factor at each drop."""
+    """Keys of a schedule that drops by the same factor each time."""
 
     step_factor: float = option(
         0.1,
@@ -102,7 +102,7 @@ class WithDrops(WithFloor):
 
 @dataclass
 class WithMilestones(WithDrops):
-    """Of what drops where it is told to."""
+    """Keys of a schedule that drops at given milestones."""
 
     milestones: list[int] = option(
         [],
@@ -120,7 +120,7 @@ class WithMilestones(WithDrops):
 
 @dataclass
 class WithPatience(WithDrops):
-    """Of what drops when the held-out loss has not become lower for a while."""
+    """Keys of a schedule that drops when the held-out loss has stopped falling for a while."""
 
     plateau_patience: int = option(
         3,
@@ -137,58 +137,59 @@ class WithPatience(WithDrops):
 
 
 class Counted(Protocol):
-    """How steps and tokens go together in a run."""
+    """Conversion between the steps and the tokens of a run."""
 
     def tokens_before(self, step: int) -> int:
-        """Tokens of the updates before number `step`."""
+        """Return the number of tokens in the updates before number `step`."""
 
     def steps_for(self, tokens: int) -> int:
-        """Return the smallest number of steps from the start that have at least so many tokens."""
+        """Return the smallest number of steps from the start with at least `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """The run that a schedule is for, as far as a curve depends on it."""
+    """The properties of a run on which a learning rate curve depends."""
 
     config: Any
     """The section, with the keys of its kind."""
     batches: Counted
-    """Steps and tokens, and how they go together in it."""
+    """Conversion between steps and tokens."""
     total_steps: int
     """Updates of the whole run, T; 0 and 1 are allowed."""
     warmup_steps: int
     """Updates of the warmup."""
     decay_steps: int = 0
-    """Updates of the last phase; 0 for kinds without one."""
+    """Updates of the final decay; 0 for kinds without one."""
     drops: int = 0
-    """Drops that the held-out loss has brought so far, where the kind follows it."""
+    """Drops so far, if the kind follows the held-out loss."""
 
     @property
     def floor(self) -> float:
-        """f: what the curve ends at, or never falls below."""
+        """f: the lowest factor, at which the curve may end."""
         return floor_ratio(self.config)[0]
 
     @property
     def stable_steps(self) -> int:
-        """Updates that are made before the last phase begins, warmup included.
+        """Number of updates before the final decay, warmup included.
 
-        A checkpoint after at most so many can go on in a longer run as if that had been planned.
+        A longer run can resume from a checkpoint at or before this step as if the longer run had
+        been planned from the start.
         """
         return max(self.warmup_steps, self.total_steps - 1 - self.decay_steps) + 1
 
     def position(self, step: int) -> int:
-        """x(s): what the curve is a function of, before update number `step`."""
+        """Return x(s): the position along the curve before update number `step`."""
         return position_of(self.config, self.batches, step)
 
     def way(self, step: int) -> int:
-        """x(s) - W: positions since the end of the warmup."""
+        """Return x(s) - W: positions since the end of the warmup."""
         return self.position(step) - self.position(self.warmup_steps)
 
     def progress(self, step: int, start: int | None = None) -> float:
-        """0 before update number `start`, 1 before the last; 0 if there is nothing in between.
+        """Return 0 before update number `start`, 1 before the last; 0 if nothing lies between.
 
         Args:
-            start: None is the first after the warmup.
+            start: None means the first update after the warmup.
         """
         first = self.position(self.warmup_steps if start is None else start)
         last = self.position(max(0, self.total_steps - 1))
@@ -198,73 +199,75 @@ class Course:
 
 
 Shape = Callable[[Course, int], float]
-"""The factor of update number `step`, from 0, after the warmup; in [floor, 1]."""
+"""Returns the factor of update number `step`, from 0, after the warmup; in [floor, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTurns:
-    """Where a curve jumps, as far as its formula says."""
+    """The updates at which a curve jumps by its formula."""
 
     at: Callable[[Course], tuple[int, ...]]
-    """Numbers of the updates, from 0, before which it does."""
+    """Function that returns the numbers of the updates, from 0, before which the curve jumps."""
     key: str
-    """Key of the plan that lists them."""
+    """Key that lists them in the plan."""
     why: str
-    """What is so in each of them."""
+    """Explanation of these updates in the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleParameter:
-    """One parameter of DeepSpeed's `scheduler.params`, and the key of ours that says the same."""
+    """One parameter of DeepSpeed's `scheduler.params`, and trainctl's equivalent key."""
 
     name: str
-    """Name in DeepSpeed's JSON."""
     key: str
-    """Key of ours, with its section."""
+    """Key of trainctl, with its section."""
     default: float | None = None
-    """Default of DeepSpeed's class (runtime/lr_schedules.py); None where it has none."""
+    """Default of DeepSpeed's class (runtime/lr_schedules.py); None if it has none."""
     is_whole: bool = False
-    """Whether it is a whole number."""
+    """Whether it is an integer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleForm:
-    """A schedule as DeepSpeed's JSON names it: it is read, and trainctl's trainer has its own."""
+    """A schedule in DeepSpeed's JSON. It is only read: trainctl's trainer sets the learning rate
+    itself.
+    """
 
     type: str
-    """Name as it is written."""
+    """Value of `scheduler.type`."""
     parameters: tuple[ScheduleParameter, ...]
-    """Those that we have a key for, in the order of ours."""
+    """Parameters with an equivalent key, in the order of trainctl's keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule(Spec):
-    """What one kind of schedule is, and what the plan says of it."""
+    """Specification of one learning rate schedule."""
 
     shape: Shape
     """The curve after the warmup."""
     floor: tuple[float, str]
-    """What `floor_ratio` is where nobody asks for another, and why."""
+    """Default of `floor_ratio`, with the reason."""
     rise: Callable[[Course, float], float] | None = None
-    """The factor in the warmup, of the share of it that has passed; None goes straight up from 0 to
-    where the shape begins."""
+    """Function that returns the factor during the warmup from the share of it that has passed. None
+    rises linearly from 0 to the start of the shape.
+    """
     turns: ScheduleTurns | None = None
-    """Where it jumps, if it does."""
+    """Updates at which the curve jumps; None if it does not."""
     is_flat: bool = False
     """Whether it stays at the peak after the warmup."""
     why_not_zero: str = ""
-    """Why its floor cannot be 0; empty if it can."""
+    """Reason why its floor cannot be 0; empty if it can."""
     in_unit: tuple[str, ...] = ()
     """Keys whose numbers are counted in `unit`."""
     deepspeed: ScheduleForm | None = None
-    """Form in DeepSpeed's JSON; None if that has no such schedule."""
+    """Form in DeepSpeed's JSON; None if DeepSpeed has no such schedule."""
 
 
 def spec_of(section: ScheduleConfig) -> Schedule:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured schedule.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("schedule", section.kind)
     assert isinstance(spec, Schedule)
@@ -272,7 +275,7 @@ def spec_of(section: ScheduleConfig) -> Schedule:
 
 
 def floor_ratio(section: ScheduleConfig) -> tuple[float, str]:
-    """Return the floor over the peak, and why."""
+    """Return the floor over the peak, and its origin or reason."""
     if isinstance(section, WithFloor) and section.floor_ratio is not None:
         return section.floor_ratio, "schedule.floor_ratio"
     floor, why = spec_of(section).floor
@@ -280,12 +283,16 @@ def floor_ratio(section: ScheduleConfig) -> tuple[float, str]:
 
 
 def position_of(section: ScheduleConfig, batches: Counted, step: int) -> int:
-    """x(s): the number of an update, or the tokens before it."""
+    """Return x(s): the number of an update, or the tokens before it."""
     return step if section.unit is ScheduleUnit.steps else batches.tokens_before(step)
 
 
 def steps_of_share(share: float, total_steps: int, length: Callable[[int], int]) -> int:
-    """Return the number of steps whose length is nearest a share of all steps' length."""
+    """Return the number of steps that comes nearest to a share of the run.
+
+    Args:
+        length: Function that returns the length of the first n steps, in steps or tokens.
+    """
     wanted = share * length(total_steps)
     steps = bisect_left(range(total_steps), wanted, key=length)
     is_nearer = steps > 0 and wanted - length(steps - 1) < length(steps) - wanted
@@ -293,9 +300,9 @@ def steps_of_share(share: float, total_steps: int, length: Callable[[int], int])
 
 
 def milestone_steps(section: WithMilestones, total_steps: int, batches: Counted) -> tuple[int, ...]:
-    """Numbers of the updates, from 0, at which it drops.
+    """Return the numbers of the updates, from 0, at which the schedule drops.
 
-    One in tokens is the first update that comes after so many.
+    A milestone in tokens is the first update after that number of tokens.
     """
     if section.milestones and section.unit is ScheduleUnit.tokens:
         return tuple(batches.steps_for(tokens) for tokens in section.milestones)
@@ -308,12 +315,12 @@ def milestone_steps(section: WithMilestones, total_steps: int, batches: Counted)
 
 
 def between(low: float, share: float) -> float:
-    """`low` at share 0, 1 at share 1; exact at both ends."""
+    """Return `low` at share 0, 1 at share 1, linear between; exact at both ends."""
     return low * (1 - share) + share
 
 
 def straight_down(course: Course, step: int) -> float:
-    """1 - (1 - f) p."""
+    """Return 1 - (1 - f) p."""
     return between(course.floor, 1 - course.progress(step))
 
 
@@ -326,5 +333,5 @@ TOTAL = ScheduleParameter(name="total_num_steps", key="training.steps", is_whole
 
 
 def warmup_max_lr(default: float | None = None) -> ScheduleParameter:
-    """Return the peak, which may be the optimizer's."""
+    """Return the parameter of the peak learning rate, whose default may be the optimizer's."""
     return ScheduleParameter(name="warmup_max_lr", key="optimizer.lr", default=default)

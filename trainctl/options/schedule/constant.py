@@ -1,4 +1,4 @@
-"""The peak to the end: 1."""
+"""Constant at the peak: 1."""
 
 from __future__ import annotations
 

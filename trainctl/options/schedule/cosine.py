@@ -18,7 +18,7 @@ from trainctl.options.schedule import (
 
 
 def shape(course: Course, step: int) -> float:
-    """f + (1 - f) (1 + cos(pi p)) / 2."""
+    """Return f + (1 - f) (1 + cos(pi p)) / 2."""
     return between(course.floor, (1 + cos(pi * course.progress(step))) / 2)
 
 

@@ -1,4 +1,4 @@
-"""Half a cosine down to the floor, again and again (SGDR, arXiv:1608.03983, eq. 5)."""
+"""Half a cosine down to the floor, repeated (SGDR, arXiv:1608.03983, eq. 5)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainctl.options.schedule import Course, Schedule, ScheduleTurns, WithInter
 
 @dataclass
 class CosineRestartsConfig(WithInterval):
-    """Its own keys."""
+    """Keys of cosine restarts."""
 
     restart_factor: int = option(
         1, "Length of each cycle of `cosine_restarts` over that of the one before.", minimum=1
@@ -20,17 +20,18 @@ class CosineRestartsConfig(WithInterval):
 
 
 def shape(course: Course, step: int) -> float:
-    """f + (1 - f) (1 + cos(pi t / T)) / 2, t the way since the last restart.
+    """Return f + (1 - f) (1 + cos(pi t / T)) / 2, with t the positions since the last restart.
 
-    The first cycle has the length T of the interval, each later one `restart_factor` times that of
-    the one before; it begins at 1, and the next one where t is T.
+    T is the length of the cycle: the interval for the first, and `restart_factor` times the
+    previous length for each later one. A cycle starts at 1, and the next one starts where t reaches
+    T.
     """
     since, length = _cycle(course.config, course.way(step))
     return between(course.floor, (1 + cos(pi * since / length)) / 2)
 
 
 def restarts(course: Course) -> tuple[int, ...]:
-    """Numbers of the updates that begin a cycle, without the first."""
+    """Return the numbers of the updates that start a cycle, without the first."""
     length, last = course.config.interval, course.position(course.total_steps - 1)
     starts, begin = [], course.position(course.warmup_steps) + length
     while begin <= last:
@@ -41,7 +42,7 @@ def restarts(course: Course) -> tuple[int, ...]:
 
 
 def _cycle(config: CosineRestartsConfig, way: int) -> tuple[int, int]:
-    """Return how far into its cycle a position after the warmup is, and the cycle's length."""
+    """Return the offset of a position after the warmup in its cycle, and the cycle's length."""
     length, factor = config.interval, config.restart_factor
     if factor == 1:
         return way % length, length

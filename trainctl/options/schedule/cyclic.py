@@ -1,4 +1,4 @@
-"""A triangle from the floor up to the peak and back, again and again (arXiv:1506.01186)."""
+"""A triangle from the floor to the peak and back, repeated (arXiv:1506.01186)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainctl.options.schedule import Course, Schedule, WithInterval, between
 
 
 def shape(course: Course, step: int) -> float:
-    """1 - |2 t - 1| between the floor and the peak, t the share of the period that has passed."""
+    """Return 1 - |2 t - 1|, scaled to [f, 1], with t the share of the period that has passed."""
     period = course.config.interval
     return between(course.floor, 1 - abs(2 * (course.way(step) % period / period) - 1))
 

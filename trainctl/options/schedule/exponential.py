@@ -1,4 +1,4 @@
-"""The same factor over the same way: f^p."""
+"""Exponential decay: f^p."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainctl.options.schedule import Course, Schedule, WithFloor
 
 
 def shape(course: Course, step: int) -> float:
-    """f^p."""
+    """Return f^p."""
     return float(course.floor ** course.progress(step))
 
 

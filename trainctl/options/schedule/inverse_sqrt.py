@@ -8,7 +8,7 @@ from trainctl.options.schedule import Course, Schedule, WithFloor
 
 
 def shape(course: Course, step: int) -> float:
-    """max(f, sqrt(W / x(s + 1)))."""
+    """Return max(f, sqrt(W / x(s + 1)))."""
     start = max(course.position(course.warmup_steps), course.position(1))
     return max(course.floor, sqrt(start / course.position(step + 1)))
 
@@ -18,6 +18,6 @@ SPEC = Schedule(
     keys=WithFloor,
     shape=shape,
     floor=(0.0, "no floor, arXiv:1706.03762"),
-    # The warmup ends at 1, and so does the formula at its last update, not in the one after it.
+    # The formula is 1 at the last update of the warmup, so the warmup rises to 1 there.
     rise=lambda course, risen: risen,
 )

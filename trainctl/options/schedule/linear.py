@@ -17,7 +17,7 @@ SPEC = Schedule(
     keys=WithFloor,
     shape=straight_down,
     floor=(0.0, "down to zero, arXiv:2502.15938"),
-    # DeepSpeed's line ends at 0, as this does.
+    # DeepSpeed's line ends at 0, like this one's default floor.
     deepspeed=ScheduleForm(
         type="WarmupDecayLR", parameters=(WARMUP, TOTAL, warmup_max_lr(default=1e-3))
     ),

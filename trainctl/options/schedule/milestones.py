@@ -1,4 +1,4 @@
-"""A factor at each of a list of points."""
+"""Drops by a factor at each of a list of milestones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainctl.options.schedule import (
 
 
 def drops(course: Course) -> tuple[int, ...]:
-    """Numbers of the updates that it drops at."""
+    """Return the numbers of the updates at which the schedule drops."""
     return milestone_steps(course.config, course.total_steps, course.batches)
 
 
 def shape(course: Course, step: int) -> float:
-    """max(f, step_factor^n), n of the milestones being at or before update s."""
+    """Return max(f, step_factor^n), with n the number of milestones at or before update s."""
     passed = sum(milestone <= step for milestone in drops(course))
     return float(max(course.floor, course.config.step_factor**passed))
 

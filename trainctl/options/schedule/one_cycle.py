@@ -1,4 +1,6 @@
-"""From the floor up to the peak over the warmup, then back (arXiv:1708.07120), both straight."""
+"""One cycle (arXiv:1708.07120): a line from the floor to the peak over the warmup, then a line
+back.
+"""
 
 from __future__ import annotations
 

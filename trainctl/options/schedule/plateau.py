@@ -1,4 +1,4 @@
-"""A factor whenever the held-out loss has not become lower for a while."""
+"""Drops by a factor each time the held-out loss has stopped falling for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from trainctl.options.schedule import WHOLE_DROPS, Course, Schedule, WithPatienc
 
 
 def shape(course: Course, step: int) -> float:
-    """max(f, step_factor^n) after n drops, which follow the held-out loss, not the step."""
+    """Return max(f, step_factor^n) after n drops, which depend on the held-out loss, not on the
+    step.
+    """
     return float(max(course.floor, course.config.step_factor**course.drops))
 
 

@@ -1,4 +1,4 @@
-"""A power of what is left of the way, down to the floor."""
+"""Polynomial decay to the floor: a power of the remaining share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainctl.options.schedule import Course, Schedule, WithFloor, between
 
 @dataclass
 class PolynomialConfig(WithFloor):
-    """Its own keys."""
+    """Keys of polynomial decay."""
 
     power: float = option(1.0, "Exponent of `polynomial`.", above=0)
 
 
 def shape(course: Course, step: int) -> float:
-    """f + (1 - f) (1 - p)^power."""
+    """Return f + (1 - f) (1 - p)^power."""
     return between(course.floor, (1 - course.progress(step)) ** course.config.power)
 
 

@@ -1,4 +1,4 @@
-"""A factor at every interval."""
+"""Drops by a factor at every interval."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainctl.options.schedule import WHOLE_DROPS, Course, Schedule, WithDrops, 
 
 @dataclass
 class StepConfig(WithDrops, WithInterval):
-    """Its own keys."""
+    """Keys of step decay."""
 
 
 def shape(course: Course, step: int) -> float:
-    """max(f, step_factor^floor((x(s) - W) / interval))."""
+    """Return max(f, step_factor^floor((x(s) - W) / interval))."""
     config: StepConfig = course.config
     return max(course.floor, config.step_factor ** (course.way(step) // config.interval))
 

@@ -1,4 +1,4 @@
-"""Warmup, stable, decay (arXiv:2405.18392): the peak until a last phase."""
+"""Warmup, stable, decay (WSD, arXiv:2405.18392): the peak until a final decay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.schedule import Course, Schedule, WithDecay, between
 
 
 class DecayShape(Enum):
-    """Shape of the last phase."""
+    """Shape of the final decay."""
 
     linear = "linear"
     cosine = "cosine"
@@ -20,15 +20,15 @@ class DecayShape(Enum):
 
 @dataclass
 class WsdConfig(WithDecay):
-    """Its own keys."""
+    """Keys of WSD."""
 
     decay_shape: DecayShape = option(DecayShape.one_minus_sqrt, "Decay of `wsd`.")
 
 
 def shape(course: Course, step: int) -> float:
-    """1, then f + (1 - f) g(q) from the last stable update S to the last one.
+    """Return 1, then f + (1 - f) g(q) from the last stable update S to the last update.
 
-    With q = (x(s) - x(S)) / (E - x(S)); g is 1 - q, its cosine, or 1 - sqrt(q).
+    q = (x(s) - x(S)) / (E - x(S)), and g(q) is 1 - q, (1 + cos(pi q)) / 2, or 1 - sqrt(q).
     """
     left = _left(course.config.decay_shape, course.progress(step, course.stable_steps - 1))
     return between(course.floor, left)

@@ -1,4 +1,4 @@
-"""What a tokenizer says of itself: the files that it is read from, and its ids, before a start."""
+"""Specification of a tokenizer: its files, and what is known of its ids before a start."""
 
 from __future__ import annotations
 
@@ -22,38 +22,43 @@ PUBLISHED = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""Files that a transformers directory may have of a tokenizer."""
+"""Tokenizer files that a transformers directory may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSource(Spec):
-    """What one kind of tokenizer is made of.
+    """Specification of one kind of tokenizer.
 
-    Its `build` is called with the section and gives a `train.tokenizer.Tokenizer`. No torch is
+    Its `build` is called with the section and returns a `data.tokenizer.Tokenizer`. No torch is
     loaded then.
     """
 
     facts: Callable[[Any], TokenizerFacts]
-    """Gives, of its section, its ids, and what ends a document; without its library."""
+    """Function that returns the ids and the end of a document for a section, without the
+    tokenizer's library.
+    """
     file: Callable[[Any], Path] | None = None
-    """Gives, of its section, the file that says so; None where none is needed."""
+    """Function that returns the file that `facts` reads for a section; None if no file is needed.
+    """
     path_is: str = ""
-    """What `tokenizer.path` names, where it has that key."""
+    """Target of `tokenizer.path`, for messages; empty if the kind has no such key."""
     is_directory: bool = False
-    """Whether that is a transformers directory: none is then the model's own."""
+    """Whether `tokenizer.path` names a transformers directory; null then means the model's own
+    directory.
+    """
     is_byte_level: bool = False
-    """Whether ids below 256 are the text's own bytes."""
+    """Whether ids below 256 are the bytes of the text."""
     published: Callable[[Any], Mapping[str, Path]] | None = None
-    """Gives, of its section, what an export has of it, by the name that it has there."""
+    """Function that returns the tokenizer files of an export, by their names there."""
     why_not_published: str = ""
-    """Why an export has nothing, and what its ids are."""
+    """Reason why an export has no tokenizer files, and the meaning of its ids."""
 
 
 def spec_of(section: TokenizerConfig) -> TokenizerSource:
-    """Of the kind that a configuration has.
+    """Return the specification of the configured tokenizer.
 
     Raises:
-        TrainctlError: A package that brings it is not installed here.
+        TrainctlError: The package that provides it is not installed here.
     """
     spec = load("tokenizer", section.kind)
     assert isinstance(spec, TokenizerSource)
@@ -61,19 +66,19 @@ def spec_of(section: TokenizerConfig) -> TokenizerSource:
 
 
 def tokenizer_facts(section: TokenizerConfig) -> TokenizerFacts:
-    """What is known of the configured tokenizer without its library.
+    """Return what is known of the configured tokenizer without its library.
 
     Raises:
-        TrainctlError: A file is missing or malformed; names it.
+        TrainctlError: A file is missing or malformed; the message names it.
     """
     return spec_of(section).facts(section)
 
 
 def path_of(section: TokenizerFromPath) -> Path:
-    """What `tokenizer.path` names."""
+    """Return `tokenizer.path`, with `~` expanded."""
     return Path(section.path or "").expanduser()
 
 
 def published_in(folder: Path) -> dict[str, Path]:
-    """Return a tokenizer's files in a transformers directory, by name."""
+    """Return the tokenizer files in a transformers directory, by name."""
     return {name: folder / name for name in PUBLISHED if (folder / name).is_file()}

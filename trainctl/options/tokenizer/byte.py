@@ -1,4 +1,4 @@
-"""Bytes: ids 0 to 255, and one that ends a document."""
+"""Byte tokenizer: ids 0 to 255 are bytes, and one more ends a document."""
 
 from __future__ import annotations
 

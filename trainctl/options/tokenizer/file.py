@@ -1,4 +1,4 @@
-"""A file of the tokenizers library."""
+"""A `tokenizer.json` file of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.options.tokenizer import TokenizerSource, path_of, published_in
 
 
 def published(section: TokenizerFromPath) -> dict[str, Path]:
-    """Itself, and what lies beside it."""
+    """Return the file and other tokenizer files beside it, by name."""
     file = path_of(section)
     return published_in(file.parent) | {"tokenizer.json": file}
 

@@ -10,7 +10,7 @@ from trainctl.options.tokenizer import TokenizerSource, path_of, published_in
 
 
 def file(section: TokenizerFromPath) -> Path:
-    """Its file of the tokenizers library."""
+    """Return the path of `tokenizer.json` in the directory."""
     return path_of(section) / "tokenizer.json"
 
 

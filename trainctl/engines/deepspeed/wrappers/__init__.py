@@ -1,7 +1,7 @@
-"""An adapter for each kind of wrapper that DeepSpeed puts around an optimizer.
+"""Adapters, one for each class of wrapper that DeepSpeed puts around an optimizer.
 
 (DeepSpeed 0.19: runtime/engine.py, `_configure_optimizer`, chooses among bf16_optimizer.py,
-fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py and what is derived from these.)
+fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py and classes derived from these.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainctl.engines.deepspeed.wrappers.stage_3 import (
 
 
 def adapter_of(wrapper: Any) -> type[Wrapper]:
-    """Return the adapter of a wrapper, by its kind and by where it has its optimizer."""
+    """Return the adapter class for a wrapper, by its class and by where its optimizer is."""
     match wrapper:
         case SuperOffloadOptimizer_Stage3():
             return SuperOffload

@@ -1,7 +1,7 @@
-"""What the adapters of all kinds of DeepSpeed's wrappers have in common.
+"""Base class of the adapters of DeepSpeed's wrappers.
 
-DeepSpeed wraps the optimizer that makes the update into one of its own, which says where its
-tensors and their gradients are, and has its own way to clip, to drop a step and to publish weights.
+DeepSpeed wraps the optimizer that makes the update in an optimizer of its own. The wrapper holds
+the tensors and their gradients, and has its own way to clip, to drop a step and to publish weights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trainctl.engines.updater import Updater
 
 
 class Wrapper(States):
-    """Of one kind of wrapper; the default is what most of them do.
+    """Adapter of one class of wrapper. Its methods suit most wrappers.
 
     Args:
         engine: DeepSpeed's engine, whose `optimizer` is the wrapper.
-        pieces: Of this rank's parameters.
-        mesh: Its place: which ranks have the same ones.
+        pieces: The piece of each parameter that this rank holds.
+        mesh: Position of this rank, which tells the ranks with the same parameters.
     """
 
     def __init__(self, engine: Any, pieces: Pieces, mesh: ProcessMesh) -> None:
@@ -49,16 +49,15 @@ class Wrapper(States):
 
     @abstractmethod
     def _masters(self) -> list[torch.Tensor]:
-        """Return the tensors that it updates."""
+        """Return the tensors that the optimizer updates."""
 
     @abstractmethod
     def _find(self) -> Iterable[Fragment]:
-        """What lies where in them."""
+        """Return the fragments of the optimizer's tensors."""
 
     @abstractmethod
     def _gradient(self, index: int) -> list[torch.Tensor]:
-        """Return the gradient of a tensor, as parts that follow each other; empty if it has
-        none."""
+        """Return the gradient of a tensor as consecutive flat parts; empty if it has none."""
 
     def group(self, index: int) -> dict[str, Any]:
         return self.optimizer.param_groups[index]
@@ -70,7 +69,7 @@ class Wrapper(States):
         updater_of(self.optimizer).catch_up(scalars)
 
     def check_readable(self) -> None:
-        """They are here."""
+        """Do nothing: this process holds the states."""
 
     def is_swapped(self, index: int) -> bool:
         return False
@@ -82,7 +81,7 @@ class Wrapper(States):
         return nullcontext()
 
     def settle(self) -> None:
-        """They follow every update."""
+        """Do nothing: the master weights follow every update."""
 
     @property
     def scale(self) -> float:
@@ -100,7 +99,7 @@ class Wrapper(States):
             self._change(index, change)
 
     def _wait(self) -> None:
-        """Until the gradients are there."""
+        """Wait until the gradients have arrived."""
 
     def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
         for fragment, _, values in self._cut(index):
@@ -112,34 +111,33 @@ class Wrapper(States):
             change(Place(fragment.name, fragment.shard, start, values.numel()), values)
 
     def _cut(self, index: int) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
-        """Return the gradient of a tensor: fragment, first element's place in the parameter,
-        values."""
+        """Return the gradient of a tensor as (fragment, start in the parameter's shard, values)."""
         return cut(self._by_tensor[index], [part.view(-1) for part in self._gradient(index)])
 
     def clip(self, norm: float | None, limit: float | None) -> None:
-        """Let the coming update clip the gradients.
+        """Set how the next update clips the gradients.
 
         Args:
-            norm: Of them; None where only DeepSpeed can tell.
-            limit: What it is clipped at; None does not clip.
+            norm: Norm of the gradients; None where only DeepSpeed can tell.
+            limit: Clipping threshold; None does not clip.
         """
         self._wrapper.clip_grad = limit or 0.0
 
     def use_norm(self, norm: float) -> None:
-        """Let the coming update take this for the norm, where its own is not to be relied on."""
+        """Make the next update use this gradient norm, where DeepSpeed's own is not reliable."""
 
     @contextmanager
     def without_update(self) -> Iterator[None]:
-        """Within it the wrapper's step clears the gradients and updates nothing."""
+        """Make the wrapper's step, within the context, clear the gradients and update nothing."""
         self._wrapper.step = lambda *_, **__: self._clear()
         self._say_finite()
         try:
             yield
         finally:
-            del self._wrapper.step  # the class's own is seen again
+            del self._wrapper.step  # restores the class's method
 
     def _say_finite(self) -> None:
-        """An engine asks after a step whether its gradients were finite."""
+        """Report finite gradients to DeepSpeed's engine, which asks after each step."""
         self._wrapper.overflow = False
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""The gradient in host memory: what the update reads, and the norms taken on the way there."""
+"""Gradients in host memory, and the norms that DeepSpeed takes while it copies them there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainctl.engines.protocol import Change
 
 
 class OnHost(Wrapper):
-    """To go before the class of the wrapper."""
+    """Mixin for optimizers in host memory; it comes before the wrapper's class."""
 
     def _gradient(self, index: int) -> list[torch.Tensor]:
         gradient = self.tensors[index].grad
@@ -20,11 +20,13 @@ class OnHost(Wrapper):
 
     def _change(self, index: int, change: Change) -> None:
         super()._change(index, change)
-        for fragment, _, values in self._cut(index):  # one piece each: the gradient is flat here
+        for fragment, _, values in self._cut(index):  # one part per fragment: the gradient is flat
             self._wrapper.norm_for_param_grads[self._key(fragment)] = square(values).sqrt().float()
 
     def _noted_squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        """By the norms that DeepSpeed took: of what is not read back for this alone."""
+        """Yield sums of squares from the norms that DeepSpeed took, without reading gradients from
+        NVMe.
+        """
         for fragment in self._by_tensor[index]:
             norm = self._wrapper.norm_for_param_grads.get(self._key(fragment))
             if fragment.owned and norm is not None:

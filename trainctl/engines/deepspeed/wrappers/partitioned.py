@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2: a flat tensor for each parameter group, of which a replica has its partition."""
+"""ZeRO 1 and 2: one flat tensor for each parameter group, partitioned over the replicas."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainctl.engines.protocol import Change
 
 
 class _ByGroups(Wrapper):
-    """The partition is described by the mappings that DeepSpeed leaves on the parameters."""
+    """Adapter that finds its fragments by the mappings that DeepSpeed sets on the parameters."""
 
     @abstractmethod
     def _parameter_groups(self) -> list[list[nn.Parameter]]:
-        """Return the model's parameters of each group."""
+        """Return the model's parameters, by parameter group."""
 
     def _find(self) -> Iterator[Fragment]:
         for index, group in enumerate(self._parameter_groups()):
             for parameter in group:
-                # Also behind the public `safe_get_full_fp32_param`, which gathers what it says.
+                # The public `safe_get_full_fp32_param` reads it too, but gathers the parameter.
                 mapping = parameter._hp_mapping  # None: no part of it is in this rank's partition
                 if mapping is not None:
                     inside, place = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
@@ -37,14 +37,14 @@ class _ByGroups(Wrapper):
 
 
 class BFloat16(_ByGroups):
-    """`BF16_Optimizer`, of stage 1 with bf16 weights and fp32 gradients.
+    """Adapter of `BF16_Optimizer`: stage 1 with bf16 weights and fp32 gradients.
 
-    The gradient is whole on every replica in fp32, and the update takes the partition of it.
+    Every replica holds the whole gradient in fp32; the update reads this rank's partition of it.
     """
 
     @property
     def scale(self) -> float:
-        """It scales no loss."""
+        """Always 1: `BF16_Optimizer` scales no loss."""
         return 1.0
 
     def _masters(self) -> list[torch.Tensor]:
@@ -58,7 +58,9 @@ class BFloat16(_ByGroups):
         return [self._wrapper.fp32_groups_gradient_flat_partition[index]]
 
     def change(self, change: Change) -> None:
-        """All of it, and not the partition alone: its norm, for clipping, is of the whole."""
+        """Change the whole gradient, not the partition alone: DeepSpeed clips by the norm of the
+        whole.
+        """
         for group, gradients in zip(
             self._wrapper.bf16_groups, self._wrapper.fp32_groups_gradients, strict=True
         ):
@@ -69,7 +71,7 @@ class BFloat16(_ByGroups):
 
 
 class Partitioned(_ByGroups):
-    """`DeepSpeedZeroOptimizer`, on the device: the averaged gradient is cut as the tensors are."""
+    """Adapter of `DeepSpeedZeroOptimizer` on the device; gradients are cut as the tensors are."""
 
     def _masters(self) -> list[torch.Tensor]:
         return list(self._wrapper.single_partition_of_fp32_groups)
@@ -83,11 +85,11 @@ class Partitioned(_ByGroups):
 
     def use_norm(self, norm: float) -> None:
         wrapper = self._wrapper
-        # DeepSpeed's own goes over the groups one by one, and hangs where stages differ in them.
+        # DeepSpeed's own norm reduces group by group, and hangs if stages have different groups.
         wrapper.scaled_global_norm = lambda: torch.tensor(norm * wrapper.loss_scale)
 
     def _clear(self) -> None:
-        """As `step` and what it calls do (zero/stage_1_and_2.py)."""
+        """Clear the gradients as `step` and the methods it calls do (zero/stage_1_and_2.py)."""
         wrapper = self._wrapper
         wrapper.micro_step_id = -1  # INITIAL_MICRO_STEP_ID
         wrapper._wait_for_offload_copies()
@@ -102,10 +104,10 @@ class Partitioned(_ByGroups):
 
 
 class PartitionedOnHost(OnHost, Partitioned):
-    """The same with the optimizer in host memory."""
+    """Adapter of `DeepSpeedZeroOptimizer` with the optimizer in host memory."""
 
     def _wait(self) -> None:
-        """For the copies from the device, which nothing public waits for."""
+        """Wait for the copies from the device; no public method does."""
         self._wrapper._wait_for_offload_copies()
 
     def _drop_averages(self) -> None:
@@ -114,7 +116,9 @@ class PartitionedOnHost(OnHost, Partitioned):
 
 
 class ZenFlow(PartitionedOnHost):
-    """`ZenFlowZeroOptimizer`: matrices lie transposed, and the device updates a share by itself."""
+    """Adapter of `ZenFlowZeroOptimizer`: matrices lie transposed, and the device updates some
+    columns.
+    """
 
     show_gradients = False
 
@@ -128,6 +132,6 @@ class ZenFlow(PartitionedOnHost):
 
 
 def gradient_parts(held: Any) -> list[torch.Tensor]:
-    """What DeepSpeed holds of a partition's gradient: a list of tensors, or a flat one's owner."""
+    """Return the tensors of a partition's gradient, which DeepSpeed holds as a list or flat."""
     flat = getattr(held, "flat_partition", None)
     return list(held) if flat is None else [flat]

@@ -16,7 +16,7 @@ from trainctl.engines.protocol import CLIPPING_EPSILON
 
 
 class Replicated(Wrapper):
-    """A tensor for each parameter, whose gradient is the parameter's, the same on every replica."""
+    """Adapter with one tensor per parameter, whose gradient is the same on every replica."""
 
     are_partitioned = False
 
@@ -28,7 +28,7 @@ class Replicated(Wrapper):
         return [master for _, master in self._pairs()]
 
     def _find(self) -> Iterator[Fragment]:
-        """The parameters are dealt out to the replicas for saving."""
+        """Yield one fragment per parameter; parameters are dealt out to the replicas for saving."""
         for index, (parameter, _) in enumerate(self._pairs()):
             piece = self._pieces[parameter]
             replicas = self._mesh.expert_replicas if piece.is_expert else self._mesh.replicas
@@ -41,7 +41,7 @@ class Replicated(Wrapper):
 
     @property
     def scale(self) -> float:
-        """1 but for torch's autocast: without ZeRO DeepSpeed scales no loss by itself."""
+        """Loss scale of torch's autocast, else 1: without ZeRO, DeepSpeed itself scales no loss."""
         scaler = self._engine.torch_autocast_z0_gradscaler
         return float(scaler.get_scale()) if scaler else 1.0
 
@@ -62,7 +62,7 @@ class Replicated(Wrapper):
 
 
 class Unwrapped(Replicated):
-    """In fp32 there is no wrapper: the update is torch's, and so is the norm ours."""
+    """Adapter of a torch optimizer without a wrapper, in fp32; clipping uses the trainer's norm."""
 
     def _wrapped(self) -> Optimizer:
         bare: Optimizer = self._wrapper
@@ -79,17 +79,17 @@ class Unwrapped(Replicated):
                     parameter.grad.mul_(limit / (norm + CLIPPING_EPSILON))
 
     def _say_finite(self) -> None:
-        """There is nothing that an engine asks."""
+        """Do nothing: the engine asks a bare optimizer nothing."""
 
 
 class MasterCopies(Replicated):
-    """`FP16_UnfusedOptimizer`: an fp32 copy of each parameter of 16 bits."""
+    """Adapter of `FP16_UnfusedOptimizer`, which keeps an fp32 copy of each 16-bit parameter."""
 
     def __init__(self, engine: Any, *arguments: Any) -> None:
-        """Forget the update that DeepSpeed makes to allocate states.
+        """Remove the states of the update that DeepSpeed makes in order to allocate them.
 
-        Left alone it would count as the first step of Adam's bias correction. (The groups start
-        with a learning rate of 0, so the weights have not moved.)
+        That update would count as the first step of Adam's bias correction. (The groups start with
+        a learning rate of 0, so the weights have not moved.)
         """
         engine.optimizer.optimizer.state.clear()
         super().__init__(engine, *arguments)

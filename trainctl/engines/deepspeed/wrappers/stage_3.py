@@ -20,7 +20,7 @@ from trainctl.errors import TrainctlError
 
 
 class Stage3(Wrapper):
-    """`DeepSpeedZeroOptimizer_Stage3`, on the device."""
+    """Adapter of `DeepSpeedZeroOptimizer_Stage3` on the device."""
 
     def _masters(self) -> list[torch.Tensor]:
         return list(self._wrapper.fp32_partitioned_groups_flat)
@@ -46,45 +46,47 @@ class Stage3(Wrapper):
         wrapper.parameter_offload.partition_all_parameters()
         for index in range(len(self.tensors)):
             with self.resident(index):
-                # The end of an update: from the master weights to the model's, or to NVMe.
+                # As at the end of an update: master weights to the model's weights, or to NVMe.
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
         wrapper.invalidate_secondary_tensor()
 
     def _clear(self) -> None:
-        """As `step` does when it has found an overflow (zero/stage3.py)."""
+        """Clear the gradients as `step` does when it finds an overflow (zero/stage3.py)."""
         wrapper = self._wrapper
         wrapper._pre_step()
         wrapper.parameter_offload.partition_all_parameters()
         wrapper._overflow_clean_up(wrapper.loss_scale)
-        wrapper.inf_or_nan_tracker.zero_()  # where fp16 notes what it has seen
+        wrapper.inf_or_nan_tracker.zero_()  # the overflow flag of fp16
 
 
 class Stage3OnHost(OnHost, Stage3):
-    """The same with the optimizer in host memory or on NVMe.
+    """Adapter of `DeepSpeedZeroOptimizer_Stage3` with the optimizer in host memory or on NVMe.
 
-    Some sub-groups may be left on the device, where a second optimizer updates them.
+    Some sub-groups may stay on the device, where a second optimizer updates them.
     """
 
     def __init__(self, engine: Any, *arguments: Any) -> None:
         wrapper = engine.optimizer
         if wrapper.partial_offload != 1.0:
-            # DeepSpeed lets the device's part follow the groups of the host's part, but for the
-            # first one, whose learning rate would stay what it was at the start.
+            # DeepSpeed shares the host's groups with the device's optimizer, except the first
+            # group, whose learning rate would keep its initial value.
             wrapper.backup_optimizer.param_groups.clear()
             for group in wrapper.optimizer.param_groups:
                 wrapper.backup_optimizer.add_param_group(group)
         super().__init__(engine, *arguments)
 
     def updater(self, index: int) -> Updater:
-        """(zero/stage3.py, `_optimizer_step`)"""
+        """Return the updater of a sub-group's optimizer (zero/stage3.py, `_optimizer_step`)."""
         if self._wrapper.subgroup_to_device[index] == "cpu":
             return super().updater(index)
         return updater_of(self._wrapper.backup_optimizer)
 
     def is_swapped(self, index: int) -> bool:
-        """Return the small ones stay in memory, by a rule that only this method knows."""
+        """Return True if a sub-group is on NVMe; DeepSpeed keeps small ones in memory by its own
+        rule.
+        """
         return bool(self._wrapper._swappable_optimizer_subgroup(index))
 
     def numel(self, index: int) -> int:
@@ -97,7 +99,7 @@ class Stage3OnHost(OnHost, Stage3):
         if not self.is_swapped(index):
             yield
             return
-        # As around each sub-group's update in `step`; the swapper alone moves no gradients.
+        # `step` calls this around each sub-group's update; the swapper itself moves no gradients.
         self._wrapper._optimizer_states_and_gradient_swap_in(index)
         yield
         if changes:
@@ -114,12 +116,12 @@ class Stage3OnHost(OnHost, Stage3):
             return
         self._wrapper._optimizer_states_and_gradient_swap_in(index)
         super()._change(index, change)
-        # What DeepSpeed itself writes a gradient back with, after `safe_set_full_grad`.
+        # DeepSpeed itself writes a gradient back with this, after `safe_set_full_grad`.
         self._wrapper._writeback_swap_state(index, write_opt_state=False, write_gradients=True)
 
 
 class SuperOffload(Stage3OnHost):
-    """`SuperOffloadOptimizer_Stage3`: a process beside this one makes the update on the host."""
+    """Adapter of `SuperOffloadOptimizer_Stage3`, which updates in another process on the host."""
 
     show_gradients = False
 
