@@ -1,4 +1,4 @@
-"""A queue of runs on this machine: one after another, or a few at a time."""
+"""Queue of runs on this machine, one after another or a few at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _POLL_SECONDS = 0.1
 
 
 class QueueStopped(Exception):
-    """A signal ended the queue and what ran of it.
-
-    Attributes:
-        number: The signal.
-    """
+    """A signal, whose number is `number`, ended the queue and its running launches."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -33,18 +29,17 @@ def run_queue(
     parallel: int,
     on_end: Callable[[RunPaths, int], None],
 ) -> None:
-    """Run the attempts, each by a launcher of its own, and wait for all. In the main thread.
+    """Run the attempts, each by its own launcher, and wait for all. Call it in the main thread.
 
-    A failure does not keep the others from running. SIGINT and SIGTERM are passed to what runs,
-    and the rest is not started.
+    A failure does not keep the others from running. SIGINT and SIGTERM are passed to the running
+    launchers, and the rest is not started.
 
     Args:
-        attempts: Runs, and the attempt of each.
-        parallel: How many at a time.
+        parallel: Number of launchers at a time.
         on_end: Called with each run that ended, and its exit code.
 
     Raises:
-        QueueStopped: By a signal, when nothing of it runs any more.
+        QueueStopped: A signal came; all launchers have ended.
     """
     waiting = list(attempts)
     running: list[tuple[RunPaths, Process]] = []
