@@ -41,7 +41,7 @@ class OneProcess:
     process: Process
     log: Path
     name: str
-    """Its name in the message about its death."""
+    """Name of the process in the message about its death."""
     node: int | None = None
     """Number of its node; None if it stands for all of them."""
     margin_seconds: float = 1.0

@@ -10,7 +10,7 @@ from trainctl.runs.status import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an attempt ended."""
+    """End of an attempt, and exit code of its launch."""
 
     exit_code: int
     """Exit code of the launch; 0 only if every rank ended well."""

@@ -27,7 +27,7 @@ TRANSFORMERS_FLAG = "--deepspeed"
 MIXED_PRECISIONS = ("bf16", "fp16")
 """Sections of DeepSpeed's JSON, and values of accelerate's `mixed_precision`."""
 FORK_VARIABLE = "TRAINCTL_FORK_RANKS"
-"""If this variable is 0, every rank imports for itself."""
+"""Variable that turns forking off if it is 0: every rank then imports for itself."""
 
 
 def command(

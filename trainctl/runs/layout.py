@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID_VARIABLE = "TRAINCTL_RUN_ID"
-"""Set in the environment of every process of a run; how its processes are found."""
+"""Variable of every process of a run, by which its processes are found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class AttemptPaths:
 
     @property
     def accelerate(self) -> Path:
-        """DeepSpeed's JSON for an `Accelerator()` of a script's, which makes its own optimizer."""
+        """DeepSpeed's JSON for a script's `Accelerator()`, which makes its own optimizer."""
         return self.root / "accelerate_config.json"
 
     @property
@@ -81,12 +81,12 @@ class AttemptPaths:
 
     @property
     def preparation(self) -> Path:
-        """As the heartbeat of a rank, of what is done on the first node before there are ranks."""
+        """Heartbeat of the first node's agent while it prepares, before there are ranks."""
         return self.root / "heartbeats" / "preparation"
 
     @property
     def store(self) -> Path:
-        """Where the ranks of a single node meet; gone when they have ended."""
+        """File store of a single node's ranks; removed when they have ended."""
         return self.root / "store"
 
     @property
@@ -107,12 +107,12 @@ class LoggerPaths:
 
     @property
     def lock(self) -> Path:
-        """Held (flock) by the process that sends."""
+        """Lock file, held (flock) by the process that sends."""
         return self.folder / f"{self.name}.lock"
 
     @property
     def log(self) -> Path:
-        """Output of that process."""
+        """Output of the process that sends."""
         return self.folder / f"{self.name}.log"
 
 
