@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, help="else the newest")
     parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held already")
     given = parser.parse_args()
-    die_with_parent(death_signal=signal.SIGTERM)  # only where it was told to
+    die_with_parent(death_signal=signal.SIGTERM)  # only if `PARENT_VARIABLE` is set
     try:
         run = open_run(given.run_dir)
         with _held(run, given.lock):

@@ -193,7 +193,7 @@ class _Probes:
         """Return the exit code of the host's ssh; None if it still runs."""
         if node in self._silent:
             return self._processes[node].poll()
-        with suppress(subprocess.TimeoutExpired):  # it has closed its output: it is about to end
+        with suppress(subprocess.TimeoutExpired):  # it has closed its stdout: it is about to end
             return self._processes[node].wait(_END_SECONDS)
         return None
 

@@ -76,7 +76,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 def render(start: Start) -> Rendered:
     """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
-    # Only the pods know what the configuration refers to.
+    # Only the pods know the values of variables that the configuration refers to.
     unknown = dict.fromkeys(references(plan.config), REDACTED)
     start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
@@ -153,7 +153,7 @@ def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
 def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
     python = _section(plan).kubernetes_python
     number = str(attempt.number)
-    # Kubernetes puts the value of a variable for $(NAME), and a dollar for two.
+    # Kubernetes replaces $(NAME) by the variable's value, and $$ by a dollar.
     folder = str(run.root).replace("$(", "$$(")
     return [python, "-P", "-m", "trainctl.launch.pod", folder, "--attempt", number]
 

@@ -85,7 +85,7 @@ def run_launch(launch: Launch) -> Outcome:
     if launch.checkpoint_bytes is not None:
         require_space(run.root, launch.checkpoint_bytes)
     with hold(run):
-        # Only after the launcher and the agent of an earlier attempt were killed at one blow.
+        # Finds processes only if an earlier attempt's launcher and agent were killed at once.
         sweep(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
         return run_attempts(launch, render=render, start=start_one_agent).outcome
 

@@ -102,7 +102,7 @@ class Loggers:
         for logger in self._loggers:
             logger.kill()
             event = self._tell(logger)
-            if event is not None:  # the records are not read any more
+            if event is not None:  # the launcher no longer reads the records itself
                 self._on_event(event)
 
     def _tell(self, logger: _Logger) -> Event | None:

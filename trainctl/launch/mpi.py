@@ -81,7 +81,7 @@ def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
         argv += ["-f", hostfile] if hostfile is not None else []
         argv += ["-genvlist", ",".join(variables)]
     else:
-        # An agent has its own grace to end its ranks in.
+        # Leave an agent its own grace to end its ranks.
         patience = str(math.ceil(launcher.grace_seconds) + 2)
         argv = [launcher.mpi_program, "-n", nodes, "--map-by", "ppr:1:node", "--bind-to", "none"]
         argv += ["--tag-output", "--mca", "odls_base_sigkill_timeout", patience]

@@ -201,7 +201,7 @@ def _build_problems(
     try:
         os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
         found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
-    except (ValueError, TypeError, TrainctlError):  # other code, which is a problem of its own
+    except (ValueError, TypeError, TrainctlError):  # another version's config, which is reported separately
         return []
     finally:
         os.environ.clear()

@@ -115,7 +115,7 @@ def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str
     if plan.config.script_config_flag == TRANSFORMERS_FLAG:
         return {}
     if plan.hardware.accelerator is Accelerator.cpu:
-        # With DeepSpeed, each rank on a CPU takes itself for the only one (`PartialState`).
+        # With DeepSpeed on CPUs, `PartialState` makes each rank a world of its own.
         number_format = precision_of(plan.config.precision).format.value
         precision = number_format if number_format in MIXED_PRECISIONS else "no"
         return {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": precision}

@@ -57,7 +57,7 @@ def run_queue(
                 run, attempt = waiting.pop(0)
                 with hold(run) as lock:
                     running.append((run, start_in_background(run, attempt, lock, is_tied=True)))
-                if received:  # between the two
+                if received:  # a signal between hold and here
                     running[-1][1].send_signal(received[0])
             for run, process in [item for item in running if item[1].poll() is not None]:
                 running.remove((run, process))

@@ -36,7 +36,7 @@ def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[
         "-T",
         "--",
         host.name,
-        # -P: what lies in the home directory there is not to be imported.
+        # -P: import nothing from the home directory there.
         shell_line((launcher.python or sys.executable, "-P", "-m", module, *arguments)),
     )
 

@@ -34,7 +34,7 @@ def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
             replace(
                 config,
                 hardware=replace(config.hardware, nodes=nodes),
-                # What was decided for all nodes, among it the steps of a token budget, stays.
+                # Keep what was decided for all nodes, such as the steps of a token budget.
                 training=replace(
                     config.training,
                     global_batch_size=batch.global_batch_size,

@@ -236,7 +236,7 @@ def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
     """
     if not section_of(plan.config, SlurmConfig).slurm_requeue:
         return
-    # What a program of the user's exits with does not say why it ended.
+    # The exit code of a user's program does not tell why it ended.
     is_own = not plan.config.trains_itself
     if is_preempted() if is_own else exit_code == ExitCode.requeue:
         requeue(run)
@@ -289,7 +289,7 @@ def submit(run: RunPaths, attempt: AttemptPaths, command: Sequence[str]) -> Outc
         TrainctlError: Slurm refuses it (exit code 4).
     """
     now = time.time()
-    # Before the job is there: its own launcher writes the next state.
+    # Before the job exists: its own launcher writes the next state.
     _write_queued(run, attempt, now)
     try:
         job = run_tool(command).strip().partition(";")[0]

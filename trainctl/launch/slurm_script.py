@@ -102,7 +102,7 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
         yield "#SBATCH --exclusive"
     yield "#SBATCH --open-mode=append"
     yield f"#SBATCH --{'requeue' if launcher.slurm_requeue else 'no-requeue'}"
-    # A program of the user's has Slurm's own SIGTERM, and KillWait to save in.
+    # A user's program gets Slurm's own SIGTERM, and has KillWait to save.
     if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         lead = math.ceil(launcher.stop_grace_seconds) + _SIGNAL_MARGIN_SECONDS
         yield f"#SBATCH --signal=B:TERM@{lead}"

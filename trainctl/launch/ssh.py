@@ -103,7 +103,7 @@ def run_launch(launch: Launch) -> Outcome:
     with hold(run):
         everything = RunTag(run_id(run), run.root)
         sweep(everything, grace_seconds=0)
-        if launch.attempt.number > 1:  # agents that an earlier launcher has lost may be there
+        if launch.attempt.number > 1:  # agents of a lost launcher may still run
             sweep_hosts(hosts, launcher, everything)
 
         def start(begun: Begun) -> Team:
@@ -129,7 +129,7 @@ def _environment(start: Start, site: Site, node: int) -> dict[str, str]:
     if interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface
         if launcher.interfaces.get(host.name, launcher.interface) is not None:
-            # Where nothing was asked for, NCCL's own choice is better: it knows InfiniBand.
+            # Without a setting, NCCL's own choice is better: it knows InfiniBand.
             variables["NCCL_SOCKET_IFNAME"] = interface
     variables = rank_variables(
         plan, start.attempt, start.environment, threads=known.threads, network=variables

@@ -83,10 +83,10 @@ class Team:
                 **replace(self._tag, node=node.node).environment(),
                 **lease,
             }
-            with suppress(BrokenPipeError):  # it has ended: its code tells
+            with suppress(BrokenPipeError):  # it has ended: its exit code tells
                 process.stdin.write(envelope(node.argv, variables, folder))
             os.set_blocking(process.stdin.fileno(), False)
-        # Apart from the main thread, which a terminal that takes no more output may stop.
+        # Not in the main thread, which may block on a terminal that takes no output.
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
 
     @property
@@ -150,7 +150,7 @@ class Team:
 
     def _say(self, word: bytes) -> None:
         for process in self._processes:
-            # One that has ended, or takes nothing more, is found by its ssh.
+            # An agent that has ended, or reads no more, is noticed by the end of its ssh.
             with suppress(BrokenPipeError, BlockingIOError):
                 assert process.stdin is not None
                 os.write(process.stdin.fileno(), word)

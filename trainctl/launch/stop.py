@@ -150,8 +150,8 @@ class Stop:
             self._end(self._asked_by)
 
     def __enter__(self) -> Self:
-        # Whoever asked an earlier launch has his answer; who asked since the attempt was made (and
-        # handed to a launcher without a terminal, perhaps) asks this one.
+        # Requests from before the attempt was made were meant for an earlier launch. Later ones
+        # are for this launch, which may have started a while after the attempt was made.
         newest = self._run.attempt(last_attempt(self._run)).plan
         made = newest.stat().st_mtime if newest.is_file() else time.time()
         withdraw_earlier(self._run, made)
@@ -166,7 +166,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.asked:  # and perhaps not followed
+        if self.asked:  # the ranks may not have followed it
             with suppress(OSError):
                 withdraw_request(self._run, Request.stop)
         for number, handler in self._previous.items():

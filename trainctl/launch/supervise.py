@@ -87,7 +87,7 @@ def supervise(
                 if deadline is not None and time.monotonic() > deadline:
                     sweep(attempt.tag, grace_seconds=0)
                 time.sleep(_POLL_SECONDS)
-        except BaseException as error:  # of on_event
+        except BaseException as error:  # raised by on_event
             agents.terminate()
             sweep(attempt.tag, grace_seconds=grace_seconds)
             write_status(attempt.run, status.changed(State.failed, message=f"launcher: {error}"))
@@ -97,10 +97,10 @@ def supervise(
         assert code is not None
         records.poll()
         if stop.received and not stuck:
-            clean_temporary(attempt.run)  # of a save that the signal cut short
+            clean_temporary(attempt.run)  # of a save that the signal interrupted
         if code != 0 and not records.failure and not stop.received and not stop.interrupted:
             failure = agents.describe_death()
-            # A short record may find room in the last page of its file where a long one did not.
+            # The disk may be full even if this short record still fits into its file's last page.
             if disk_is_full(attempt.run.root):
                 failure |= _full_disk(attempt, os.strerror(errno.ENOSPC))
             try:
@@ -108,10 +108,10 @@ def supervise(
                 records.poll()
             except OSError as error:
                 failure |= _full_disk(attempt, error.strerror or str(error))
-            # What could not be written, or read again, is said all the same.
+            # Report the failure even if its record could not be written or read back.
             records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)
-        with suppress(OSError):  # on a full disk the message has to do
+        with suppress(OSError):  # on a full disk, the outcome's message must be enough
             write_status(
                 attempt.run,
                 status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),

@@ -75,7 +75,7 @@ def rank_variables(
     is_deterministic = plan.config.training.deterministic and plan.config.trains_itself
     variables = {
         "OMP_NUM_THREADS": str(threads),
-        # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
+        # A killed rank's last output must be in its log, and a crash must leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **trusted_options(),
@@ -86,6 +86,6 @@ def rank_variables(
     variables |= select(shell, launcher.forward_environment)
     if launcher.omp_num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
-    # For the words of a program's command line, which are resolved where it is started.
+    # For references in a program's command line, which are resolved where it is started.
     variables |= {name: shell[name] for name in references(plan.config) if name in shell}
     return variables | resolve_variables(launcher.environment, shell)

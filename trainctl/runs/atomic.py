@@ -58,8 +58,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: The folder is missing or not writable, or the disk is full; the old file stays.
     """
-    # Another machine or container may have a process of the same number that writes it too, and a
-    # signal's handler of this one.
+    # Not the pid: a process with the same pid on another machine or in another container, or a
+    # signal handler of this process, may write the file too.
     temporary = temporary_path(path, secrets.token_hex(8))
     try:
         with open(temporary, "xb", opener=_as_its_folder) as stream:
@@ -86,7 +86,7 @@ def write_json(path: Path, value: Any) -> None:
         OSError: Like `write_bytes`.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    # Bytes of a path that are no UTF-8 become escapes that JSON reads back as they were.
+    # Bytes of a path that are not UTF-8 become escapes, which JSON reads back unchanged.
     write_bytes(path, text.encode(errors="backslashreplace") + b"\n")
 
 

@@ -71,7 +71,7 @@ _HINTS = {
     "it is back, and with launcher.min_nodes also without it",
 }
 
-# In this order: a full disk inside the data code is a full disk.
+# Checked in this order, before the traceback: a full disk inside the data code is a full disk.
 _PATTERNS = [
     (Cause.device_memory, r"(CUDA|HIP|XPU)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED"),
     (
@@ -125,7 +125,7 @@ def cause_of(
     """
     if -return_code == 9:
         return Cause.host_memory if host_oom_kills else Cause.killed
-    # Only a process that says nothing itself is judged by the rest of its log.
+    # Search the rest of the log only if native code died without an error line.
     text = error or ("\n".join(log[-5:]) if return_code < 0 else "")
     for cause, pattern in _PATTERNS:
         if re.search(pattern, text, re.IGNORECASE):
@@ -211,7 +211,7 @@ def _group_counters(proc: Path, cgroups: Path) -> list[tuple[Path, str]]:
             found.append((cgroups / path.lstrip("/") / "memory.events", "oom_kill"))
         elif "memory" in controllers.split(","):
             root = cgroups / "memory"
-            # In a container the group's own path may not be visible, only its root.
+            # In a container the cgroup's own path may not be visible, only its root.
             for folder in (root / path.lstrip("/"), root):
                 found.append((folder / "memory.oom_control", "oom_kill"))
     return found

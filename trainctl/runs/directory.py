@@ -198,7 +198,7 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     number = last_attempt(run) + 1
     attempt = run.attempt(number)
     unfinished = AttemptPaths(temporary_path(attempt.root), number)
-    for folder in (run.root, run.attempts):  # of launches that ended in the middle
+    for folder in (run.root, run.attempts):  # left by interrupted launches
         sweep_temporary(folder)
     ensure_folder(run.attempts)
     make_folder(unfinished.root)

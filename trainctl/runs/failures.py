@@ -81,7 +81,7 @@ def error_line(path: Path) -> str:
     It is the line that names the exception of the last traceback, else the last ``error: …`` line (how
     a rank reports what a user can act on).
     """
-    # Torch puts the rank before each line of a traceback.
+    # Torch prefixes each line of a traceback with the rank.
     lines = [_RANK_PREFIX.sub("", line) for line in log_tail(path, lines=_TAIL_BYTES)]
     starts = [
         i

@@ -118,7 +118,7 @@ def summarise(run: RunPaths) -> RunSummary:
     state: str = NEW
     if status is not None:
         state = status.state.value
-        # Asked first: a launch that ends writes its last state before it lets go.
+        # The holder was read first: a launch that ends writes its last state, then unlocks.
         if now_holds is None and status.state in (State.starting, State.running):
             state = LOST
     axes = [_at(plan, int, "mesh", axis) for axis in ("data", "tensor", "pipeline", "sequence")]
@@ -153,7 +153,7 @@ def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None,
     step must not be before its stop step either, unless the trainer recorded an earlier end.
     """
     newest = max((number for number, _ in checkpoint_folders(run)), default=0)
-    if newest > step:  # only now are manifests read
+    if newest > step:  # read manifests only if names suggest a gap
         checkpoint, _ = newest_checkpoint(run)
         if checkpoint is not None and checkpoint.step > step:
             return f"they end at step {step:,}, before the checkpoint of step {checkpoint.step:,}"

@@ -119,7 +119,7 @@ def holder(run: RunPaths) -> Holder | None:
     """
     try:
         descriptor = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
-    except PermissionError:  # another user's: what its launch runs on this machine is seen
+    except PermissionError:  # another user's: only a launch on this machine is visible
         return Holder(0, "", 0.0) if is_locked(run.lock) else None
     except OSError:
         return None
@@ -127,7 +127,7 @@ def holder(run: RunPaths) -> Holder | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read(descriptor)
-    except OSError:  # where there are no locks nothing runs: an archive, say
+    except OSError:  # no launch runs where locks are missing: an archive, say
         return None
     else:
         return None
@@ -152,8 +152,8 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
             ) from None
         is_here = current.host == socket.gethostname()
         is_dead = is_here and not is_alive(current.pid)
-        # What is written there may be of a launch that was killed on another machine, and the lock
-        # with a `holder` that looks; only a launch of this machine is known to hold it.
+        # The file may name a launch that was killed on another machine, while a call of `holder`
+        # has the lock for a moment. Only a launch of this machine is known to hold it.
         patience = patience_seconds if is_dead else 0.0 if is_here else _LOOK_SECONDS
         if time.monotonic() - start >= patience:
             raise _in_use(run, current, is_dead)

@@ -24,7 +24,7 @@ class Log:
 
     path: Path
     label: str
-    """Its process, such as `rank 3 on node-b`."""
+    """Name of its process, such as `rank 3 on node-b`."""
 
 
 def logs_of(attempt: AttemptPaths, ranks: Sequence[int] = ()) -> list[Log]:
@@ -70,7 +70,7 @@ class LogFollower:
         self._attempt = attempt
         self._ranks = ranks
         self._offsets = {log.path: _size(log.path) for log in logs_of(attempt, ranks)}
-        self._partial: dict[Path, tuple[bytes, int]] = {}  # of the last line, and how much is cut
+        self._partial: dict[Path, tuple[bytes, int]] = {}  # last line so far, and length cut
 
     def poll(self) -> Iterator[tuple[Log, str]]:
         """Yield the lines since the last call, or since the follower was made."""

@@ -111,7 +111,7 @@ def _check_place(path: Path, manifest: Mapping[str, Any], run_id: str | None) ->
     if name is not None and (name[1] == "weights") != manifest.get("weights_only", False):
         held = "the weights alone" if manifest.get("weights_only", False) else "the whole state"
         raise ValueError(f"{path.name}: its manifest is of {held}")
-    of = manifest.get("run")  # the first format did not say
+    of = manifest.get("run")  # format 1 lacks it
     if None not in (run_id, of) and of != run_id:
         raise ValueError(
             f"{path.name}: it is of another run (model.initial_weights starts a new run from it)"
@@ -201,7 +201,7 @@ def _misplaced(file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[
     none does.
     """
     for fragment in fragments:
-        if "key" in fragment:  # a buffer, which is a tensor of its own
+        if "key" in fragment:  # a buffer, which is a tensor by itself
             name, ranges = fragment["name"], {fragment["key"]: fragment["numel"]}
         else:
             name = fragment["parameter"]

@@ -58,7 +58,7 @@ def interface_towards(host: str) -> str | None:
     if source is None:
         return None
     if ipaddress.ip_address(source).is_loopback:
-        source = source_towards("192.0.2.1")  # TEST-NET-1 (RFC 5737): whatever the default route is
+        source = source_towards("192.0.2.1")  # TEST-NET-1 (RFC 5737): takes the default route
         if source is None:
             return _only_outer()
     return interface_of(source)

@@ -42,7 +42,7 @@ def main() -> None:
 def obey_agent() -> None:
     """Ignore SIGTERM where a scheduler sends it as a notice: the agent handles it."""
     if SIGTERM_SAVES_VARIABLE in os.environ:
-        # Then unblocked: the agent blocked it, so that none arrives before this.
+        # Ignore, then unblock: the agent blocked it, so that none arrives before this.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

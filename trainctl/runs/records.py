@@ -7,7 +7,7 @@ names; lines of older versions have all names in them.
 
 A long run has millions of steps. So readers go from the end (`events_from_end`, `steps_from_end`),
 or once over the file, one record at a time (`iter_events`) or a few numbers of each step
-(`trainctl.runs.curves`).
+(`trainctl.monitor.report.history`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RowColumns:
             found = _names_in(stream.readline(_MOST_NAMES), attempt, at)
             if found is not None:
                 return found
-            # Somebody has edited the file, or two machines wrote at once.
+            # A person has edited the file, or two machines wrote at once.
             stream.seek(0)
             lines = (line for line in sift(stream, (COLUMNS,)))
             every = (_names_in(line, attempt, at) for line in lines)
@@ -164,7 +164,7 @@ class EventWriter:
         }
         written = _finite(fields)
         with _locked(self._lock, self._descriptor):
-            # This writer or another may have been cut short in its line.
+            # This writer or another may have left a torn line.
             start = b"" if _ends_with_newline(self._descriptor) else b"\n"
             if event == "step":
                 self._write_step(head, written, start)
@@ -374,7 +374,7 @@ def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
             found[event["step"]] = event
             missing.remove(event["step"])
         first = min(first, event["step"])
-        if not missing or first <= min(missing):  # done again: nothing before this counts
+        if not missing or first <= min(missing):  # later steps replaced all records before this one
             break
     return dict(sorted(found.items()))
 
@@ -412,7 +412,7 @@ def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
                 yield b"".join(reversed(parts))
                 yield from reversed(lines)
                 parts = []
-            parts.append(first)  # joined once, at its line's beginning: a line may be long
+            parts.append(first)  # joined once the line's beginning is found: a line may be long
             end = start
         yield b"".join(reversed(parts))
 

@@ -24,7 +24,7 @@ def remove_run(run: RunPaths) -> None:
                 shutil.rmtree(path)
             elif path != run.lock:
                 path.unlink()
-    # Once it is closed: NFS keeps an open file that is removed under another name, and with it the
-    # folder, which then cannot be removed.
+    # Only after it is closed: NFS renames an open file instead of removing it, and its folder then
+    # cannot be removed.
     run.lock.unlink(missing_ok=True)
     run.root.rmdir()

@@ -89,7 +89,7 @@ class Layout:
                 self._maps.append((str(field), keys, [index for _, index in own]))
             else:
                 self._others += own
-        # A column may be at several places of a list, and a list is filled in its order.
+        # One column may fill several indices of a list, and lists must be filled in order.
         self._others.sort(key=lambda other: [p if isinstance(p, int) else -1 for p in other[0]])
 
     def fields(self, row: Sequence[Any]) -> dict[str, Any]:

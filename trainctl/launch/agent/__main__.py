@@ -60,10 +60,10 @@ def sigterm_saves() -> bool:
 
 def main() -> NoReturn:
     """Supervise the node's ranks to their end, and exit with the launch's exit code."""
-    # By SIGKILL: until the guard is up there is no process but this one to end.
+    # SIGKILL: until the guard is started, this is the only process to end.
     launcher_pid = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
     die_with_parent(launcher_pid)
-    # Blocked also while this process starts itself again, to carry its tag.
+    # Also blocked while this process executes itself again with its tag (`carry_tag`).
     early = {signal.SIGTERM} if sigterm_saves() else set()
     signal.pthread_sigmask(signal.SIG_BLOCK, early)
     parser = argparse.ArgumentParser(prog="python -m trainctl.launch.agent")
@@ -123,10 +123,10 @@ class Agent:
 
     def _supervise(self) -> int:
         plan = read_plan(self._attempt.plan)
-        # For all ranks of the node; they look once more, at what is in their memory.
+        # For all ranks of the node; each rank checks again in its own process.
         declared.require(plan.config)
         command = read_command(self._attempt)
-        if command.folder is not None:  # where the run was launched from: the user's code is there
+        if command.folder is not None:  # the launch's folder, which has the user's code
             os.chdir(command.folder)
         self._grace_seconds = plan.config.launcher.grace_seconds
         guard = SignalGuard(
@@ -149,7 +149,7 @@ class Agent:
         prepare_ranks(plan, command.ranks_per_node)
         nursery = Nursery(command, launcher.slow_phase_seconds) if command.is_forked else None
         self._codes_are_ours = plan.config.script is None
-        # Other programs than trainctl's trainer are told a port; one that is asked for is used.
+        # A user's program needs a port, and `launcher.port` is honoured; else a file is enough.
         is_file = nodes == 1 and port is None and command.prepare
         rendezvous = NodeRendezvous(
             self._tag.run_id,
@@ -162,8 +162,8 @@ class Agent:
         if command.prepare:
             from trainctl.data.prepare import help_to_prepare, prepare
 
-            # All tokenize, and the first node alone puts the corpus together where they share a
-            # cache; the others then find what it made.
+            # All nodes tokenize. With a shared cache, node 0 alone assembles the corpus, and the
+            # others then find it there.
             if self._node > 0:
                 help_to_prepare(plan)
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
@@ -182,13 +182,13 @@ class Agent:
 
         code = 0
         oom_kills = host_oom_kills()
-        # A program of the user's gives no signs of life, so their absence tells nothing.
+        # A user's program writes no heartbeats, so their absence means nothing.
         watch = Watch(
             self._attempt,
             heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
             slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
         )
-        # All nodes compile the same: one of them tells.
+        # All nodes compile the same operators: node 0 reports them.
         operators = needed_operators(plan.config, plan.hardware) if self._node == 0 else ()
         builds = BuildWatch(self._attempt, operators, self._report_build)
 
@@ -303,20 +303,20 @@ class Agent:
     def _report_build(self, operator: str, seconds: float | None) -> None:
         """Record that an operator is being compiled, or that it was compiled in `seconds`."""
         where = {"node": self._node, "host": socket.gethostname()}
-        with suppress(OSError):  # a full disk, which others will find
+        with suppress(OSError):  # a full disk, which others will report
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("build", operator=operator, seconds=seconds, **where)
 
     def _report_not_joined(self, seconds: float) -> None:
         """Record that ranks of a user's program seem to train without each other."""
-        with suppress(OSError):  # a full disk, which others will find
+        with suppress(OSError):  # a full disk, which others will report
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("not_joined", seconds=seconds)
 
     def _tell_corpus(self, message: str) -> None:
         """Record a message about the tokenized corpus."""
         print(message, file=sys.stderr, flush=True)
-        with suppress(OSError):  # a full disk, which others will find
+        with suppress(OSError):  # a full disk, which others will report
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("corpus", message=message, host=socket.gethostname())
 
@@ -342,7 +342,7 @@ class Agent:
             launcher_lost=True,
         )
         status = read_status(self._run)
-        # A launcher that only this node has lost may have written how it ended.
+        # A launcher that only this node has lost may have written a final status.
         is_open = status is not None and not status.state.is_final
         if status is not None and is_open and status.attempt == self._attempt.number:
             write_status(self._run, status.changed(State.failed, message=message))

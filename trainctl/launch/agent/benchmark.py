@@ -106,7 +106,7 @@ def _join(plan: RunPlan) -> torch.device:
     if not on_cpu:
         torch.cuda.set_device(device)
     store: dist.Store
-    if STORE_VARIABLE in os.environ:  # another file: torch removes it behind the last rank
+    if STORE_VARIABLE in os.environ:  # not the ranks' file: torch removes it after the last rank
         file = f"{os.environ[STORE_VARIABLE]}.benchmark"
         os.close(os.open(file, os.O_CREAT | os.O_CLOEXEC, 0o600))
         store = dist.FileStore(file)

@@ -50,7 +50,7 @@ class BuildWatch:
         if not self._waiting or now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        with suppress(OSError):  # of a home on a network file system: the next look may succeed
+        with suppress(OSError):  # a home on a network file system: the next look may succeed
             self._compare(now)
         beat = read_beat(self._attempt.heartbeat(0))
         if beat is not None and beat.phase is not Phase.start:
@@ -82,7 +82,7 @@ def sweep_builders(tag: RunTag, *, grace_seconds: float) -> None:
     cut_short = locks & {lock for pid in processes_of(tag) for lock in locks_held_by(pid)}
     sweep(tag, grace_seconds=grace_seconds)
     for lock in locks:
-        # Of one that was killed before nobody knows whose it was; no living process builds there.
+        # A stale lock is of a build that was killed earlier: no living process builds there.
         if lock in cut_short or is_stale_lock(lock):
             with suppress(OSError):
                 lock.unlink(missing_ok=True)

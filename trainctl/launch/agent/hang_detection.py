@@ -93,7 +93,7 @@ class Watch:
 
     def _ask(self, pids: Mapping[int, int]) -> dict[int, list[str]]:
         """Return the main thread's stack, innermost call first, of each rank that answers in time."""
-        # One that has not beaten yet may not have a handler, and would be killed by the signal.
+        # A rank without a beat may have no signal handler yet: SIGUSR1 would kill it.
         asked = {rank: _size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats}
         for rank in asked:
             kill(pids[rank], signal.SIGUSR1)
@@ -128,7 +128,7 @@ def kernel_account(pid: int) -> list[str]:
     waits_in = _read(folder / "wchan").strip()
     if waits_in not in ("", "0"):
         lines.append(f"waits in {waits_in}")
-    return [*lines, *_read(folder / "stack").splitlines()]  # the stack is for root only
+    return [*lines, *_read(folder / "stack").splitlines()]  # only root can read the stack
 
 
 def _rating(stack: list[str] | None) -> int:

@@ -22,10 +22,10 @@ RENDEZVOUS_VARIABLE = "TRAINCTL_RENDEZVOUS"
 
 _NODE_VARIABLES = (
     NODE_VARIABLE,
-    "SLURM_PROCID",  # of srun with one task a node
-    "OMPI_COMM_WORLD_RANK",  # of Open MPI's mpirun
-    "PMI_RANK",  # of MPICH's
-    "JOB_COMPLETION_INDEX",  # of an indexed job of Kubernetes
+    "SLURM_PROCID",  # srun, with one task per node
+    "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
+    "PMI_RANK",  # mpirun of MPICH
+    "JOB_COMPLETION_INDEX",  # indexed job of Kubernetes
 )
 
 

@@ -55,7 +55,7 @@ def start_ranks(
     if nursery is not None:
         pids = nursery.fork(variables, still_wanted)
         if pids is None:
-            sweep_builders(tag, grace_seconds=0)  # it may have forked some
+            sweep_builders(tag, grace_seconds=0)  # the server may have forked some ranks
     if pids is None:
         pids = [_start(of_rank) for of_rank in variables]
     return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
@@ -109,11 +109,11 @@ def watch_ranks(
     """
     while True:
         codes = {rank: _return_code(pid) for rank, pid in pids.items()}
-        # After the look at the ranks: one that the guard ended has not failed.
+        # Check after reading the codes: a rank that the guard ended has not failed.
         guard.yield_if_stopping()
         failed = [RankExit(rank, pids[rank], code) for rank, code in codes.items() if code]
         if failed:
-            # A peer of a killed rank fails a moment later by a broken connection, hence this order.
+            # Killed ranks first: their peers fail a moment later by a broken connection.
             on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
             sweep_builders(tag, grace_seconds=grace_seconds)
             return False
@@ -124,7 +124,7 @@ def watch_ranks(
         hung = watch.find_hung(alive)
         if hung is not None:
             on_failure(hung)
-            sweep_builders(tag, grace_seconds=0)  # its peers wait for it, and it may be stopped
+            sweep_builders(tag, grace_seconds=0)  # no grace: peers wait for it, and it may be stopped
             return False
         time.sleep(_LOOK_SECONDS)
 

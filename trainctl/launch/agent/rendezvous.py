@@ -109,7 +109,7 @@ class NodeRendezvous:
             still_wanted()
             try:
                 self._store.wait([f"{self.run_id}/{name}"], _LOOK)
-            except RuntimeError as error:  # the base of torch's errors about stores
+            except RuntimeError as error:  # base class of torch's store errors
                 if not self._is_there(self._store):
                     raise TrainctlError(
                         f"node {self.node} lost the first node ({self.address}): {error}",

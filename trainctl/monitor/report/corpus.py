@@ -1,4 +1,4 @@
-"""The documents of a run's sources, as a chart."""
+"""Chart of the documents of a run's sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def chart(found: Mapping[str, SourceStatistics], title: str) -> Figure:
-    """Documents of each source by their length, and below the tokens and copies of each."""
+    """Draw the distribution of document lengths per source, and below it each source's tokens and
+    copies.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
