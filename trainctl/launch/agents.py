@@ -20,9 +20,7 @@ class Agents(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the launch as the agents report it; negative is a signal, None while they
-        run.
-        """
+        """Exit code of the launch, as the agents report it; negative is a signal, None: it runs."""
 
     def poll(self) -> int | None:
         """Do what is due, and return `returncode`."""

@@ -1,4 +1,4 @@
-"""Recovery from lost nodes: the plan and the hosts of the next attempt, on the nodes that answer."""
+"""Recovery from lost nodes: plan and hosts of the next attempt, on the nodes that answer."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Regroup:
         """Return the next attempt's plan, once enough nodes answer.
 
         Raises:
-            TrainctlError: Too few nodes came back in `launcher.node_wait_seconds`, or the launch was
-                asked to end.
+            TrainctlError: Too few nodes came back in `launcher.node_wait_seconds`, or the launch
+                was asked to end.
         """
         deadline = time.monotonic() + section_of(self._whole.config, SshConfig).node_wait_seconds
         told: list[str] | None = None
@@ -72,7 +72,7 @@ class Regroup:
             time.sleep(LOOK_SECONDS)
 
     def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
-        """Return a plan on as many of the hosts as it is legal and fits on; None if there is none."""
+        """Return a plan on as many of the hosts as are legal and fit; None if there is none."""
         least = section_of(self._whole.config, SshConfig).min_nodes
         if least is None:
             return None

@@ -36,9 +36,7 @@ class Report:
 
     host: Host
     facts: dict[str, Any] | None = None
-    """Answer to the first question (`trainctl.launch.probe`); None if the host left a question
-    unanswered.
-    """
+    """Answer to the first question (`trainctl.launch.probe`); None if any answer is missing."""
     clock_seconds: float = 0.0
     """Least offset of its clock from this machine's; positive is ahead."""
     unreached: tuple[str, ...] = ()
@@ -227,9 +225,7 @@ class _Probes:
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; return None if the probe did not write it: a login script may print a
-    greeting.
-    """
+    """Parse a line; None if the probe did not write it: a login script may print a greeting."""
     try:
         answer = json.loads(line)
     except ValueError:
@@ -238,8 +234,6 @@ def _answer(line: bytes) -> dict[str, Any] | None:
 
 
 def _skew(line: dict[str, Any], asked: float, answered: float) -> float:
-    """Return the least clock offset in seconds, given that the clock was read between the two
-    times.
-    """
+    """Return the least clock offset in seconds, if the clock was read between the two times."""
     there = float(line.get("time", asked))
     return max(0.0, there - answered) + min(0.0, there - asked)

@@ -51,7 +51,8 @@ _RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _PORT = 29500
 _NAME_LENGTH = 40
-"""Longest name of a job: names of its pods are longer, and host names, which end at 63 characters."""
+"""Longest name of a job: names of its pods are longer, and host names, which end at 63 characters.
+"""
 _GRACE_MARGIN_SECONDS = 30
 _RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu"}
 
@@ -119,9 +120,7 @@ def pod_command(start: Start) -> AttemptCommand:
 
 
 def job_name(run: RunPaths) -> str:
-    """Return a name valid in Kubernetes, made from the run directory's name and a digest of its
-    path.
-    """
+    """Return a job name from the run directory's name and a digest of its path."""
     words = re.sub(r"[^a-z0-9]+", "-", run.root.name.lower()).strip("-")
     digest = hashlib.sha256(os.fsencode(run.root)).hexdigest()[:6]
     return f"t-{words[: _NAME_LENGTH - 9]}".rstrip("-") + f"-{digest}"
@@ -161,7 +160,8 @@ def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
 def _variables(plan: RunPlan) -> list[dict[str, Any]]:
     """Return the environment of each pod.
 
-    Variables that the configuration refers to come from a Secret; their values are not in the manifest.
+    Variables that the configuration refers to come from a Secret; their values are not in the
+    manifest.
     """
     label = f"metadata.labels['{_RESTART_LABEL}']"
     index = f"metadata.annotations['{_INDEX_ANNOTATION}']"

@@ -21,9 +21,7 @@ class Start:
     run: RunPaths
     attempt: AttemptPaths
     environment: Mapping[str, str]
-    """Environment of the user's shell or of a scheduler's job, which `launcher.forward_environment`
-    selects from.
-    """
+    """The shell's or job's environment, from which `launcher.forward_environment` selects."""
     cores: int
     """CPU cores of this machine, used for hosts whose number of cores is unknown."""
     rank_command: Sequence[str] | None = None

@@ -29,7 +29,7 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 
 
 def render(start: Start) -> Rendered:
-    """Render the commands that `run_launch` starts for an attempt. Pure: reads and starts nothing."""
+    """Render what `run_launch` starts for an attempt. Pure: reads and starts nothing."""
     plan, run, attempt = start.plan, start.run, start.attempt
     agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
@@ -64,7 +64,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 
 def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
-    """Yield a finding if the disk of the folder, existing or planned, has no space for a checkpoint.
+    """Yield a finding if the disk of the folder (or of its parent) lacks space for a checkpoint.
 
     `run_launch` checks again.
     """
@@ -75,8 +75,9 @@ def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
 def run_launch(launch: Launch) -> Outcome:
     """Run an attempt on this machine, and those that replace it when it fails, to the end.
 
-    Call it in the main thread. SIGINT, SIGTERM and SIGHUP stop every rank, a second one without grace;
-    see `Stop` for when SIGTERM saves first. When this returns or raises, no process of the run is left.
+    Call it in the main thread. SIGINT, SIGTERM and SIGHUP stop every rank, a second one without
+    grace; see `Stop` for when SIGTERM saves first. When this returns or raises, no process of the
+    run is left.
 
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).

@@ -33,9 +33,7 @@ _POLL_SECONDS = 0.05
 
 
 def followers(config: RunConfig) -> list[str]:
-    """Return the names of the processes: one for each logger, and one for alerts if they are
-    wanted.
-    """
+    """Return the names of the processes: one for each logger, and one for alerts if wanted."""
     return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
 
 
@@ -106,9 +104,7 @@ class Loggers:
                 self._on_event(event)
 
     def _tell(self, logger: _Logger) -> Event | None:
-        """Record a change of a logger's problem, its end included; return the record, if there is
-        one.
-        """
+        """Record a change of a logger's problem, its end included; return the record, if any."""
         problem = logger.problem()
         if problem == logger.told:
             return None

@@ -49,7 +49,8 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
     """Render the commands that `run_launch` starts. Pure.
 
     Args:
-        hosts: Hosts of the hostfile; empty where a scheduler knows them, this machine being the first.
+        hosts: Hosts of the hostfile; empty where a scheduler knows them, this machine being the
+            first.
     """
     plan, nodes = start.plan, start.plan.hardware.nodes
     variables = rank_variables(plan, start.attempt, start.environment, threads=start.threads)

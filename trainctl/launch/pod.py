@@ -31,9 +31,7 @@ _WAIT_SECONDS = 600.0
 """Longest wait for the first pod to make the attempt: its image may still be pulled."""
 _POLL_SECONDS = 0.5
 READY = "pods.json"
-"""Name of the attempt's file that the first pod writes once its agent is started, or nothing is to
-do.
-"""
+"""Name of the attempt's file that the first pod writes when the other pods may go on."""
 
 
 def main() -> int:
@@ -85,18 +83,14 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
 
 
 def _environment(attempt: AttemptPaths, node: NodeCommand) -> dict[str, str]:
-    """Return an agent's environment: the first pod's variables, and this pod's own for redacted
-    ones.
-    """
+    """Return an agent's environment: the first pod's variables, with redacted ones from here."""
     written = {name: value for name, value in node.environment.items() if value != REDACTED}
     own = read_plan(attempt.plan).config.launcher.environment
     return {**os.environ, **written, **resolve_variables(own, os.environ)}
 
 
 def _await_node(run: RunPaths, attempt: AttemptPaths) -> NodeCommand | None:
-    """Wait until the first pod has made the attempt, and return this pod's command; None if the run is
-    already complete.
-    """
+    """Wait until the first pod has made the attempt; return this pod's command, None if done."""
     ready = attempt.root / READY
     deadline = time.monotonic() + _WAIT_SECONDS
     while not ready.exists():

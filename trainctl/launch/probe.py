@@ -1,4 +1,4 @@
-"""`python -m trainctl.launch.probe`: answers the launcher's questions about a host over ssh. No torch.
+"""`python -m trainctl.launch.probe`: answers a launcher's questions over ssh. No torch.
 
 A line of JSON on stdin is a question, a line on stdout its answer: first the facts, then whether
 this host reaches the other hosts and sees their files. It ends when stdin ends.
@@ -53,9 +53,7 @@ def main() -> int:
 
 
 class Probe:
-    """Answers the questions. It keeps a socket for the other hosts to connect to, and a file to be
-    seen.
-    """
+    """Answers questions; keeps a socket that the other hosts connect to, and a file to be seen."""
 
     def __init__(self) -> None:
         self._address: str | None = None
@@ -87,11 +85,12 @@ class Probe:
         hardware: dict[str, Any],
         environment: dict[str, str],
     ) -> dict[str, Any]:
-        """Return the facts about this host, with the other hosts' socket opened and the mark written.
+        """Return the facts about this host; open the socket, and write the mark.
 
         Args:
             interface: Network interface to use; None is the one that ssh came in by.
-            port: Port of the rendezvous, on the first host; 0 takes a free one, None on other hosts.
+            port: Port of the rendezvous, on the first host; 0 takes a free one, None on other
+                hosts.
             folder: The run's folder, on storage that is to be shared.
             mark: Name of the file to write there.
             files: Files of the user's code.
@@ -172,7 +171,7 @@ class Probe:
 
 
 def code_digest() -> str:
-    """Return a checksum of trainctl's own source files: an installed version may have been edited."""
+    """Return a checksum of trainctl's own source files: an installed copy may be edited."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -194,14 +193,12 @@ def _interface() -> str | None:
 def _build_problems(
     config: dict[str, Any], hardware: dict[str, Any], environment: dict[str, str]
 ) -> list[dict[str, str]]:
-    """Return what keeps DeepSpeed from compiling the plan's operators here, in the ranks'
-    environment.
-    """
+    """Return what keeps DeepSpeed from compiling here, in the ranks' environment."""
     own = dict(os.environ)
     try:
         os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
         found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
-    except (ValueError, TypeError, TrainctlError):  # another version's config, which is reported separately
+    except (ValueError, TypeError, TrainctlError):  # other code, reported separately
         return []
     finally:
         os.environ.clear()

@@ -65,8 +65,8 @@ def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
 def _is_forked(plan: RunPlan) -> bool:
     """Return True if ranks are forked: on CPUs only, and where nothing needs a fresh process.
 
-    A process that has used CUDA cannot be forked, and an import may use it. A benchmark before training
-    execs the rank's command, and OpenMP reads its CPU binding when it is loaded.
+    A process that has used CUDA cannot be forked, and an import may use it. A benchmark before
+    training execs the rank's command, and OpenMP reads its CPU binding when it is loaded.
     """
     launcher = plan.config.launcher
     return (
@@ -79,9 +79,7 @@ def _is_forked(plan: RunPlan) -> bool:
 
 
 def hidden_variables(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of variables that the user set for ranks and whose values must not be
-    written.
-    """
+    """Return the names of the user's variables for ranks whose values must not be written."""
     launcher = config.launcher
     names = {*launcher.environment, *references(config)}
     return tuple(
@@ -92,8 +90,9 @@ def hidden_variables(config: RunConfig) -> tuple[str, ...]:
 def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
     """Return variables for a user's program or function; none for trainctl's trainer.
 
-    Besides them every process has `TRAINCTL_RUN_DIR` and `TRAINCTL_ATTEMPT`, and every rank has what
-    torch reads: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`.
+    Besides them every process has `TRAINCTL_RUN_DIR` and `TRAINCTL_ATTEMPT`, and every rank has
+    what torch reads: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    `MASTER_PORT`.
     """
     if plan.config.trains_itself:
         return {}
@@ -109,8 +108,8 @@ def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
 def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
     """Return what `accelerate launch` sets (accelerate/utils/launch.py), for an `Accelerator()`.
 
-    Without these, accelerate ignores the other ranks on CPUs, and DeepSpeed on GPUs. None are set where
-    the script's flag is transformers' own: `TrainingArguments` sets them from the JSON.
+    Without these, accelerate ignores the other ranks on CPUs, and DeepSpeed on GPUs. None are set
+    where the script's flag is transformers' own: `TrainingArguments` sets them from the JSON.
     """
     if plan.config.script_config_flag == TRANSFORMERS_FLAG:
         return {}

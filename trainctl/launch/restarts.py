@@ -28,16 +28,16 @@ def run_with_restarts(
 ) -> Outcome:
     """Run attempts until one succeeds, or another one would not help.
 
-    Progress is a newer committed checkpoint: steps that were not saved are repeated. Checkpoints of a
-    user's program are unknown here, so it is restarted up to the limit.
+    Progress is a newer committed checkpoint: steps that were not saved are repeated. Checkpoints of
+    a user's program are unknown here, so it is restarted up to the limit.
 
     Args:
         launch: The launch, which holds its run's lock.
         stop: Whether the launch is to end.
         run_one: Runs an attempt to its end.
-        plan_again: Returns the next attempt's plan from the last one's, for the nodes that are there
-            then. It may wait for nodes, and raises TrainctlError if that is in vain. None keeps the
-            launch's plan.
+        plan_again: Returns the next attempt's plan from the last one's, for the nodes that are
+            there then. It may wait for nodes, and raises TrainctlError if that is in vain. None
+            keeps the launch's plan.
     """
     run, attempt, plan = launch.run, launch.attempt, launch.plan
     most = plan.config.launcher.max_restarts

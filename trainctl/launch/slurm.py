@@ -4,9 +4,9 @@ Outside of a job, `run_launch` submits and returns. Inside one (the submitted sc
 allocation that the user already has) it starts one agent on each node and runs them to their end.
 
 Slurm announces an early end in three ways. A preemption sends SIGTERM to every process of the step,
-the ranks included, but not to this process. A time limit that comes near (`--signal=B:TERM@N`) sends
-it to this process alone; `scancel` sends it to both. The first two save and requeue, the last saves
-and ends.
+the ranks included, but not to this process. A time limit that comes near (`--signal=B:TERM@N`)
+sends it to this process alone; `scancel` sends it to both. The first two save and requeue, the last
+saves and ends.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _PORTS = range(20_000, 30_000)
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """Return a finding for each value that a job script cannot hold, or that sbatch does not take."""
+    """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
     return [*check_config(plan.config, plan.hardware), *check_path(folder.absolute())]
 
 
 def render(start: Start, *, address: str | None = None) -> Rendered:
-    """Render the commands that `run_launch` starts: `sbatch` from outside, `srun` in an allocation. Pure.
+    """Render what `run_launch` starts: `sbatch` from outside, `srun` in an allocation. Pure.
 
     Args:
         start: The request; the job's own number of cores replaces its `cores` where known.
@@ -104,7 +104,7 @@ def submit_sweep(
     attempts: Sequence[tuple[RunPaths, AttemptPaths]],
     parallel: int | None,
 ) -> str:
-    """Submit a sweep as a job array, with its script in the sweep's folder; return the array's job id.
+    """Submit a sweep as a job array, with the script in its folder; return the array's job id.
 
     Args:
         plan: Plan with the resources of every task.

@@ -31,7 +31,7 @@ from trainctl.runs.records import EventWriter
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """Return the problems of the hosts. All are probed at once, within `launcher.preflight_seconds`.
+    """Return the hosts' problems. All are probed at once, within `launcher.preflight_seconds`.
 
     Raises:
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).

@@ -36,8 +36,8 @@ _END_SECONDS = 5.0
 class Team:
     """Agents on other machines.
 
-    The end of an ssh tells that its agent ended, and each agent is sent a sign of life on its stdin all
-    the time. So each side knows that the other is gone within `launcher.node_timeout_seconds`.
+    The end of an ssh tells that its agent ended, and each agent is sent a sign of life on its stdin
+    all the time. So each side knows that the other is gone within `launcher.node_timeout_seconds`.
 
     Args:
         tag: Tag of the attempt's processes.
@@ -98,9 +98,7 @@ class Team:
         return self._code
 
     def poll(self) -> int | None:
-        """Check the agents; after the first failure, end the others. Return the exit code, None
-        meanwhile.
-        """
+        """End all agents after a first failure. Return the exit code once all have ended."""
         if self._code is not None:
             return self._code
         codes = [process.poll() for process in self._processes]
@@ -156,9 +154,7 @@ class Team:
                 os.write(process.stdin.fileno(), word)
 
     def _close(self, unclean: Sequence[int]) -> int:
-        """Clean up hosts whose agent did not, record lost nodes, and return the launch's exit
-        code.
-        """
+        """Clean up hosts whose agent did not, and record lost nodes; return the exit code."""
         swept = sweep_hosts([self._hosts[node] for node in unclean], self._launcher, self._tag)
         code = self._first_code or 0
         for node in self._lost:

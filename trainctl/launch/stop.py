@@ -37,18 +37,18 @@ group.
 class Stop:
     """Context in which signals end the launch in good order instead of killing this process.
 
-    The first signal asks the ranks to save and end, if there is something to save. SIGTERM of a launch
-    with `launcher.stop_grace_seconds` (from a scheduler that starts it again) always does; any other
-    signal does once a step was made, within `launcher.interrupt_grace_seconds`. A second signal, the
-    end of that time, or a first signal before the first step is passed to the agents, which end their
-    ranks within their grace; another signal kills all at once. SIGHUP does not cut a save short: a
-    terminal that closes sends several. All this is done in the handler, so that a launcher that is
-    stuck writing to its terminal stops its ranks too. A signal that this process was told to ignore
-    (nohup) stays ignored.
+    The first signal asks the ranks to save and end, if there is something to save. SIGTERM of a
+    launch with `launcher.stop_grace_seconds` (from a scheduler that starts it again) always does;
+    any other signal does once a step was made, within `launcher.interrupt_grace_seconds`. A second
+    signal, the end of that time, or a first signal before the first step is passed to the agents,
+    which end their ranks within their grace; another signal kills all at once. SIGHUP does not cut
+    a save short: a terminal that closes sends several. All this is done in the handler, so that a
+    launcher that is stuck writing to its terminal stops its ranks too. A signal that this process
+    was told to ignore (nohup) stays ignored.
 
     Args:
-        stop_grace_seconds: Time to save and end after a scheduler's SIGTERM; 0 means that SIGTERM is
-            not a scheduler's.
+        stop_grace_seconds: Time to save and end after a scheduler's SIGTERM; 0 means that SIGTERM
+            is not a scheduler's.
         interrupt_grace_seconds: Time to save and end after another signal; 0 ends at once.
         limit: The launch's time limit.
 
@@ -86,8 +86,8 @@ class Stop:
     def of_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
         """Return a `Stop` with the graces and the time limit of a plan.
 
-        A user's program reads no requests: signals are only passed to it. Nor does a signal save anything
-        in a run that is configured never to save.
+        A user's program reads no requests: signals are only passed to it. Nor does a signal save
+        anything in a run that is configured never to save.
         """
         if not plan.config.trains_itself:
             return cls(run, stop_grace_seconds=0.0, limit=TimeLimit(None))
@@ -137,8 +137,8 @@ class Stop:
     def check_time(self) -> None:
         """Act on the clock and on requests. Call it again and again.
 
-        Asks the ranks to end before the time limit, ends a save that takes too long, and follows a request
-        to end.
+        Asks the ranks to end before the time limit, ends a save that takes too long, and follows a
+        request to end.
         """
         if self.received is None and is_requested(self._run, Request.end):
             withdraw_request(self._run, Request.end)
@@ -234,10 +234,10 @@ class Stop:
 class TimeLimit:
     """Decides when a launch has to save and end, to be gone before its time limit.
 
-    The margin is twice the longest save and twice the longest time between two steps in all the run's
-    records, and a tenth of the limit (at most a minute) for processes to end. Steps make it no more
-    than half of the limit: otherwise, once a step has hung for hours, each launch would end after its
-    first step, to be requeued for ever.
+    The margin is twice the longest save and twice the longest time between two steps in all the
+    run's records, and a tenth of the limit (at most a minute) for processes to end. Steps make it
+    no more than half of the limit: otherwise, once a step has hung for hours, each launch would end
+    after its first step, to be requeued for ever.
 
     Args:
         minutes: The limit, from the start of this process; None is no limit.

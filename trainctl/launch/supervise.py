@@ -1,6 +1,4 @@
-"""Supervision of an attempt from start to end: records, signals, teardown, status. For any
-launcher.
-"""
+"""Supervision of an attempt, for any launcher: records, signals, teardown, status."""
 
 from __future__ import annotations
 
@@ -162,7 +160,7 @@ class _Records:
 
 
 def _is_behind(event: Event, first: Event) -> bool:
-    """Return True if this failure is the root cause of the one recorded first, by another node's agent.
+    """Return True if this failure is the root cause of the one recorded first, on another node.
 
     An agent that has lost this launcher cannot know that the launcher lives and the node is lost.
     """

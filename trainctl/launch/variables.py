@@ -28,15 +28,11 @@ TELLING = (
     "LD_PRELOAD",
     "PYTHONPATH",
 )
-"""Variables that change how ranks run. If one is set here but not on the hosts, the run differs
-silently.
-"""
+"""Variables that change how ranks run: set here but not on the hosts, they go missing silently."""
 
 
 def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
-    """Return warnings about variables of this shell that ranks on other hosts may need and do not
-    get.
-    """
+    """Return warnings about variables of this shell that remote ranks may need and do not get."""
     launcher = plan.config.launcher
     taken = {*select(shell, launcher.forward_environment), *launcher.environment}
     return [

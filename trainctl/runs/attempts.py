@@ -24,9 +24,7 @@ _TAIL_BYTES = 1 << 20
 """Part of the records that is read: attempts that failed at their start leave a few lines each."""
 
 _WORKED = ("step", "end", "program")
-"""Kinds of records that show that an attempt got going; `program` is all that a user's program
-has.
-"""
+"""Kinds of records that show that an attempt got going (`program`: a user's program)."""
 
 _OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
 """Causes of a failure that lie in the machine, not in the configuration."""
@@ -39,9 +37,7 @@ class Standing:
     number: int
     """Number of the attempt; 0 before the first."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Newer attempts that failed before their first step, the newest first, with a sentence for
-    each.
-    """
+    """Newer attempts that failed before their first step, newest first, with a sentence."""
 
 
 def standing_attempt(run: RunPaths) -> Standing:
@@ -64,8 +60,8 @@ def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
     """Return the configuration of an attempt.
 
     Args:
-        attempt: Number of the attempt; None is the one that stands for the run, or `config.yaml` before
-            the first.
+        attempt: Number of the attempt; None is the one that stands for the run, or `config.yaml`
+            before the first.
 
     Raises:
         TrainctlError: There is no such attempt, or its files are damaged (exit code 5).
@@ -95,7 +91,7 @@ def edited_by_hand(run: RunPaths) -> list[Change]:
 
 
 def find_attempt(path: Path) -> tuple[RunPaths, int | None] | None:
-    """Return the run in a directory, or the run and attempt of a `RUN/attempts/N`; None for neither.
+    """Return the run in a directory, or run and attempt of a `RUN/attempts/N`; None for neither.
 
     Raises:
         TrainctlError: The run's record is damaged (exit code 5).

@@ -154,8 +154,8 @@ _REPORTED_CODES = frozenset(
 def exit_code(return_code: int, cause: Cause = Cause.code, *, codes_are_ours: bool = True) -> int:
     """Return the exit code of a launch whose rank ended this way.
 
-    It is 128 + n for signal n, a rank's own exit code if that is one of `ExitCode`, and else the code
-    of a failed training. A full disk counts as a failure of the machine, however it showed.
+    It is 128 + n for signal n, a rank's own exit code if that is one of `ExitCode`, and else the
+    code of a failed training. A full disk counts as a failure of the machine, however it showed.
     """
     if cause is Cause.disk_full:
         return int(ExitCode.environment)
@@ -181,10 +181,10 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def host_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of processes that the kernel has killed for memory in this process's cgroup.
+    """Return the number of processes killed for memory by the kernel in this process's cgroup.
 
-    Counts the whole machine where the cgroup cannot be read; 0 where nothing can. The difference of two
-    calls gives the kills in between.
+    Counts the whole machine where the cgroup cannot be read; 0 where nothing can. The difference of
+    two calls gives the kills in between.
     """
     for counter, name in (*_group_counters(proc, cgroups), (proc / "vmstat", "oom_kill")):
         try:

@@ -48,15 +48,11 @@ class CheckpointInfo:
     metrics: dict[str, float]
     """Metrics of the evaluation at that step, if there was one."""
     kept_for: str = ""
-    """Reason for never rotating it away ("stable_phase": a longer run starts from it); empty if there is
-    none.
-    """
+    """Reason never to rotate it away ("stable_phase": longer runs start from it); may be empty."""
     attempt: int = 0
     """Number of the attempt that saved it; 0 if unknown."""
     patience: Mapping[str, float] = field(default_factory=dict)
-    """State of early stopping: `best`, `best_step` and `evaluations_since`; empty without early
-    stopping.
-    """
+    """State of early stopping: `best`, `best_step`, `evaluations_since`; may be empty."""
     weights_only: bool = False
     """Whether it has the weights alone, so that nothing can resume from it."""
 
@@ -103,8 +99,8 @@ def set_aside(path: Path) -> Path:
 def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     """Rename the checkpoints after `step`, whole or not, so that `step` has the newest one.
 
-    For an attempt that resumes from an earlier checkpoint: later checkpoints stay on disk for a person
-    to inspect or remove, but count no more. Hold the run's lock.
+    For an attempt that resumes from an earlier checkpoint: later checkpoints stay on disk for a
+    person to inspect or remove, but count no more. Hold the run's lock.
 
     Args:
         step: Step of the checkpoint to resume from; 0 is the beginning.
@@ -146,7 +142,7 @@ def list_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[Check
 
 
 def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
-    """Return the newest whole checkpoint, and a reason for each newer folder that was passed over."""
+    """Return the newest whole checkpoint, and the problem of each newer folder."""
     passed_over: list[str] = []
     for look in reversed(examine(run)):
         if look.info is not None:
@@ -196,7 +192,8 @@ def commit(
 ) -> Path:
     """Rename a complete temporary checkpoint to its final name, then update the `latest` pointer.
 
-    An existing folder of that name is replaced: an attempt saved it that later resumed from before it.
+    An existing folder of that name is replaced: an attempt saved it that later resumed from before
+    it.
 
     Args:
         step: Optimizer steps of the checkpoint.
@@ -288,9 +285,7 @@ def delete(run: RunPaths, path: Path) -> None:
 
 
 def _remove(path: Path, reached: Reached = _unwatched) -> None:
-    """Delete a checkpoint; it is renamed first, so that an interrupted deletion never counts as
-    one.
-    """
+    """Delete a checkpoint, renamed first, so that an interrupted deletion leaves none."""
     doomed = atomic.temporary_path(path, "removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

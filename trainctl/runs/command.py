@@ -15,7 +15,8 @@ COMMAND_SCHEMA = 1
 """Version of `command.json`."""
 
 FORK_FLAG = "--fork"
-"""Flag of a rank command with `AttemptCommand.is_forked`: import what ranks need, then fork them."""
+"""Flag of a rank command with `AttemptCommand.is_forked`: import what ranks need, then fork them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,8 @@ class AttemptCommand:
     prepare: bool = True
     """Whether the agent prepares the corpus before the ranks start."""
     is_users: bool = False
-    """Whether the ranks run a program or function of the user's: their heartbeats are then unknown, and a
-    nonzero exit code only means that they failed.
+    """Whether the ranks run a program or function of the user's: their heartbeats are then unknown,
+    and a nonzero exit code only means that they failed.
     """
     is_forked: bool = False
     """Whether one process of a node imports for all of its ranks, which it then forks."""
@@ -52,8 +53,8 @@ class AttemptCommand:
     port: int | None = None
     """Port of the rendezvous; None takes a free one."""
     address: str | None = None
-    """Name or address of the first node, where the rendezvous is; None on a single node, and where an
-    agent learns it when it is started.
+    """Name or address of the first node, where the rendezvous is; None on a single node, and where
+    an agent learns it when it is started.
     """
     hidden: tuple[str, ...] = ()
     """Names of variables whose values are redacted in the file."""

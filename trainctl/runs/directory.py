@@ -245,7 +245,7 @@ def _new_directory(config: RunConfig, root: Path) -> Path:
 
 
 def _claim(path: Path) -> Path:
-    """Make the named directory, or take one that is empty or left by an interrupted `create_run`."""
+    """Make a directory, or take one that is empty or left by an interrupted `create_run`."""
     if is_run(path):
         raise TrainctlError(
             f"{path} already holds a run",

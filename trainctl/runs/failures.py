@@ -42,9 +42,7 @@ _SCRIPT_HINTS = (
         "script_config_flag=--NAME gives it by the option that the script has for it",
     ),
 )
-"""Patterns of errors of scripts that cannot take DeepSpeed's JSON as it is given, each with a
-remedy.
-"""
+"""Patterns of errors of scripts that cannot take DeepSpeed's JSON, each with a remedy."""
 
 _REPORTED = "error: "
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:( |$)")
@@ -78,8 +76,8 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
 def error_line(path: Path) -> str:
     """Return the error that a log reports; empty if it reports none.
 
-    It is the line that names the exception of the last traceback, else the last ``error: …`` line (how
-    a rank reports what a user can act on).
+    It is the line that names the exception of the last traceback, else the last ``error: …`` line
+    (how a rank reports what a user can act on).
     """
     # Torch prefixes each line of a traceback with the rank.
     lines = [_RANK_PREFIX.sub("", line) for line in log_tail(path, lines=_TAIL_BYTES)]
@@ -98,8 +96,8 @@ def error_line(path: Path) -> str:
 def settle(return_code: int, log: Path) -> int:
     """Return the return code that counts: 1 for a Python error whose process then aborted.
 
-    Threads of communication libraries sometimes abort a process that an exception is already ending;
-    the exception is the cause either way.
+    Threads of communication libraries sometimes abort a process that an exception is already
+    ending; the exception is the cause either way.
     """
     return 1 if return_code == -signal.SIGABRT and error_line(log) else return_code
 

@@ -35,9 +35,7 @@ class Phase(StrEnum):
 
     @property
     def is_slow(self) -> bool:
-        """Whether a rank may be silent for long in it: its duration grows with the model, not with
-        a step.
-        """
+        """Whether a rank may be silent for long: it takes longer with the model's size."""
         return self in (Phase.start, Phase.save, Phase.end)
 
 
@@ -56,7 +54,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writer of a rank's beats: one `pwrite` of a line, without a sync, cheap enough for every step.
+    """Writer of a rank's beats: one `pwrite` of a line, no sync, cheap enough for every step.
 
     Args:
         path: The rank's file; truncated, or made with its folder.

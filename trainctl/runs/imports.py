@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Import without garbage collection.
 
-    Each collection traverses everything imported so far, none of which is garbage: it took a sixth of a
-    rank's start. Later collections skip the imported objects, too (`gc.freeze`).
+    Each collection traverses everything imported so far, none of which is garbage: it took a sixth
+    of a rank's start. Later collections skip the imported objects, too (`gc.freeze`).
     """
     gc.disable()
     try:

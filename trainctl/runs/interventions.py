@@ -1,4 +1,4 @@
-"""Bad losses and gradients in a run's records: the trainer's interventions and warnings, in words."""
+"""Descriptions of the trainer's interventions and warnings about bad losses and gradients."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def account(event: Mapping[str, Any]) -> str:
 
 
 def document_account(found: Mapping[str, Any]) -> str:
-    """Describe the `document` of an `intervention`: the document that all bad batches in a row
-    share.
-    """
+    """Describe the `document` of an `intervention`, which all bad batches in a row share."""
     line = f" line {found['line']}" if found["line"] else ""
     place = f" ({found['file']}{line})" if found["file"] else ""
     return (

@@ -149,8 +149,8 @@ def summarise(run: RunPaths) -> RunSummary:
 def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None, step: int) -> str:
     """Return which records `events.jsonl` of an ended run lacks; empty if it is complete.
 
-    The last recorded step must not be before the newest checkpoint. If the launch finished, the last
-    step must not be before its stop step either, unless the trainer recorded an earlier end.
+    The last recorded step must not be before the newest checkpoint. If the launch finished, the
+    last step must not be before its stop step either, unless the trainer recorded an earlier end.
     """
     newest = max((number for number, _ in checkpoint_folders(run)), default=0)
     if newest > step:  # read manifests only if names suggest a gap

@@ -26,9 +26,7 @@ _held: dict[str, int] = {}
 
 _CLEANUP_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
-"""Longest time for which a call of `holder` may hold the lock, or a holder may not be written in
-yet.
-"""
+"""Longest time that `holder` locks the file, or that a new holder is not written in yet."""
 
 _POLL_SECONDS = 0.1
 
@@ -93,7 +91,7 @@ def adopt(run: RunPaths, descriptor: int) -> Iterator[int]:
 
 @contextmanager
 def _written_in(path: str, descriptor: int) -> Iterator[None]:
-    """Write this process into the lock's file, and clear it unless a child has written itself in."""
+    """Write this process into the lock's file; clear it unless a child has written itself in."""
     me = os.getpid()
     name_holder(descriptor, me)
     _held[path] = descriptor

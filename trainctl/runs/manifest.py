@@ -37,7 +37,8 @@ DIGEST = "sha256"
 """Key of the manifest's own checksum, over everything else in it."""
 
 NAME = re.compile(r"(step|weights)-(\d{8,})")
-"""Name of a checkpoint's folder: `step-…` for the whole state, `weights-…` for the weights alone."""
+"""Name of a checkpoint's folder: `step-…` for the whole state, `weights-…` for the weights alone.
+"""
 
 Fragments = dict[str, list[dict[str, Any]]]
 
@@ -46,7 +47,8 @@ def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint, with the checksum of its own content.
 
     Raises:
-        OSError: The disk is full, the folder is gone, or the manifest is too large to be read again.
+        OSError: The disk is full, the folder is gone, or the manifest is too large to be read
+            again.
     """
     write_json(folder / MANIFEST, {**fields, DIGEST: digest(fields)})
     size = (folder / MANIFEST).stat().st_size
@@ -147,7 +149,7 @@ def _size(file: Path) -> int | None:
 
 
 def verify(path: Path, run_id: str | None = None) -> list[str]:
-    """Return what is wrong with a checkpoint, having read every byte of it; empty if it is intact."""
+    """Read every byte of a checkpoint, and return what is wrong; empty if it is intact."""
     try:
         manifest = read_manifest(path, run_id)
     except ValueError as error:
@@ -158,7 +160,7 @@ def verify(path: Path, run_id: str | None = None) -> list[str]:
 def verify_files(
     path: Path, manifest: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """Return what is wrong with some of a checkpoint's files; `read_manifest` has checked their sizes.
+    """Return what is wrong with some of a checkpoint's files, apart from their sizes.
 
     Args:
         entries: Entries of the files to read; ranks divide the work by these.
@@ -176,7 +178,7 @@ def verify_files(
 
 
 def _verify_file(file: Path, checksum: str, fragments: Iterable[Mapping[str, Any]]) -> str:
-    """Return what is wrong with a file, or with its manifest's ranges in it; empty if nothing is."""
+    """Return what is wrong with a file, or with the manifest's ranges in it; may be empty."""
     try:
         with file.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != checksum:
@@ -197,9 +199,7 @@ def _numels(header: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _misplaced(file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[str, int]) -> str:
-    """Return the first range of the manifest that lies beyond its tensor in the file; empty if
-    none does.
-    """
+    """Return the first range of the manifest that the file's tensors do not hold, if any."""
     for fragment in fragments:
         if "key" in fragment:  # a buffer, which is a tensor by itself
             name, ranges = fragment["name"], {fragment["key"]: fragment["numel"]}

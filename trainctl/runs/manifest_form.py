@@ -136,7 +136,7 @@ def _side(value: Any) -> bool:
 
 
 def _stability(value: Any) -> bool:
-    """Return True for the state of spike detection: running means with their counts, and counters."""
+    """Return True for the state of spike detection: running means with counts, and counters."""
     if type(value) is not dict:
         return False
     means = [value[name] for name in ("loss", "norm") if name in value]
@@ -163,7 +163,7 @@ def _model(value: Any) -> bool:
 
 
 def _base(value: Any) -> bool:
-    """Return True for the origin of frozen weights: a seed, files of a directory, or a checkpoint."""
+    """Return True for the origin of frozen weights: a seed, a directory, or a checkpoint."""
     if type(value) is not dict:
         return False
     if value.get("kind") == "seed":

@@ -11,9 +11,7 @@ _DISCARD_PORT = 9
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface, IPv4 first, without link-local ones; empty if it has
-    none.
-    """
+    """Return the addresses of an interface, IPv4 first, without link-local ones; may be empty."""
     found = [
         entry.address
         for entry in psutil.net_if_addrs().get(interface, [])
@@ -51,8 +49,8 @@ def interface_towards(host: str) -> str | None:
     """Return the interface that reaches a host, also where the host is this machine.
 
     A machine reaches itself through the loopback device, which no other machine can use, and many
-    machines resolve their own name to it. Then the interface of the default route is returned; without
-    a default route, the only one that is not the loopback device.
+    machines resolve their own name to it. Then the interface of the default route is returned;
+    without a default route, the only one that is not the loopback device.
     """
     source = source_towards(host)
     if source is None:
@@ -65,9 +63,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _only_outer() -> str | None:
-    """Return the only interface that is not the loopback device, on a machine without a default
-    route.
-    """
+    """Return the only interface besides the loopback device; None if there are several."""
     outer = [
         name
         for name in sorted(psutil.net_if_addrs())

@@ -62,8 +62,8 @@ class RunTag:
     attempt: int | None = None
     """Number of one attempt; None matches all attempts."""
     node: int | None = None
-    """Number of one node; None matches all nodes, and is the tag of what starts the agents. Two agents on
-    one machine must not end each other.
+    """Number of one node; None matches all nodes, and is the tag of what starts the agents. Two
+    agents on one machine must not end each other.
     """
 
     def environment(self) -> dict[str, str]:

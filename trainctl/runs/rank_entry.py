@@ -48,7 +48,7 @@ def obey_agent() -> None:
 
 
 def begin() -> AttemptPaths:
-    """Tie this process to the agent, open the rank's log, bind its CPU cores; return the attempt."""
+    """Tie this process to the agent, open its log, bind its CPU cores; return the attempt."""
     die_with_parent()
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None

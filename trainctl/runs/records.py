@@ -114,9 +114,7 @@ class RowColumns:
 
 
 def _names_in(line: bytes, attempt: int, at: int) -> Names | None:
-    """Return the names in a line, if it is the `columns` record of this attempt and byte; else
-    None.
-    """
+    """Return the names if the line is the `columns` record of this attempt and byte."""
     try:
         record = parse_json(line)
         place = {"event": COLUMNS, "attempt": attempt, "at": at}
@@ -130,9 +128,9 @@ def _names_in(line: bytes, attempt: int, at: int) -> Names | None:
 class EventWriter:
     """Appends records of one attempt; a context manager.
 
-    A line is one `write` to a file opened for appending, under a lock, so lines of several processes or
-    machines never mix. If a killed writer left a torn line, the next writer ends it with a newline
-    first, and readers skip it.
+    A line is one `write` to a file opened for appending, under a lock, so lines of several
+    processes or machines never mix. If a killed writer left a torn line, the next writer ends it
+    with a newline first, and readers skip it.
 
     Args:
         path: The run's `events.jsonl`; made if missing.
@@ -229,11 +227,11 @@ class EventFollower:
     def poll(self) -> list[Event]:
         """Return complete records since the last call, or since the follower was made.
 
-        Where there is much to catch up with, a call returns a part of it; an empty list means that nothing
-        is left.
+        Where there is much to catch up with, a call returns a part of it; an empty list means that
+        nothing is left.
 
-        A file that cannot be read now gives an empty list: a network file system may fail for a moment
-        (ESTALE, EIO), which must not end a process that only watches a run.
+        A file that cannot be read now gives an empty list: a network file system may fail for a
+        moment (ESTALE, EIO), which must not end a process that only watches a run.
         """
         while True:
             before = self._offset
@@ -278,8 +276,8 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
     """Yield complete records in file order; none if there is no file. Torn lines are skipped.
 
     Args:
-        kinds: Only records of these kinds. A long run has millions of `step` lines, so lines of other
-            kinds are not even parsed.
+        kinds: Only records of these kinds. A long run has millions of `step` lines, so lines of
+            other kinds are not even parsed.
 
     Raises:
         TrainctlError: The file cannot be read (exit code 5).
@@ -343,8 +341,8 @@ def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
     """Return the `step` records that count after all resumes, by step, ascending.
 
-    A resume goes back to a checkpoint and repeats steps. The last attempt wins: from its first step on,
-    records of earlier attempts do not count, even where it has not come as far yet.
+    A resume goes back to a checkpoint and repeats steps. The last attempt wins: from its first step
+    on, records of earlier attempts do not count, even where it has not come as far yet.
     """
     curve: dict[int, Event] = {}
     steps = [event for event in events if event["event"] == "step"]
@@ -356,10 +354,10 @@ def step_curve(events: Iterable[Event]) -> dict[int, Event]:
 
 
 def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
-    """Return the `step` records of some steps that count after all resumes; missing steps are left out.
+    """Return the `step` records of some steps that count after all resumes; omit missing ones.
 
-    Equals `step_curve` where the attempts follow one another in the file. Reads from the file's end: in
-    a long run the wanted steps are the last of millions of lines.
+    Equals `step_curve` where the attempts follow one another in the file. Reads from the file's
+    end: in a long run the wanted steps are the last of millions of lines.
 
     Args:
         wanted: Steps, from 1.
@@ -418,9 +416,7 @@ def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
 
 
 def short(measured: float) -> float:
-    """Return the number rounded to eight digits: more than a clock measures, in half the
-    characters.
-    """
+    """Round to eight digits: more than a clock measures, in half the characters."""
     return float(f"{measured:.8g}")
 
 
@@ -439,10 +435,10 @@ def number(value: Any) -> float:
 def _locked(lock: int, descriptor: int) -> Iterator[None]:
     """Exclude other writers of a file while one appends to it.
 
-    On NFS each machine appends where it believes the end to be. Locking the file itself makes it look,
-    and unlocking makes it write out; this lock is only tried, since a reader could hold it. Where there
-    are no locks, or a stopped process holds the writers' lock, the writer continues without: a record
-    that may be overwritten is better than a rank that waits.
+    On NFS each machine appends where it believes the end to be. Locking the file itself makes it
+    look, and unlocking makes it write out; this lock is only tried, since a reader could hold it.
+    Where there are no locks, or a stopped process holds the writers' lock, the writer continues
+    without: a record that may be overwritten is better than a rank that waits.
 
     Args:
         lock: Descriptor of the lock file, which only writers may open.

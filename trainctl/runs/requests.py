@@ -57,7 +57,7 @@ def is_requested(run: RunPaths, request: Request) -> bool:
 
 
 def withdraw_earlier(run: RunPaths, moment: float) -> None:
-    """Withdraw requests made before a moment, in Unix seconds: they were meant for another launch."""
+    """Withdraw requests made before a moment, in Unix seconds: they were for another launch."""
     sweep_temporary(run.requests, before=moment)
     for request in pending_requests(run):
         with suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ from trainctl.runs.processes import RunTag, sweep
 
 
 def main() -> int:
-    """Return 0 if no process is left; 1 if even SIGKILL did not end some, whose pids are printed."""
+    """Return 0 if no process is left; 1 if SIGKILL did not end some, whose pids are printed."""
     parser = argparse.ArgumentParser(prog="python -m trainctl.runs.sweep_entry")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("run_id")

@@ -39,7 +39,8 @@ class Sweep:
     points: tuple[dict[str, str], ...]
     """The swept keys and values of each run, by its index."""
     runs: tuple[tuple[str, ...], ...] = ()
-    """All overrides of each run, with one value each; a run without a directory is made from them."""
+    """All overrides of each run, with one value each; a run without a directory is made from them.
+    """
     config_dir: str | None = None
     """The user's own configuration folder (`--config-dir`), if there is one."""
     schema: int = SWEEP_SCHEMA
@@ -195,9 +196,7 @@ def _next(run: RunPaths) -> tuple[Next, str]:
 
 
 def _fails_again(run: RunPaths, summary: RunSummary) -> bool:
-    """Return True if trainctl itself found that the training fails (a loss that is not finite,
-    say).
-    """
+    """Return True if trainctl itself reported that the training fails (a NaN loss, say)."""
     if summary.exit_code != ExitCode.training_failed:
         return False
     failures = read_events(run.events, "failure")

@@ -221,9 +221,7 @@ class Agent:
         return code
 
     def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
-        """Record the failed rank, or the rank whose failure caused it, and return the launch's
-        exit code.
-        """
+        """Record the failed rank, or the rank behind its failure; return the launch's exit code."""
         rank, return_code = ended.rank, ended.return_code
         where: dict[str, Any] = {"pid": ended.pid}
         culprit = self._rank_behind(ended.rank, len(command.nodes) * command.ranks_per_node)
@@ -261,7 +259,7 @@ class Agent:
         return code
 
     def _rank_behind(self, ended: int, ranks: int) -> int | None:
-        """Return the rank whose error made the ended rank lose its connection, if its log shows one.
+        """Return the rank whose error cost the ended rank its connection, if its log shows one.
 
         A rank that raised may still be unloading its libraries when its peers have already ended.
         """

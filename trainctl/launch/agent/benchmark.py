@@ -57,9 +57,7 @@ class Speed:
 
 
 def main() -> int:
-    """Measure, then exec the command. Return 4 if the network is slower than the configured
-    minimum.
-    """
+    """Measure, then exec the command. Return 4 if the network is slower than configured."""
     die_with_parent()
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None

@@ -22,8 +22,8 @@ for a moment, to find out whether it is up to date.
 class BuildWatch:
     """Watches for native operators being compiled on this machine, until training begins.
 
-    Torch's cpp_extension holds a file `lock` in an operator's folder while it compiles there. A rank
-    that waits for another rank's or run's build sees the same lock.
+    Torch's cpp_extension holds a file `lock` in an operator's folder while it compiles there. A
+    rank that waits for another rank's or run's build sees the same lock.
 
     Args:
         operators: Names of the operators that the ranks use.

@@ -46,8 +46,9 @@ class Nursery:
     ) -> list[int] | None:
         """Fork one rank for each set of variables, and return their pids: children of this process.
 
-        If the server was killed, return its pid alone: its exit status stands for the first rank. Return
-        None if it failed by itself or took too long; the ranks then report the error when they import.
+        If the server was killed, return its pid alone: its exit status stands for the first rank.
+        Return None if it failed by itself or took too long; the ranks then report the error when
+        they import.
 
         Args:
             variables: Variables of each rank, added to the server's environment.

@@ -26,12 +26,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class SignalGuard:
     """A thread that waits for a signal to end this attempt's processes on this node.
 
-    The death of the launcher arrives as SIGTERM too. Until `start`, a signal simply kills this process,
-    which is right as long as it has started no other.
+    The death of the launcher arrives as SIGTERM too. Until `start`, a signal simply kills this
+    process, which is right as long as it has started no other.
 
-    An agent on another machine than its launcher's has a lease as well: stdin, on which the launcher
-    writes again and again. Its end means that the launcher is gone, and so does too long a silence,
-    since a cut cable ends no connection.
+    An agent on another machine than its launcher's has a lease as well: stdin, on which the
+    launcher writes again and again. Its end means that the launcher is gone, and so does too long a
+    silence, since a cut cable ends no connection.
 
     Args:
         tag: Tag of the processes to end.
@@ -94,9 +94,7 @@ class SignalGuard:
             leave(128 + number)
 
     def _await_end(self) -> tuple[int, str]:
-        """Return the signal that ends this node, and how the launcher was lost (empty if it was
-        not).
-        """
+        """Return the signal that ends this node, and how the launcher was lost, if it was."""
         lease = [] if self._lease_seconds is None else [_STDIN]
         heard = time.monotonic()
         while True:
@@ -125,7 +123,7 @@ class SignalGuard:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without unloading libraries: a failure there must not change the exit code."""
+    """End this process without unloading libraries: a failure there may change the exit code."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()
         sys.stderr.flush()

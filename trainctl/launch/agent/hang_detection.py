@@ -37,8 +37,8 @@ class HungRank:
 class Watch:
     """Monitor of the heartbeats of a node's ranks.
 
-    Silence is added up between looks, and capped for each: time in which the agent itself was stopped,
-    or the machine asleep, does not count against a rank.
+    Silence is added up between looks, and capped for each: time in which the agent itself was
+    stopped, or the machine asleep, does not count against a rank.
 
     Args:
         heartbeat_seconds: Longest silence in a step.
@@ -58,9 +58,9 @@ class Watch:
     def find_hung(self, pids: Mapping[int, int]) -> HungRank | None:
         """Return the rank to blame once a rank has been silent for too long. Looks once a second.
 
-        In a collective all ranks fall silent together, so all are asked for their stacks. The rank to
-        blame is one that does not answer, else one that is not in a collective, else the one that fell
-        silent first.
+        In a collective all ranks fall silent together, so all are asked for their stacks. The rank
+        to blame is one that does not answer, else one that is not in a collective, else the one
+        that fell silent first.
 
         Args:
             pids: Process ids of the live ranks, by rank.
@@ -92,7 +92,7 @@ class Watch:
         return self._slow_phase_seconds if slow else self._heartbeat_seconds
 
     def _ask(self, pids: Mapping[int, int]) -> dict[int, list[str]]:
-        """Return the main thread's stack, innermost call first, of each rank that answers in time."""
+        """Return the main thread's stack, innermost call first, of each rank that answers."""
         # A rank without a beat may have no signal handler yet: SIGUSR1 would kill it.
         asked = {rank: _size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats}
         for rank in asked:
@@ -132,18 +132,14 @@ def kernel_account(pid: int) -> list[str]:
 
 
 def _rating(stack: list[str] | None) -> int:
-    """Return 0 for a rank that did not answer, 1 for a busy one, 2 for one that waits in a
-    collective.
-    """
+    """Return 0 for a rank that did not answer, 1 for a busy one, 2 for one in a collective."""
     if stack is None:
         return 0
     return 2 if any(_COLLECTIVE in line for line in stack) else 1
 
 
 def _main_stack(log: Path, offset: int) -> list[str]:
-    """Return the last stack that faulthandler wrote after the offset, the main thread's; empty if
-    none.
-    """
+    """Return the main thread's stack, the last that faulthandler wrote after the offset, if any."""
     try:
         with log.open("rb") as stream:
             stream.seek(offset)

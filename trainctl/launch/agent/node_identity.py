@@ -91,9 +91,7 @@ def use_interface_towards(address: str | None) -> None:
 
 
 def prepare_ranks(plan: RunPlan, ranks: int) -> None:
-    """Set variables for the ranks: `PATH`, and what `trainctl.runs.rank_entry` does before a rank begins
-    (CPU binding, a benchmark).
-    """
+    """Set variables for the ranks: tools' `PATH`, CPU binding, and whether to run a benchmark."""
     launcher = plan.config.launcher
     os.environ["PATH"] = tools_path()
     processors = rank_processors(launcher.cpu_binding, ranks, plan.hardware.accelerator)

@@ -46,8 +46,8 @@ def start_ranks(
 
     Args:
         tag: Tag of the attempt's processes.
-        nursery: Fork server for the ranks; if it was killed, its pid stands for the first rank. None
-            starts each rank as a command.
+        nursery: Fork server for the ranks; if it was killed, its pid stands for the first rank.
+            None starts each rank as a command.
         still_wanted: Called again and again; does not return when this process is to end.
     """
     variables = rank_variables(command, rendezvous)
@@ -104,7 +104,8 @@ def watch_ranks(
         tag: Tag of the attempt's processes.
         watch: Finds a rank that hangs.
         look: Called again and again while ranks live.
-        grace_seconds: Time between SIGTERM and SIGKILL for the ranks that outlive the first failure.
+        grace_seconds: Time between SIGTERM and SIGKILL for the ranks that outlive the first
+            failure.
         on_failure: Called at once with the first rank that fails, before the others are stopped.
     """
     while True:
@@ -124,7 +125,7 @@ def watch_ranks(
         hung = watch.find_hung(alive)
         if hung is not None:
             on_failure(hung)
-            sweep_builders(tag, grace_seconds=0)  # no grace: peers wait for it, and it may be stopped
+            sweep_builders(tag, grace_seconds=0)  # peers wait for it, and it may be stopped
             return False
         time.sleep(_LOOK_SECONDS)
 

@@ -33,22 +33,21 @@ _LOOK = timedelta(seconds=1)
 JOIN_SECONDS = 180.0
 """Longest time for ranks to import and load before they join; most take less than a minute."""
 _OTHERS_SECONDS = 300.0
-"""Longest time that the first node's agent keeps the store for nodes that have not reported their
-end.
-"""
+"""Longest time that the first node's agent keeps the store for nodes that still run."""
 
 
 class NodeRendezvous:
-    """The rendezvous of one attempt. `address` and `port` locate its store; `port` is 0 with a file.
+    """The rendezvous of one attempt. Its store is at `address` and `port` (0 with a file).
 
-    The first node listens on a socket that is bound here and never given up, so that no other process
-    can take the port in between; the other nodes connect to it.
+    The first node listens on a socket that is bound here and never given up, so that no other
+    process can take the port in between; the other nodes connect to it.
 
     Args:
         run_id: Prefix of the store's keys.
         node: Number of this node.
         nodes: Number of nodes.
-        address: Address of the first node, as all of them reach it; a single node uses the loopback.
+        address: Address of the first node, as all of them reach it; a single node uses the
+            loopback.
         port: Port to listen on; None takes a free one, which only a single node can.
         file: Store of a single node, in place of a port.
 

@@ -50,7 +50,7 @@ def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]
 
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding for each variable that the configuration refers to and that is not set here."""
+    """Yield a finding for each variable that the configuration refers to but that is unset."""
     for name in references(config):
         if name not in os.environ:
             yield Finding(

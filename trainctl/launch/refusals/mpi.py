@@ -16,9 +16,7 @@ FEW_HOSTS = "TC163"
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Return problems with the program's name, and with the hostfile: too few hosts, or wrong
-    names.
-    """
+    """Return problems with the program's name, and with the number and names of hosts."""
     launcher, nodes = section_of(config, MpiConfig), hardware.nodes
     findings = [*check_programs([("launcher.mpi_program", launcher.mpi_program)])]
     if launcher.mpi_hostfile is not None:

@@ -11,7 +11,7 @@ from trainctl.options.launcher.slurm import SlurmConfig
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Return a finding for each value that a job script cannot hold, or that sbatch does not take."""
+    """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
     launcher = section_of(config, SlurmConfig)
     words = {
         "slurm_partition": launcher.slurm_partition,

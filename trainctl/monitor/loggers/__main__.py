@@ -57,9 +57,7 @@ def main() -> int:
 
 
 def _lock(paths: LoggerPaths, *, waits: bool) -> bool:
-    """Take the logger's lock, held until this process ends; return False if another process has
-    it.
-    """
+    """Take the logger's lock until this process ends; False if another process has it."""
     descriptor = open_lock(paths.lock)
     while True:
         try:

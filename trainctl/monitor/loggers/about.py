@@ -19,7 +19,7 @@ _PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
 
 
 def about(run: RunPaths) -> dict[str, Any]:
-    """Return the facts as plain JSON. Secrets are references in the run directory, and stay references.
+    """Return the facts as plain JSON, with references in place of secrets.
 
     Raises:
         TrainctlError: Files of the run are damaged (exit code 5).
@@ -49,9 +49,7 @@ def about(run: RunPaths) -> dict[str, Any]:
 
 
 def _memory(plan: RunPlan) -> dict[str, int]:
-    """Return the predicted peak of the fullest device; empty if only a trace of the model can
-    predict it.
-    """
+    """Return the predicted peak of the fullest device; empty if that needs a trace of the model."""
     try:
         if needs_trace(plan.config):
             return {}

@@ -1,9 +1,9 @@
 """Alerts about a run (`logging.alerts`), sent by a process like a logger's.
 
 An alert is decided once, from the records, and written into the cursor before it is sent; each
-successful delivery is written after it. A process that is killed continues from there. Only if it is
-killed between a recipient's answer and that write is the alert sent again: with the same `id`, and
-`tries` above 1.
+successful delivery is written after it. A process that is killed continues from there. Only if it
+is killed between a recipient's answer and that write is the alert sent again: with the same `id`,
+and `tries` above 1.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Alerter:
             if kind == "step":
                 state["step"], state["moved"], state["is_quiet"] = event["step"], now, False
                 state["stepped"] = attempt
-            elif kind != "logger" and state.get("stepped") != attempt:  # before the attempt's first step
+            elif kind != "logger" and state.get("stepped") != attempt:  # before the first step
                 state["moved"], state["is_quiet"] = now, False
             if kind not in _TOLD or (kind == "failure" and state["failed"] == attempt):
                 continue  # later failures of an attempt follow from the first
@@ -182,9 +182,7 @@ class Alerter:
             yield self._alert(name, words(event), now, attempt, state)
 
     def _was_asked_for(self, attempt: int) -> bool:
-        """Return True if an attempt was launched with alerts on; events of earlier attempts are no
-        news.
-        """
+        """Return True if an attempt was launched with alerts; earlier attempts are no news."""
         if attempt not in self._asked:
             file = self._run.attempt(attempt).plan
             self._asked[attempt] = (
@@ -238,7 +236,7 @@ class Alerter:
                 state["waiting"].remove(old)
 
     def _deliver(self, state: dict[str, Any]) -> None:
-        """Send queued alerts to each recipient in order; an unreachable recipient delays no other."""
+        """Send queued alerts to each recipient, in order; an unreachable one delays no other."""
         problems = []
         # Recipients that failed last time come last: they may take long again.
         for target in sorted(self._targets(), key=lambda each: each.name in state["tries"]):

@@ -17,8 +17,8 @@ from trainctl.runs.records import Event, events_after
 BATCH_BYTES = 1 << 20
 """Bytes that are read and committed at a time: about 1,700 steps."""
 _COMPARED_BYTES = 4096
-"""Bytes under the digest: several lines, so that the last one is among them. The `time` in each line
-makes them unique.
+"""Bytes under the digest: several lines, so that the last one is among them. The `time` in each
+line makes them unique.
 """
 
 
@@ -37,7 +37,8 @@ class Cursor:
     points: int = 0
     """Number of points sent, those that later ones have replaced included."""
     ended: str = ""
-    """Offset, and time of the run's status, when the logger was last told that it has everything."""
+    """Offset, and time of the run's status, when the logger was last told that it has everything.
+    """
     state: dict[str, Any] | None = None
     """State that the logger continues from; None before its first commit."""
     problem: str = ""

@@ -27,7 +27,7 @@ from trainctl.runs.status import State, read_status
 
 
 class Follower:
-    """Sends a run's records from the cursor on to one logger; its sink is made with the first batch.
+    """Sends a run's records from the cursor on to one logger. Makes its sink with the first batch.
 
     Args:
         name: Name of the logger.
@@ -46,8 +46,8 @@ class Follower:
         """Send the next batch of records, and return True if there was one.
 
         Raises:
-            Exception: Any error of the logger, or of writing the cursor. Nothing of the batch counts as
-                sent then.
+            Exception: Any error of the logger, or of writing the cursor. Nothing of the batch
+                counts as sent then.
         """
         cursor = self.cursor
         records = self._run.events

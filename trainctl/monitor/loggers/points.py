@@ -35,8 +35,9 @@ EVALUATION = {
     "values": "evaluation",
 }
 KINDS = {"step": ("train", TRAIN), "evaluation": ("evaluation", EVALUATION)}
-"""Kinds of records that have metrics: the kind of their points, and their fields with the names of the
-metrics. A field that is a mapping or a list gives one metric per entry, such as `seconds/total`.
+"""Kinds of records that have metrics: the kind of their points, and their fields with the names of
+the metrics. A field that is a mapping or a list gives one metric per entry, such as
+`seconds/total`.
 """
 
 
@@ -59,7 +60,7 @@ def point_of(event: Event, place: int) -> Point | None:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield names and numbers in a field, NaN and infinities included; other values are left out."""
+    """Yield names and numbers in a field, NaN and infinities included; omit other values."""
     if isinstance(value, Mapping):
         for part, item in value.items():
             yield from _numbers(f"{name}/{part}", item)

@@ -78,7 +78,7 @@ def _seconds(steps: GrowingColumns) -> float:
 
 
 def _repeated_hours(history: History) -> float:
-    """Return the device hours of steps that were repeated later, with the ranks of their attempts."""
+    """Return the device hours of repeated steps: their seconds times their attempt's ranks."""
     ranks = {number: attempt.ranks or 0 for number, attempt in history.attempts.items()}
     return sum(
         float(seconds) * ranks[int(number)] / 3600
@@ -110,9 +110,7 @@ def _tokens_left(steps: GrowingColumns, left: int | None) -> float | None:
 
 
 def _parts(steps: GrowingColumns) -> dict[str, float]:
-    """Return the seconds of the steps that count, by part of a step; `other`, the rest, comes
-    last.
-    """
+    """Return the seconds of the steps that count, by part of a step, with `other` last."""
     names = [name for name in steps.names if name.startswith("seconds/")]
     sums = {name.removeprefix("seconds/"): float(np.nansum(steps[name])) for name in names}
     total = sums.pop("total", None)

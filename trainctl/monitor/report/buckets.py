@@ -39,7 +39,7 @@ class Reduced:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each bucket holds a single number, so that mean, minimum and maximum are equal."""
+        """Whether each bucket holds a single number: mean, minimum and maximum are equal."""
         finite = np.isfinite(self.mean)
         return bool(np.array_equal(self.min[finite], self.max[finite]))
 
@@ -98,8 +98,8 @@ def last_of(values: Numbers, at: Edges) -> Numbers:
 def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
     """Return a column as text for the page's script.
 
-    The bytes of 32-bit floats, the first bytes of all numbers before the second ones, are deflated and
-    base64-encoded.
+    The bytes of 32-bit floats, the first bytes of all numbers before the second ones, are deflated
+    and base64-encoded.
 
     Args:
         values: Shape (n,).

@@ -29,7 +29,7 @@ class GrowingColumns:
         return name in self._arrays
 
     def __getitem__(self, name: str) -> Numbers:
-        """Return a copy of a field's numbers, shape (length,); all NaN if no record had the field."""
+        """Return a copy of a field's numbers, shape (length,); all NaN for an unknown field."""
         found = self._arrays.get(name)
         return np.full(self._length, NAN) if found is None else np.array(found, dtype=np.float64)
 
@@ -53,9 +53,7 @@ class GrowingColumns:
                     found.append(NAN)
 
     def first_not_below(self, name: str, value: float) -> int:
-        """Return the index of the first record whose field is at least `value`; the field must
-        ascend.
-        """
+        """Return the first record whose field is at least `value`; the field must ascend."""
         return bisect_left(self._arrays[name], value) if self._length else 0
 
     def last(self, name: str) -> float:

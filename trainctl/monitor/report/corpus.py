@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 def chart(found: Mapping[str, SourceStatistics], title: str) -> Figure:
-    """Draw the distribution of document lengths per source, and below it each source's tokens and
-    copies.
-    """
+    """Draw document lengths of each source, and below them its tokens and copies."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

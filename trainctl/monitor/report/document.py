@@ -257,9 +257,7 @@ def _branch(branch: Branch, column: Column) -> dict[str, Any]:
 
 
 def rows(document: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield the curves of an unpacked document as rows of a table: the header, then a row per
-    bucket.
-    """
+    """Yield the curves of an unpacked document as a table: its header, then a row per bucket."""
     names = dict.fromkeys(name for run in document["runs"] for name in run["series"])
     heads = ["run", "first_step", "last_step", "tokens", "hours"]
     yield [*heads, *(f"{name}_{part}" for name in names for part in ("mean", "min", "max"))]

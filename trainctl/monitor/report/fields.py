@@ -38,9 +38,7 @@ EVALUATION = ("loss", "ema_loss")
 
 
 def of_step(event: Event) -> dict[str, float]:
-    """Return the numbers of a `step` record, `step` and `time` included; missing ones are left
-    out.
-    """
+    """Return the numbers of a `step` record, with `step` and `time`; omit missing ones."""
     found = _placed(event)
     # Fast path for plain floats: there may be a million records.
     for name in STEP:

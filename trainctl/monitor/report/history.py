@@ -47,9 +47,7 @@ class Branch:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptTimes:
-    """Times of an attempt by the clock of its records, in Unix seconds; None if it did not get
-    there.
-    """
+    """Times of an attempt from its records, in Unix seconds; None if it did not get there."""
 
     number: int
     launched: float
@@ -93,10 +91,10 @@ class History:
         self.start: Event | None = None
 
     def read(self, most_bytes: int | None = None) -> bool:
-        """Read what has been appended. Return True if there was anything, or the run's state changed.
+        """Read what has been appended. Return True if records or the run's state are new.
 
-        A read error counts as nothing new: a file system may fail for a moment. A file that has become
-        shorter is a new one, and is read from its beginning.
+        A read error counts as nothing new: a file system may fail for a moment. A file that has
+        become shorter is a new one, and is read from its beginning.
 
         Args:
             most_bytes: Bytes to read at most, but at least one record; None reads to the end.

@@ -1,4 +1,4 @@
-"""Events of a run besides its steps: each is a mark on the curves and a line in the page's table."""
+"""Events of a run besides its steps: each is a mark on the curves and a line of the table."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MEASURED_AS = {
 
 
 def memory_beside(plan: RunPlan | None, record: Event | None) -> dict[str, Any] | None:
-    """Return planned and measured memory, in bytes: the peaks, the bounds, and the parts of each phase.
+    """Return planned and measured memory, in bytes: peaks, bounds, and parts of each phase.
 
     Args:
         plan: The run's plan; None if it cannot be read.

@@ -28,9 +28,7 @@ class Source:
     """Server that a page gets its data from."""
 
     url: str
-    """Address on the same origin; it answers with a document, or with 204 if `after` is its
-    version.
-    """
+    """Address on the same origin; it answers a document, or 204 if `after` is its version."""
     seconds: float = 2.0
     """Pause between two requests."""
 
@@ -67,9 +65,7 @@ def content_security_policy(*, has_source: bool) -> str:
 
 
 def policy_of(scripts: tuple[str, ...], styles: tuple[str, ...], *, has_source: bool) -> str:
-    """Return the policy of a page with these assets; `has_source` lets it send requests to its
-    server.
-    """
+    """Return the policy of a page with these assets; `has_source` permits asking its server."""
     allowed_scripts, allowed_styles = (
         " ".join(f"'sha256-{_digest(text)}'" for text in _assets(names))
         for names in (scripts, styles)

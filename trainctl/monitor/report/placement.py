@@ -21,8 +21,8 @@ SHARDED_FROM = {"optimizer states": 1, "gradients": 2, "parameters": 3}
 def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
     """Return the mesh, the hosts, and the coordinates of each rank.
 
-    A rank's coordinates are `[node, data, tensor, sequence, stage]`. Tensor is the fastest axis, then
-    sequence, data and stage, as in `trainctl.plan.types.Mesh`.
+    A rank's coordinates are `[node, data, tensor, sequence, stage]`. Tensor is the fastest axis,
+    then sequence, data and stage, as in `trainctl.plan.types.Mesh`.
 
     Args:
         attempt: Attempt whose `command.json`, if it exists, names the hosts.

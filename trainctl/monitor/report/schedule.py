@@ -28,9 +28,7 @@ class CurvePoint:
 
 
 def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[CurvePoint]:
-    """Return every step of a run, or about `most` steps of a longer one, with all corners of the
-    curve.
-    """
+    """Return every step, or about `most` steps of a longer run, with all corners of the curve."""
     curve, total = Curve.of(plan), plan.total_steps
     steps = set(range(0, total, -(-total // most))) if total else set()
     corners = [phase.first_step + side for phase in plan.ramp for side in (-1, 0)]

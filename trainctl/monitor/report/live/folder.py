@@ -120,9 +120,7 @@ class RunsFolder:
         return row
 
     def _may_be_lost(self, name: str) -> bool:
-        """Return True if the run may end without a change of its files: its launcher may be
-        killed.
-        """
+        """Return True if the run may end without a change of its files (a killed launcher)."""
         known = self._seen.get(name)
         summary = known[1].summary if known else None
         return summary is not None and summary.state not in _ENDED

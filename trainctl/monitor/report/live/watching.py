@@ -23,7 +23,8 @@ BUCKETS = 2000
 """Points of each run's curves: about 150 KB per document."""
 
 READING_SECONDS = 1.5
-"""Longest time to read records for one answer; the rest of a long run comes with the next answer."""
+"""Longest time to read records for one answer; the rest of a long run comes with the next answer.
+"""
 _PIECE_BYTES = 4 << 20
 
 POLL_SECONDS = 2.0
