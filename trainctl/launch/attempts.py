@@ -52,7 +52,9 @@ def run_attempts(
     plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
     restarts_itself: bool = True,
 ) -> Ended:
-    """Run the attempt, and those that replace it when it fails, in the main thread.
+    """Run the attempt, and those that replace it when it fails, to the end.
+
+    Call it in the main thread.
 
     Args:
         render: Renders the commands of an attempt.

@@ -1,4 +1,4 @@
-"""Processes that send a run's metrics to its loggers, beside the launcher: one per logger.
+"""Processes that send a run's metrics to its loggers, besides the launcher: one per logger.
 
 They read the run's records, and the run never waits for them. A process that dies is restarted. One
 that has not sent everything a while after the run's end is killed; `trainctl runs sync` sends the

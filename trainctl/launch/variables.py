@@ -28,7 +28,7 @@ TELLING = (
     "LD_PRELOAD",
     "PYTHONPATH",
 )
-"""Variables that change how ranks run: set here but not on the hosts, they go missing silently."""
+"""Variables that change how ranks run: on a host without them, ranks differ silently."""
 
 
 def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:

@@ -89,7 +89,7 @@ def open_lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Return True if a process of this machine locks a file, which this user may not open."""
+    """Return True if a process of this machine has locked a file that this user may not open."""
     try:
         status = path.stat()
         locks = Path("/proc/locks").read_text(encoding="utf-8").splitlines()

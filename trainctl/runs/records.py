@@ -66,7 +66,7 @@ _FAILURE: Event = {
 
 
 class RowColumns:
-    """Columns of the rows of one file, each read from where a line refers to and kept.
+    """Columns of the rows of one file, each read where a row refers to it, and cached.
 
     Args:
         path: The run's `events.jsonl`.

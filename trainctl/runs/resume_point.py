@@ -26,7 +26,7 @@ class GoingOn:
         return cls(step, max(0, last_step(run) - step))
 
     def sentence(self, run: RunPaths) -> str:
-        """Return a sentence: ``trainctl resume runs/a continues from step 40: 3 steps are lost``."""
+        """Return a sentence: ``trainctl resume a continues from step 40: 3 steps are lost``."""
         how = f"continues from step {self.step:,}" if self.step else "starts from the beginning"
         lost = f"{self.lost:,} steps are" if self.lost > 1 else f"{('no', '1')[self.lost]} step is"
         return f"trainctl resume {run.root} {how}: {lost} lost"

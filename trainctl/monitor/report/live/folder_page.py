@@ -1,4 +1,4 @@
-"""The page of a folder of runs: a table, and a plot with one line per run over its settings."""
+"""The page of a folder of runs: a table, and parallel coordinates of the settings and results."""
 
 from __future__ import annotations
 
