@@ -72,7 +72,7 @@ class Regroup:
             time.sleep(LOOK_SECONDS)
 
     def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
-        """Return a plan on as many of the hosts as are legal and fit; None if there is none."""
+        """Return a plan on the most hosts where it is legal and fits; None if there is none."""
         least = section_of(self._whole.config, SshConfig).min_nodes
         if least is None:
             return None

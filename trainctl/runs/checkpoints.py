@@ -192,8 +192,7 @@ def commit(
 ) -> Path:
     """Rename a complete temporary checkpoint to its final name, then update the `latest` pointer.
 
-    An existing folder of that name is replaced: an attempt saved it that later resumed from before
-    it.
+    An existing folder of that name, saved before the run resumed from an earlier step, is replaced.
 
     Args:
         step: Optimizer steps of the checkpoint.

@@ -50,7 +50,7 @@ class AttemptPaths:
 
     @property
     def accelerate(self) -> Path:
-        """DeepSpeed's JSON for a script's `Accelerator()`, which makes its own optimizer."""
+        """DeepSpeed's JSON without optimizer and scheduler, for a script's `Accelerator()`."""
         return self.root / "accelerate_config.json"
 
     @property
