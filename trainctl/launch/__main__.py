@@ -1,7 +1,7 @@
-"""`python -m trainctl.launch RUN_DIR [--attempt N]`: the launcher of a run that has no terminal.
+"""`python -m trainctl.launch RUN_DIR [--attempt N]`: the launcher of a run without a terminal.
 
-It is detached from one, or a scheduler's job runs it. A job that was requeued runs the same command
-again: what it finds in the run directory tells it to make the next attempt.
+It runs in the background or in a scheduler's job. A job that was requeued runs the same command
+again; the records in the run directory then tell it to make a new attempt.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from trainctl.runs.resume_point import GoingOn
 from trainctl.runs.status import State, read_status, write_status
 
 _PATIENCE_SECONDS = 60.0
-"""For whoever submitted this to let go of the run, and for a requeued job's last launcher."""
+"""Longest wait for the run's lock: the submitting process, or the last launcher of a requeued job,
+may still hold it.
+"""
 _POLL_SECONDS = 0.2
 
 
 def main() -> int:
-    """Run the attempt, or one that follows it, to its end; the launch's exit code."""
+    """Run the attempt, or a new one, to its end, and return the launch's exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainctl.launch")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, help="else the newest")
     parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held already")
     given = parser.parse_args()
-    die_with_parent(death_signal=signal.SIGTERM)  # only where it was told to
+    die_with_parent(death_signal=signal.SIGTERM)  # only if `PARENT_VARIABLE` is set
     try:
         run = open_run(given.run_dir)
         with _held(run, given.lock):
@@ -75,7 +77,7 @@ def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
 
 
 def _next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunPlan]:
-    """The attempt if nothing has run of it yet, else a new one with the newest plan."""
+    """Return the attempt if it has not been launched yet, else a new one with the newest plan."""
     newest = last_attempt(run)
     plan = read_plan(run.attempt(newest).plan)
     launched = {event["attempt"] for event in read_events(run.events, "launch")}
@@ -101,7 +103,7 @@ def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
 
 
 def _settle(run: RunPaths, state: State, code: int, message: str) -> None:
-    """Write how it ended where no attempt was supervised to its end."""
+    """Write the final status where no attempt was supervised to its end."""
     status = read_status(run)
     if status is not None and not status.state.is_final:
         write_status(run, status.changed(state, exit_code=code, message=message))

@@ -1,4 +1,4 @@
-"""The agents of an attempt, as whoever supervises it sees them: one thing that runs and ends."""
+"""Agents of an attempt as their supervisor sees them: one object that runs and ends."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from trainctl.runs.failures import describe
 
 
 class Agents(Protocol):
-    """What runs an attempt on all of its nodes."""
+    """Everything that runs an attempt, on all of its nodes."""
 
     @property
     def margin_seconds(self) -> float:
-        """What they may take beyond the grace to end their ranks and themselves."""
+        """Seconds beyond the grace that the agents may take to end their ranks and themselves."""
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the launch by the agents' account; negative is a signal, None: it runs."""
+        """Exit code of the launch, as the agents report it; negative is a signal, None: it runs."""
 
     def poll(self) -> int | None:
-        """Look whether it still runs, and see to what is due; then as `returncode`."""
+        """Do what is due, and return `returncode`."""
 
     def terminate(self) -> None:
-        """Have every node end its ranks within the grace. Called from a signal's handler too."""
+        """Have every node end its ranks within the grace. Also called from a signal handler."""
 
     def describe_death(self) -> dict[str, Any]:
-        """Fields of a `failure` record, after an end with an error that no agent has recorded."""
+        """Return fields of a `failure` record, after an error exit that no agent has recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneProcess:
-    """A single process: the agent of this machine, or one program that stands for all nodes."""
+    """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
 
     process: Process
     log: Path
     name: str
-    """As it is named when it died."""
+    """Name of the process in the message about its death."""
     node: int | None = None
-    """Its node; None if it stands for all of them."""
+    """Number of its node; None if it stands for all of them."""
     margin_seconds: float = 1.0
-    """What it may take beyond the grace to end its ranks and itself."""
+    """Seconds beyond the grace that it may take to end its ranks and itself."""
 
     @property
     def returncode(self) -> int | None:

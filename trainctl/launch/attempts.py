@@ -1,4 +1,4 @@
-"""What launchers share that see a run to its end: its attempts, one after the other."""
+"""Attempts of a run, one after the other: shared by the launchers that see a run to its end."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ class Begun:
     """An attempt whose files are written, and whose agents are to be started."""
 
     order: Start
-    """What it is started from."""
     rendered: Rendered
     tag: RunTag
-    """Mark of its processes; one on a single node adds that."""
+    """Tag of its processes; a process on a single node adds the node's number."""
     lock: int
     """Descriptor of the run's lock, which agents inherit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a launch ended."""
+    """End of a launch."""
 
     outcome: Outcome
-    """How its last attempt ended."""
+    """Outcome of its last attempt."""
     is_cancelled: bool
     """Whether a scheduler told both this process and the agents to end."""
 
@@ -53,11 +52,15 @@ def run_attempts(
     plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
     restarts_itself: bool = True,
 ) -> Ended:
-    """Run the attempt, and those that replace it when it fails, to the end. In the main thread.
+    """Run the attempt, and those that replace it when it fails, to the end.
+
+    Call it in the main thread.
 
     Args:
-        render: What an attempt starts.
-        restarts_itself: Whether a failed attempt is replaced here; else only the first is run.
+        render: Renders the commands of an attempt.
+        start: Starts the agents of an attempt.
+        plan_again: Returns the plan of the next attempt; None keeps the plan.
+        restarts_itself: Whether a failed attempt is replaced here; else only the first one is run.
 
     Raises:
         TrainctlError: The run is in use (exit code 5).
@@ -111,9 +114,9 @@ def start_program(
     """Start the one program that starts all agents: srun, mpirun.
 
     Args:
-        name: Of the program and its log.
-        death_signal: What it gets when this process dies.
-        agents: How it is watched.
+        name: Name of the program and of its log.
+        death_signal: Signal that it gets when this process dies.
+        agents: Class that watches the program.
     """
     log = begun.order.attempt.logs / f"{name}.log"
     process = start_tied(

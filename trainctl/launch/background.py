@@ -17,12 +17,12 @@ def start_in_background(
 ) -> Process:
     """Start the attempt's launcher in a session of its own; its output goes to `launcher.log`.
 
-    It has the run's lock from its start, so nobody comes in between when this process ends.
+    It inherits the run's lock, so no other process can take the run when this process ends.
 
     Args:
         attempt: The attempt, made already.
         lock: Descriptor of the run's lock.
-        is_tied: Whether it gets SIGTERM when this process ends.
+        is_tied: Whether the launcher gets SIGTERM when this process ends.
     """
     environment = {k: v for k, v in os.environ.items() if k != PARENT_VARIABLE}
     if is_tied:

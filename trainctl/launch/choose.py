@@ -1,4 +1,4 @@
-"""The launcher that a configuration asks for; only the functions that are called are loaded."""
+"""Dispatch to the launcher that a configuration chooses; only the functions called are imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainctl.runs.layout import RunPaths
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What is wrong with the machines, before a run is made in or below the folder."""
+    """Return what is wrong with the machines, before a run is made in or below the folder."""
     if not spec_of(plan.config.launcher).check:
         return []
     found: list[Finding] = _entry(plan, "check")(plan, folder, checkpoint_bytes)
@@ -26,26 +26,26 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 
 def render(start: Start) -> Rendered:
-    """What would be started for an attempt. Pure."""
+    """Render what would be started for an attempt. Pure."""
     rendered: Rendered = _entry(start.plan, "render")(start)
     return rendered
 
 
 def run_launch(launch: Launch) -> Outcome:
-    """Start it and see it to its end, or hand it to a scheduler; `launch.local` says more."""
+    """Run the launch to its end, or hand it to a scheduler; see `launch.local.run_launch`."""
     outcome: Outcome = _entry(launch.plan, "build")(launch)
     return outcome
 
 
 def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
-    """What a launcher does after a launch inside a job of its scheduler."""
+    """Run the launcher's step after a launch inside a job of its scheduler, if it has one."""
     spec = spec_of(plan.config.launcher)
     if spec.after_job and spec.is_in_job(os.environ):
         _entry(plan, "after_job")(run, plan, exit_code)
 
 
 def has_scheduler(config: RunConfig) -> bool:
-    """Whether a start only hands the run to a scheduler, and returns."""
+    """Return True if a start only hands the run to a scheduler."""
     return spec_of(config.launcher).hands_over(os.environ)
 
 

@@ -1,4 +1,4 @@
-"""After a failure: the plan and the hosts of the next attempt, for the nodes that are there."""
+"""Recovery from lost nodes: plan and hosts of the next attempt, on the nodes that answer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 
 LOOK_SECONDS = 2.0
-"""Between two looks for nodes that are waited for."""
+"""Pause between two looks for missing nodes."""
 
 
 class Regroup:
-    """Finds where a run goes on: on all nodes if they are there, on fewer if that is allowed.
+    """Finds hosts for the next attempt: all nodes if they answer, fewer if that is allowed.
+
+    `site` has the hosts that the next attempt runs on.
 
     Args:
-        launch: With the plan for all nodes.
-        hosts: All of them.
-        site: As they answered before the start.
-        on_wait: Told how many hosts are there, and which are missing, when waiting for them begins
-            and when they change.
-
-    Attributes:
-        site: Where the next attempt runs.
+        launch: The launch, with the plan for all nodes.
+        hosts: All hosts.
+        site: The hosts as they answered before the start.
+        on_wait: Called with the number of hosts that answer and the names of the missing ones, when
+            waiting begins and when they change.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Regroup:
         self._on_wait = on_wait
 
     def plan_again(self, _: RunPlan, stop: Stop) -> RunPlan:
-        """Return the next attempt's plan.
+        """Return the next attempt's plan, once enough nodes answer.
 
         Raises:
             TrainctlError: Too few nodes came back in `launcher.node_wait_seconds`, or the launch
@@ -73,7 +72,7 @@ class Regroup:
             time.sleep(LOOK_SECONDS)
 
     def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
-        """Return a plan on as many of the hosts as it is legal and fits on."""
+        """Return a plan on the most hosts where it is legal and fits; None if there is none."""
         least = section_of(self._whole.config, SshConfig).min_nodes
         if least is None:
             return None

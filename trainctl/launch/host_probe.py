@@ -1,4 +1,4 @@
-"""Asking all hosts at once what they are and whether they reach each other."""
+"""Probes of all hosts at once: their facts, and whether they reach each other."""
 
 from __future__ import annotations
 
@@ -32,34 +32,33 @@ _END_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is known of a host."""
+    """Result of probing one host."""
 
     host: Host
     facts: dict[str, Any] | None = None
-    """Its answer to the first question (`trainctl.launch.probe`); None if it did not answer all
-    that it was asked."""
+    """Answer to the first question (`trainctl.launch.probe`); None if any answer is missing."""
     clock_seconds: float = 0.0
-    """How far its clock is ahead of this machine's, at least; negative is behind."""
+    """Least offset of its clock from this machine's; positive is ahead."""
     unreached: tuple[str, ...] = ()
-    """Hosts that it does not reach, each with the reason."""
+    """Hosts that it cannot connect to, each with the reason."""
     unseen: tuple[str, ...] = ()
-    """Machines whose files it does not see, by name."""
+    """Names of the machines whose files it does not see."""
     return_code: int | None = None
-    """What ssh ended with, where there was no answer; None if it was still waiting."""
+    """Exit code of ssh, where there was no answer; None if it was still waiting."""
     said: str = ""
-    """What ssh, or the host, said on stderr."""
+    """Output of ssh, or of the host, on stderr."""
 
 
 def survey(
     hosts: Sequence[Host], plan: RunPlan, folder: Path, files: Sequence[str] = ()
 ) -> tuple[Report, ...]:
-    """Ask every host, in parallel, within `launcher.preflight_seconds`.
+    """Probe every host, in parallel, within `launcher.preflight_seconds`.
 
     Args:
-        hosts: Whom; the first has the rendezvous.
-        plan: Its launcher says how they are reached, their interfaces, the port.
-        folder: On the storage that they are to share with each other and with this machine.
-        files: Of the user's code, whose checksums are wanted.
+        hosts: Hosts to probe; the first one has the rendezvous.
+        plan: Its launcher section has the settings of ssh, the interfaces and the port.
+        folder: Folder on the storage that the hosts share with each other and with this machine.
+        files: Files of the user's code to take checksums of.
     """
     allow_many_files()
     launcher = section_of(plan.config, SshConfig)
@@ -128,12 +127,12 @@ def _fact_questions(
 
 
 def _can_be_asked(facts: dict[str, Any]) -> bool:
-    """Whether a host has what the second question is about."""
+    """Return True if a host has what the second question needs: an address, a listener, storage."""
     return bool(facts["address"] and facts["listens"] and not facts["storage"]["problem"])
 
 
 class _Probes:
-    """A probe on each host; none is left when it is exited."""
+    """One probe process per host; all have ended when the context is left."""
 
     def __init__(self, hosts: Sequence[Host], launcher: SshConfig) -> None:
         self._silent: set[int] = set()
@@ -156,9 +155,9 @@ class _Probes:
     def ask(
         self, questions: dict[int, dict[str, Any]], deadline: float
     ) -> dict[int, dict[str, Any]]:
-        """Answers by the number of the host, of those that gave one in time.
+        """Return the answers that came in time, by number of the host.
 
-        To each, `skew` is added: how far the host's clock is ahead of this machine's, at least.
+        Adds `skew` to each: the least offset of the host's clock from this machine's, in seconds.
         """
         answers: dict[int, dict[str, Any]] = {}
         lines: dict[int, bytes] = {}
@@ -189,10 +188,10 @@ class _Probes:
         return answers
 
     def return_code(self, node: int) -> int | None:
-        """Return how its ssh ended; None if it still runs."""
+        """Return the exit code of the host's ssh; None if it still runs."""
         if node in self._silent:
             return self._processes[node].poll()
-        with suppress(subprocess.TimeoutExpired):  # it has closed its output: it is about to end
+        with suppress(subprocess.TimeoutExpired):  # it has closed its stdout: it is about to end
             return self._processes[node].wait(_END_SECONDS)
         return None
 
@@ -226,7 +225,7 @@ class _Probes:
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None if it is not the probe's: a login script may greet."""
+    """Parse a line; None if the probe did not write it: a login script may print a greeting."""
     try:
         answer = json.loads(line)
     except ValueError:
@@ -235,6 +234,6 @@ def _answer(line: bytes) -> dict[str, Any] | None:
 
 
 def _skew(line: dict[str, Any], asked: float, answered: float) -> float:
-    """How far a clock is off at least, given that it was read between the two moments."""
+    """Return the least clock offset in seconds, if the clock was read between the two times."""
     there = float(line.get("time", asked))
     return max(0.0, there - answered) + min(0.0, there - asked)

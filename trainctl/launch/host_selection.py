@@ -1,4 +1,4 @@
-"""The hosts that an attempt runs on: chosen, asked, and found fit or not."""
+"""Hosts of an attempt: chosen, probed, and found fit or not."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from trainctl.runs.provenance import file_digest, package_versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The hosts of an attempt, as they answered."""
+    """The hosts of an attempt, with their answers."""
 
     hosts: tuple[Host, ...]
-    """Their names, in the order of the nodes."""
+    """Hosts in the order of the nodes."""
     interfaces: tuple[str | None, ...]
-    """The one of each that is used; None where it is not known yet."""
+    """Network interface used on each host; None where it is not known yet."""
     cores: tuple[int | None, ...]
-    """Number of each one's; None where they are not known yet."""
+    """Number of CPU cores of each host; None where it is not known yet."""
     address: str
-    """That of the first host's interface, where the rendezvous is."""
+    """Address of the rendezvous: the first host's, on its interface."""
     port: int | None
-    """That of the rendezvous; None where a free one is still to be found."""
+    """Port of the rendezvous; None where a free one is still to be found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteLook:
-    """What asking the hosts has brought."""
+    """Result of probing the hosts."""
 
     site: Site | None
-    """Where to start; None if something is wrong."""
+    """Hosts to start on; None if there is an error among the findings."""
     findings: list[Finding]
-    """What is wrong, and warnings."""
+    """Errors and warnings."""
     there: tuple[Host, ...]
+    """Hosts that answered."""
 
 
 def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
@@ -63,13 +64,13 @@ def look(
     checkpoint_bytes: int | None,
     code_folder: Path | None = None,
 ) -> SiteLook:
-    """Ask the hosts, all at once.
+    """Probe the hosts, all at once.
 
     Args:
-        plan: What they are for.
-        folder: Of the run, or where one will be made: the part of the path that exists is used.
-        checkpoint_bytes: Space that a checkpoint takes, if known.
-        code_folder: Where ranks run and find code of the user's; None is the current folder.
+        plan: The plan that is to run on them.
+        folder: The run's folder, or its planned path: the part of it that exists is used.
+        checkpoint_bytes: Size of a checkpoint, if known.
+        code_folder: Folder in which ranks run and find the user's code; None is the current folder.
     """
     folder = folder.absolute()
     while not folder.is_dir():
@@ -89,7 +90,7 @@ def look(
 
 
 def unasked(plan: RunPlan) -> Site:
-    """What is known of the hosts before any was asked."""
+    """Return the site as far as it is known before any host is probed."""
     launcher, hosts = section_of(plan.config, SshConfig), hosts_of(plan)
     return Site(
         hosts=hosts,

@@ -1,11 +1,11 @@
-"""The Kubernetes launcher: a JobSet, or a Kubeflow TrainJob, of one pod a node, given to kubectl.
+"""The Kubernetes launcher: a JobSet or a Kubeflow TrainJob, of one pod per node, given to kubectl.
 
-Each pod runs `trainctl.launch.pod`. The first one is the launcher as well: it makes the attempt,
-supervises it, and writes the run's status. The controller starts all pods again after a failure,
-`launcher.max_restarts` times; each start is a new attempt that resumes.
+Each pod runs `trainctl.launch.pod`. The first pod is the launcher as well: it makes the attempt,
+supervises it, and writes the run's status. The controller restarts all pods after a failure,
+`launcher.max_restarts` times; each restart is a new attempt that resumes.
 
-Fields are those of jobset.x-k8s.io/v1alpha2 and trainer.kubeflow.org/v1alpha1. A manifest is
-written as JSON, which is YAML too: every value is quoted, whatever is in it.
+Fields follow jobset.x-k8s.io/v1alpha2 and trainer.kubeflow.org/v1alpha1. A manifest is written as
+JSON, which is YAML too: every value is quoted, whatever characters it has.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from trainctl.runs.status import State, Status, write_status
 MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"
 RESTART_VARIABLE = "TRAINCTL_RESTART"
-"""Set in each pod: how often the controller has started all pods again."""
+"""Variable of each pod: the number of times that the controller has restarted all pods."""
 
 _RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _PORT = 29500
 _NAME_LENGTH = 40
-"""Of a job's: the names of its pods, which are host names, are longer and end at 63."""
+"""Longest name of a job: names of its pods are longer, and host names, which end at 63 characters.
+"""
 _GRACE_MARGIN_SECONDS = 30
 _RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu"}
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What the manifest lacks: an image, a volume for the run; and names that are none."""
+    """Return what the manifest lacks (an image, a volume for the run), and invalid names."""
     launcher = _section(plan)
     findings = check_config(plan.config, plan.hardware)
     path = PurePosixPath(folder.absolute())
@@ -76,7 +77,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 def render(start: Start) -> Rendered:
     """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
-    # Only the pods know what the configuration refers to.
+    # Only the pods know the values of variables that the configuration refers to.
     unknown = dict.fromkeys(references(plan.config), REDACTED)
     start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
@@ -91,7 +92,7 @@ def render(start: Start) -> Rendered:
 
 
 def pod_command(start: Start) -> AttemptCommand:
-    """What the pods of an attempt start; the agents read it from the run directory."""
+    """Return the command of an attempt's pods, which the agents read from the run directory."""
     plan, run, attempt = start.plan, start.run, start.attempt
     launcher, nodes = _section(plan), plan.hardware.nodes
     python = launcher.kubernetes_python
@@ -119,14 +120,14 @@ def pod_command(start: Start) -> AttemptCommand:
 
 
 def job_name(run: RunPaths) -> str:
-    """Return a name that Kubernetes takes, of the run directory's; two directories differ in it."""
+    """Return a job name from the run directory's name and a digest of its path."""
     words = re.sub(r"[^a-z0-9]+", "-", run.root.name.lower()).strip("-")
     digest = hashlib.sha256(os.fsencode(run.root)).hexdigest()[:6]
     return f"t-{words[: _NAME_LENGTH - 9]}".rstrip("-") + f"-{digest}"
 
 
 def pod_host(name: str, node: int) -> str:
-    """Return the host name of a node's pod: JobSet names it, and makes it resolvable."""
+    """Return the host name of a node's pod: JobSet sets it and makes it resolvable."""
     return f"{name}-node-0-{node}.{name}"
 
 
@@ -151,13 +152,17 @@ def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
 def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
     python = _section(plan).kubernetes_python
     number = str(attempt.number)
-    # Kubernetes puts the value of a variable for $(NAME), and a dollar for two.
+    # Kubernetes replaces $(NAME) by the variable's value, and $$ by a dollar.
     folder = str(run.root).replace("$(", "$$(")
     return [python, "-P", "-m", "trainctl.launch.pod", folder, "--attempt", number]
 
 
 def _variables(plan: RunPlan) -> list[dict[str, Any]]:
-    """Of each pod; what the configuration refers to comes from a Secret, and is in no manifest."""
+    """Return the environment of each pod.
+
+    Variables that the configuration refers to come from a Secret; their values are not in the
+    manifest.
+    """
     label = f"metadata.labels['{_RESTART_LABEL}']"
     index = f"metadata.annotations['{_INDEX_ANNOTATION}']"
     return [
@@ -180,7 +185,7 @@ def _resources(plan: RunPlan) -> dict[str, Any]:
 
 
 def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the volumes of a pod, and where its container mounts them."""
+    """Return the volumes of a pod, and the mounts of its container."""
     launcher = _section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
@@ -196,7 +201,7 @@ def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def _pod_fields(plan: RunPlan) -> dict[str, Any]:
-    """What a pod's specification has in both kinds of manifest."""
+    """Return the fields of a pod's specification that both kinds of manifest share."""
     launcher = _section(plan)
     seconds = launcher.stop_grace_seconds + launcher.grace_seconds + _GRACE_MARGIN_SECONDS
     fields: dict[str, Any] = {"terminationGracePeriodSeconds": round(seconds)}
@@ -308,7 +313,7 @@ def run_launch(launch: Launch) -> Outcome:
 
 
 def cancel(job: SchedulerJob) -> None:
-    """Delete a job and its pods, if they are still there.
+    """Delete a job and its pods, if they still exist.
 
     Raises:
         TrainctlError: kubectl is missing or fails (exit code 4).

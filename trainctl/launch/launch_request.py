@@ -1,4 +1,4 @@
-"""What a launcher is asked for: a launch, and the start of each of its attempts."""
+"""Requests to a launcher: a launch, and the start of each of its attempts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from trainctl.runs.records import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What an attempt is started from; all that rendering reads."""
+    """Everything that an attempt is started from, and all that rendering reads."""
 
     plan: RunPlan
     run: RunPaths
     attempt: AttemptPaths
     environment: Mapping[str, str]
-    """That of the user's shell, or of a scheduler's job; of it `launcher.forward_environment` is
-    taken."""
+    """The shell's or job's environment, from which `launcher.forward_environment` selects."""
     cores: int
-    """Processors of this machine, taken for those of a host that is not known better."""
+    """CPU cores of this machine, used for hosts whose number of cores is unknown."""
     rank_command: Sequence[str] | None = None
-    """Another command line for the ranks, which then needs no corpus prepared."""
+    """Command that replaces the ranks' own; no corpus is prepared for it."""
     folder: Path | None = None
-    """Where agents and ranks run; None is where they are started."""
+    """Working directory of agents and ranks; None keeps the directory that they are started in."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -36,7 +35,7 @@ class Start:
 
     @property
     def threads(self) -> int:
-        """Of a rank: an equal share of the processors."""
+        """OpenMP threads of a rank: an equal share of the node's cores."""
         return max(1, self.cores // self.ranks_per_node)
 
 
@@ -52,15 +51,16 @@ class Launch:
     on_event: Callable[[Event], None]
     """Called with each record of this launch soon after it is written."""
     rank_command: Sequence[str] | None = None
-    """Another command line for the ranks, which then needs no corpus prepared."""
+    """Command that replaces the ranks' own; no corpus is prepared for it."""
     checkpoint_bytes: int | None = None
-    """Size of a checkpoint, if known: that much space must be free."""
+    """Size of a checkpoint, if known: that much disk space must be free."""
     in_users_folder: bool = True
-    """Whether code of the user's runs in the folder of the first launch; in a container it runs
-    where that starts."""
+    """Whether the user's code runs in the folder of the first launch; in a container it runs in the
+    container's working directory.
+    """
 
     def start(self, attempt: AttemptPaths, plan: RunPlan) -> Start:
-        """Return the start of one of its attempts, by this process.
+        """Return the request to start one of its attempts from this process.
 
         Raises:
             TrainctlError: The folder that the run was launched from is gone (exit code 4).
@@ -77,5 +77,5 @@ class Launch:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0))

@@ -29,7 +29,7 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 
 
 def render(start: Start) -> Rendered:
-    """What `run_launch` starts for an attempt. Pure: reads and starts nothing."""
+    """Render what `run_launch` starts for an attempt. Pure: reads and starts nothing."""
     plan, run, attempt = start.plan, start.run, start.attempt
     agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
@@ -55,7 +55,7 @@ def render(start: Start) -> Rendered:
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What this machine lacks, or has otherwise, space for a checkpoint among it."""
+    """Return how this machine differs from what the plan needs, space for a checkpoint included."""
     return [
         *preflight(plan.config, plan.hardware),
         *declared.differences(plan.config),
@@ -64,17 +64,20 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 
 def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
-    """Of the disk that the folder is on, or will be: `run_launch` looks again."""
+    """Yield a finding if the disk of the folder (or of its parent) lacks space for a checkpoint.
+
+    `run_launch` checks again.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     yield from lacking_space(shutil.disk_usage(there).free, checkpoint_bytes, str(there))
 
 
 def run_launch(launch: Launch) -> Outcome:
-    """Start an attempt on this machine and see it, and those that replace it when it fails, to
-    the end. Call it in the main thread.
+    """Run an attempt on this machine, and those that replace it when it fails, to the end.
 
-    SIGINT, SIGTERM and SIGHUP stop every rank, a second one without grace; see `Stop` for when
-    SIGTERM saves first. When this returns or raises, no process of the run is left.
+    Call it in the main thread. SIGINT, SIGTERM and SIGHUP stop every rank, a second one without
+    grace; see `Stop` for when SIGTERM saves first. When this returns or raises, no process of the
+    run is left.
 
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
@@ -83,13 +86,13 @@ def run_launch(launch: Launch) -> Outcome:
     if launch.checkpoint_bytes is not None:
         require_space(run.root, launch.checkpoint_bytes)
     with hold(run):
-        # Only after the launcher and the agent of an earlier attempt were killed at one blow.
+        # Finds processes only if an earlier attempt's launcher and agent were killed at once.
         sweep(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
         return run_attempts(launch, render=render, start=start_one_agent).outcome
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Refuse a folder on a disk with less free space than that.
+    """Raise if the disk of a folder has less free space than `needed_bytes`.
 
     Raises:
         TrainctlError: Exit code 4.

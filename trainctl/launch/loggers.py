@@ -1,8 +1,8 @@
-"""The processes that send a run's metrics to its loggers, beside the launcher: one each.
+"""Processes that send a run's metrics to its loggers, besides the launcher: one per logger.
 
-They read the run's records, and nothing of the run waits for them. One that dies is started again;
-one that has not sent everything a while after the run's end is killed, and `trainctl runs sync`
-sends the rest.
+They read the run's records, and the run never waits for them. A process that dies is restarted. One
+that has not sent everything a while after the run's end is killed; `trainctl runs sync` sends the
+rest.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from trainctl.runs.processes import RunTag
 from trainctl.runs.records import Event, EventWriter
 
 _GRACE_SECONDS = 10.0
-"""For what is still to be sent when the run has ended."""
+"""Time for sending the rest when the run has ended."""
 _HURRIED_SECONDS = 2.0
-"""The same where a signal ended the run at once."""
+"""Time for sending the rest where a signal ended the run at once."""
 _LOOK_SECONDS = 5.0
 _RESTARTS = 5
 _POLL_SECONDS = 0.05
 
 
 def followers(config: RunConfig) -> list[str]:
-    """Return the names of the processes: those of the loggers, and of what tells of alerts."""
+    """Return the names of the processes: one for each logger, and one for alerts if wanted."""
     return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
 
 
 class Loggers:
-    """The processes, from entering to leaving. No method raises or waits while the run goes on.
+    """Context in which the logger processes run. No method raises, or waits while the run goes on.
 
     Args:
-        run: The run.
-        config: Its configuration, which names its loggers.
-        tag: What their processes carry: of no attempt, as they live through all.
-        on_event: Called with the records of what goes wrong with them.
+        config: The run's configuration, which names its loggers.
+        tag: Tag of their processes, without an attempt: they outlive attempts.
+        on_event: Called with each record about a problem of theirs.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Loggers:
         self._attempt = 1
 
     def on_event(self, event: Event) -> None:
-        """Pass a record of the run on, and look after the processes now and then."""
+        """Pass a record of the run on, and check the processes now and then."""
         self._on_event(event)
         self._attempt = event["attempt"]
         if self._loggers and time.monotonic() - self._looked > _LOOK_SECONDS:
@@ -84,10 +83,10 @@ class Loggers:
             logger.kill()
 
     def finish(self, is_hurried: Callable[[], bool]) -> None:
-        """Have them send the rest, and say what they could not send.
+        """Have the processes send the rest, and record what they could not send.
 
         Args:
-            is_hurried: Whether the launch is to end now, as far as that is known by then.
+            is_hurried: Returns True if the launch is to end now; called again and again.
         """
         for logger in self._loggers:
             logger.keep_alive()
@@ -101,11 +100,11 @@ class Loggers:
         for logger in self._loggers:
             logger.kill()
             event = self._tell(logger)
-            if event is not None:  # the records are not read any more
+            if event is not None:  # the launcher no longer reads the records itself
                 self._on_event(event)
 
     def _tell(self, logger: _Logger) -> Event | None:
-        """Record what has come into a logger's way, or is out of it again; the record."""
+        """Record a change of a logger's problem, its end included; return the record, if any."""
         problem = logger.problem()
         if problem == logger.told:
             return None
@@ -116,7 +115,7 @@ class Loggers:
 
 
 class _Logger:
-    """One of the processes."""
+    """One of the logger processes."""
 
     def __init__(self, run: RunPaths, name: str, config: RunConfig, tag: RunTag) -> None:
         self.name = name
@@ -132,7 +131,7 @@ class _Logger:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process; a disk or a system that has no room for it is a problem to be told."""
+        """Start the process. A failure to start it becomes the logger's problem."""
         argv = command(self._run, self.name, "--follow", config=self._config)
         try:
             ensure_folder(self._paths.folder)
@@ -142,7 +141,7 @@ class _Logger:
             self._failure = f"it cannot be started: {error.strerror}"
 
     def keep_alive(self) -> None:
-        """Start it again if it has died, a few times."""
+        """Restart the process if it has died, at most `_RESTARTS` times."""
         if self.is_alive:
             return
         if self._restarts < _RESTARTS:
@@ -152,12 +151,12 @@ class _Logger:
             self._failure = f"its process died {_RESTARTS + 1} times, see {self._paths.log}"
 
     def ask_to_end(self) -> None:
-        """Have it send the rest and end."""
+        """Have the process send the rest and end."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """End it, if it is still there, and say so."""
+        """End the process if it is still running, and note that as a failure."""
         if self._process is None:
             return
         if self.is_alive:
@@ -168,7 +167,7 @@ class _Logger:
             self._failure = f"its process ended with {code}, see {self._paths.log}"
 
     def problem(self) -> str:
-        """Why not everything was sent; empty if nothing is in its way."""
+        """Return why not everything was sent; empty if nothing is wrong."""
         try:
             return read_cursor(self._paths.cursor).problem or self._failure
         except TrainctlError as error:

@@ -29,7 +29,7 @@ NO_PROGRAM = "TC162"
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """Whether mpirun is here, and its hostfile names enough hosts."""
+    """Return a finding if mpirun is missing, or its hostfile names too few hosts."""
     launcher = section_of(plan.config, MpiConfig)
     findings = []
     if shutil.which(launcher.mpi_program) is None:
@@ -46,11 +46,11 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 
 def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
-    """What `run_launch` starts. Pure.
+    """Render the commands that `run_launch` starts. Pure.
 
     Args:
-        start: What the attempt is started from.
-        hosts: Of the hostfile; where a scheduler knows them, this machine is the first.
+        hosts: Hosts of the hostfile; empty where a scheduler knows them, this machine being the
+            first.
     """
     plan, nodes = start.plan, start.plan.hardware.nodes
     variables = rank_variables(plan, start.attempt, start.environment, threads=start.threads)
@@ -71,8 +71,10 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
 
 
 def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
-    """Return the part before the agent's command. Values of variables are not in it, only their
-    names."""
+    """Return mpirun's part of the command line, before the agent's command.
+
+    It has only the names of variables, not their values.
+    """
     launcher, nodes = section_of(plan.config, MpiConfig), str(plan.hardware.nodes)
     hostfile = launcher.mpi_hostfile
     if launcher.mpi_flavor is MpiFlavor.mpich:
@@ -80,7 +82,7 @@ def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
         argv += ["-f", hostfile] if hostfile is not None else []
         argv += ["-genvlist", ",".join(variables)]
     else:
-        # An agent has its own grace to end its ranks in.
+        # Leave an agent its own grace to end its ranks.
         patience = str(math.ceil(launcher.grace_seconds) + 2)
         argv = [launcher.mpi_program, "-n", nodes, "--map-by", "ppr:1:node", "--bind-to", "none"]
         argv += ["--tag-output", "--mca", "odls_base_sigkill_timeout", patience]

@@ -1,4 +1,4 @@
-"""How a launch ended."""
+"""Outcome of a launch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trainctl.runs.status import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of an attempt."""
+    """End of an attempt, and exit code of its launch."""
 
     exit_code: int
-    """Code of the launch; 0 only if every rank ended well."""
+    """Exit code of the launch; 0 only if every rank ended well."""
     state: State
-    """finished, failed or stopped."""
+    """finished, failed, stopped, or queued if a scheduler has taken it."""
     message: str = ""
-    """What happened, in a sentence; empty when finished."""
+    """Sentence about the end; empty when finished."""
     cause: str = ""
-    """The word of the failure's record; empty where there was none."""
+    """`cause` of the failure's record; empty if nothing failed."""
     hint: str = ""
     log: Path | None = None
     """The log that tells more, if there is one."""

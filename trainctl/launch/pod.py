@@ -1,8 +1,8 @@
-"""`python -m trainctl.launch.pod RUN_DIR --attempt N`: what each pod of a run runs.
+"""`python -m trainctl.launch.pod RUN_DIR --attempt N`: the program of each pod of a run.
 
-The first pod is the launcher, with its node's agent as a child; the others wait until it has made
-the attempt, and become agents. After a restart of all pods by their controller the attempt is the
-next one: its number follows from what the controller counts, so that all pods mean the same.
+The first pod is the launcher, with its node's agent as a child. The other pods wait until it has
+made the attempt, and become agents. When the controller restarts all pods, the number of the new
+attempt follows from the controller's count of restarts, so that all pods agree on it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import NODE_VARIABLE
 
 _WAIT_SECONDS = 600.0
-"""For the first pod to have made the attempt: its image may still be pulled."""
+"""Longest wait for the first pod to make the attempt: its image may still be pulled."""
 _POLL_SECONDS = 0.5
 READY = "pods.json"
-"""A file of the attempt: the first pod has made it and is about to start."""
+"""Name of the attempt's file that the first pod writes when the other pods may go on."""
 
 
 def main() -> int:
-    """Launch, or become an agent; the exit code."""
+    """Launch, or become an agent. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainctl.launch.pod")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
@@ -83,14 +83,14 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
 
 
 def _environment(attempt: AttemptPaths, node: NodeCommand) -> dict[str, str]:
-    """Of an agent: what the first pod has written, and, where it has not, this pod's own."""
+    """Return an agent's environment: the first pod's variables, with redacted ones from here."""
     written = {name: value for name, value in node.environment.items() if value != REDACTED}
     own = read_plan(attempt.plan).config.launcher.environment
     return {**os.environ, **written, **resolve_variables(own, os.environ)}
 
 
 def _await_node(run: RunPaths, attempt: AttemptPaths) -> NodeCommand | None:
-    """What this pod is to become, once the first one has made the attempt; None for nothing."""
+    """Wait until the first pod has made the attempt; return this pod's command, None if done."""
     ready = attempt.root / READY
     deadline = time.monotonic() + _WAIT_SECONDS
     while not ready.exists():

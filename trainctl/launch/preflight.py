@@ -1,4 +1,4 @@
-"""What keeps a plan from running on its hosts, by what they answered. Pure."""
+"""Problems that keep a plan from running on its hosts, found in the hosts' answers. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 
 CLOCK_SECONDS = 5.0
-"""Records of several nodes are put in order by their times."""
+"""Largest clock offset without a finding: records of several nodes are ordered by their times."""
 
 _HOSTS = "launcher.hosts"
 _FILES = 5
-"""So many files of the user's are named."""
+"""Largest number of the user's files that a finding names."""
 
 _SILENCE = (
     (
@@ -45,7 +45,7 @@ _SILENCE = (
         "install the same environment at the same path, or name its Python in launcher.python",
     ),
 )
-"""Reasons for no answer, by what ssh said, most telling first."""
+"""Reasons for no answer, by patterns in ssh's output, most telling first."""
 
 
 def problems(
@@ -59,11 +59,11 @@ def problems(
     """Return every problem of every host.
 
     Args:
-        reports: Of its hosts, in the order of the nodes.
-        here: Versions of packages on this machine, which planned.
+        reports: Reports of the plan's hosts, in the order of the nodes.
+        here: Versions of packages on this machine, which made the plan.
         code: Digest of trainctl's source on this machine.
         own: Checksums of the files of the user's code on this machine.
-        checkpoint_bytes: Space that a checkpoint takes, if known.
+        checkpoint_bytes: Size of a checkpoint, if known.
     """
     answered = [report for report in reports if report.facts is not None]
     return [
@@ -140,7 +140,7 @@ def _own_code(report: Report, own: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
-    """What a local launch would miss of the plan's devices, cores and memory."""
+    """Yield what the host lacks of the plan's devices, cores and memory."""
     assert report.facts is not None
     host, there = report.host, report.facts["machine"]
     machine = Machine(
@@ -159,7 +159,7 @@ def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _builds(report: Report) -> Iterator[Finding]:
-    """What keeps DeepSpeed from compiling there what the plan needs."""
+    """Yield what keeps DeepSpeed from compiling the plan's operators on the host."""
     assert report.facts is not None
     for found in report.facts["builds"]:
         message = f"{report.host.name}: {found['message']}"

@@ -1,7 +1,7 @@
-"""`python -m trainctl.launch.probe`: what a host is, asked by the launcher over ssh. No torch.
+"""`python -m trainctl.launch.probe`: answers a launcher's questions over ssh. No torch.
 
-A line of JSON on stdin is a question, a line on stdout its answer: first for the facts, then
-whether this host reaches the others and sees what they wrote. The end of stdin ends it.
+A line of JSON on stdin is a question, a line on stdout its answer: first the facts, then whether
+this host reaches the other hosts and sees their files. It ends when stdin ends.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from trainctl.runs.network import addresses_of, interface_of, interface_towards,
 from trainctl.runs.provenance import file_digest
 
 PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
-"""Whose versions must be the same on all hosts."""
+"""Packages whose versions must be the same on all hosts."""
 
 _CONNECT_SECONDS = 5.0
 _VISIBLE_SECONDS = 10.0
-"""How long a file written elsewhere may take to show: file systems of a network cache names."""
+"""Longest time for a file written elsewhere to appear: network file systems cache names."""
 
 _MANY = 64
 
 
 def main() -> int:
-    """Answer until stdin ends."""
+    """Answer questions until stdin ends."""
     probe = Probe()
     try:
         for line in sys.stdin:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 class Probe:
-    """Answers the questions; keeps a socket that the others connect to, and a file to be seen."""
+    """Answers questions; keeps a socket that the other hosts connect to, and a file to be seen."""
 
     def __init__(self) -> None:
         self._address: str | None = None
@@ -61,13 +61,13 @@ class Probe:
         self._written: Path | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What was asked for: `facts` or `peers`."""
+        """Answer one question: `facts` or `peers`."""
         if "facts" in question:
             return self._facts(**question["facts"])
         return self._peers(**question["peers"])
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the file and close the socket."""
         if self._written is not None:
             with suppress(OSError):
                 self._written.unlink()
@@ -85,16 +85,17 @@ class Probe:
         hardware: dict[str, Any],
         environment: dict[str, str],
     ) -> dict[str, Any]:
-        """What this host is.
+        """Return the facts about this host; open the socket, and write the mark.
 
         Args:
-            interface: To use; None is the one that ssh came in by.
-            port: Of the rendezvous, on the first host; 0 takes a free one, None is another host.
-            folder: Of the run, on storage that is to be shared.
+            interface: Network interface to use; None is the one that ssh came in by.
+            port: Port of the rendezvous, on the first host; 0 takes a free one, None on other
+                hosts.
+            folder: The run's folder, on storage that is to be shared.
             mark: Name of the file to write there.
-            files: Of the user's code.
-            config: The plan's, for what DeepSpeed will compile here.
-            environment: Variables that the ranks will have, beside those of this host.
+            files: Files of the user's code.
+            config: The plan's configuration, for what DeepSpeed will compile here.
+            environment: Variables that the ranks will have, added to this host's.
         """
         name = interface or _interface()
         self._address = next(iter(addresses_of(name)), None) if name else None
@@ -114,7 +115,7 @@ class Probe:
         }
 
     def _peers(self, addresses: Sequence[tuple[str, int]], marks: Sequence[str]) -> dict[str, Any]:
-        """Which of the addresses cannot be reached, and which of the marks cannot be seen."""
+        """Return the error of each unreachable address, and the marks that cannot be seen."""
         with ThreadPoolExecutor(_MANY) as pool:
             failures = list(pool.map(lambda peer: self._connect(*peer), addresses))
         unseen = set(marks)
@@ -129,7 +130,7 @@ class Probe:
         return {"failures": failures, "unseen": sorted(unseen)}
 
     def _listen(self) -> int | None:
-        """Listen for the others; the port."""
+        """Listen for the other hosts, and return the port; None if that fails."""
         if self._address is None:
             return None
         with suppress(OSError):
@@ -143,7 +144,7 @@ class Probe:
         return socket.create_server((address, port), family=family, backlog=4096)
 
     def _connect(self, address: str, port: int) -> str:
-        """Why an address cannot be reached from this host's interface; empty if it can."""
+        """Return why an address cannot be reached from this host's interface; empty if it can."""
         source = None if self._address is None else (self._address, 0)
         try:
             socket.create_connection((address, port), _CONNECT_SECONDS, source).close()
@@ -152,7 +153,7 @@ class Probe:
         return ""
 
     def _try_port(self, port: int) -> dict[str, Any]:
-        """Return the port, or why it cannot be had."""
+        """Return a usable port, or why the port cannot be used."""
         try:
             with self._bind(port) as listener:
                 return {"number": listener.getsockname()[1], "problem": ""}
@@ -160,7 +161,7 @@ class Probe:
             return {"number": port, "problem": error.strerror or str(error)}
 
     def _write(self, folder: Path, mark: str) -> dict[str, Any]:
-        """Leave a mark in the folder; how much space there is, and why it cannot be used."""
+        """Write a mark to the folder; return its free space, or why it cannot be written to."""
         try:
             (folder / mark).write_text("")
             self._written = folder / mark
@@ -170,7 +171,7 @@ class Probe:
 
 
 def code_digest() -> str:
-    """Checksum of trainctl's own source files: the same version may have been edited."""
+    """Return a checksum of trainctl's own source files: an installed copy may be edited."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -180,8 +181,7 @@ def code_digest() -> str:
 
 
 def _interface() -> str | None:
-    """Return the interface that ssh came in by; where that was the loopback device, the outer
-    one."""
+    """Return the interface that ssh came in by; if that is the loopback device, the outer one."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     address = connection[2] if len(connection) == 4 else (source_towards("192.0.2.1") or "")
     with suppress(ValueError):
@@ -193,12 +193,12 @@ def _interface() -> str | None:
 def _build_problems(
     config: dict[str, Any], hardware: dict[str, Any], environment: dict[str, str]
 ) -> list[dict[str, str]]:
-    """What keeps DeepSpeed from compiling here what the plan needs, in the ranks' environment."""
+    """Return what keeps DeepSpeed from compiling here, in the ranks' environment."""
     own = dict(os.environ)
     try:
         os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
         found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
-    except (ValueError, TypeError, TrainctlError):  # other code, which is a problem of its own
+    except (ValueError, TypeError, TrainctlError):  # other code, reported separately
         return []
     finally:
         os.environ.clear()

@@ -1,4 +1,4 @@
-"""Starting what stands for the nodes on the launcher's own machine."""
+"""Starting agents, or programs that stand for them, on the launcher's own machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def start_agent(
     lock: int,
     folder: Path | None = None,
 ) -> Process:
-    """Start an agent of this machine, in a session of its own: Ctrl-C reaches only the launcher.
+    """Start an agent on this machine, in a session of its own: Ctrl-C reaches only the launcher.
 
-    It inherits the run's lock, and ends by itself when its launcher does.
+    It inherits the run's lock, and ends when its launcher does.
 
     Args:
-        environment: Variables set beside those of this process.
-        log: What both of its streams are appended to.
+        environment: Variables added to this process's.
+        log: File that stdout and stderr are appended to.
         lock: Descriptor of the run's lock.
-        folder: Where it runs; None is the current folder.
+        folder: Its working directory; None is the current one.
     """
     with log.open("ab") as stream:
         return subprocess.Popen(
@@ -60,12 +60,12 @@ def start_tied(
     """Start a program that is not ours (ssh, srun, mpirun); the kernel ends it with this process.
 
     Args:
-        environment: Variables set beside those of this process.
-        log: What both of its streams are appended to.
-        lock: Descriptor of the run's lock, if it is to hold that too.
-        folder: Where it runs; None is the current folder.
-        has_input: Whether this process writes its stdin, unbuffered; else that is empty.
-        death_signal: What it gets then.
+        environment: Variables added to this process's.
+        log: File that stdout and stderr are appended to.
+        lock: Descriptor of the run's lock, if the program is to inherit it.
+        folder: Its working directory; None is the current one.
+        has_input: Whether this process writes its stdin, unbuffered; else its stdin is empty.
+        death_signal: Signal that it gets when this process ends.
     """
     with log.open("ab") as stream:
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the ranks of a run execute: trainctl's trainer, or a program or function of the user's."""
+"""Command of a run's ranks: trainctl's trainer, or a program or function of the user's."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
 TRANSFORMERS_FLAG = "--deepspeed"
-"""Of `transformers.TrainingArguments`, for `script_config_flag`."""
+"""The flag that `transformers.TrainingArguments` defines, as a value of `script_config_flag`."""
 MIXED_PRECISIONS = ("bf16", "fp16")
 """Sections of DeepSpeed's JSON, and values of accelerate's `mixed_precision`."""
 FORK_VARIABLE = "TRAINCTL_FORK_RANKS"
-"""Set to 0, every rank imports for itself."""
+"""Variable that turns forking off if it is 0: every rank then imports for itself."""
 
 
 def command(
     config: RunConfig, run: RunPaths, attempt: AttemptPaths, *, python: str = sys.executable
 ) -> tuple[str, ...]:
-    """Return the command line of every rank, by the Python of its machine."""
+    """Return the command line of every rank; `python` is the interpreter on its machine."""
     if config.script is None:
         attempt_of = (str(run.root), "--attempt", str(attempt.number))
         return (python, "-P", "-m", "trainctl.train", *attempt_of)
@@ -49,12 +49,7 @@ def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ..
 
 
 def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
-    """Return the fields of an `AttemptCommand` that say what the ranks execute, and where.
-
-    Args:
-        start: What the attempt is started from.
-        python: The Python of the ranks' machines.
-    """
+    """Return the fields of an `AttemptCommand` about the ranks' command and working directory."""
     config = start.plan.config
     own = start.rank_command or command(config, start.run, start.attempt, python=python)
     return {
@@ -68,10 +63,10 @@ def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
 
 
 def _is_forked(plan: RunPlan) -> bool:
-    """Whether ranks are forked: where their device is the processor that they import on.
+    """Return True if ranks are forked: on CPUs only, and where nothing needs a fresh process.
 
     A process that has used CUDA cannot be forked, and an import may use it. A benchmark before
-    training needs a command to become, and OpenMP looks where it may run when it is loaded.
+    training execs the rank's command, and OpenMP reads its CPU binding when it is loaded.
     """
     launcher = plan.config.launcher
     return (
@@ -84,7 +79,7 @@ def _is_forked(plan: RunPlan) -> bool:
 
 
 def hidden_variables(config: RunConfig) -> tuple[str, ...]:
-    """Variables that the user has set for ranks, and whose values are not to be written."""
+    """Return the names of the user's variables for ranks whose values must not be written."""
     launcher = config.launcher
     names = {*launcher.environment, *references(config)}
     return tuple(
@@ -93,10 +88,10 @@ def hidden_variables(config: RunConfig) -> tuple[str, ...]:
 
 
 def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
-    """Variables for a program or function of the user's; none for trainctl's trainer.
+    """Return variables for a user's program or function; none for trainctl's trainer.
 
-    Beside them every process has `TRAINCTL_RUN_DIR` and `TRAINCTL_ATTEMPT`, and every rank what
-    torch reads: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    Besides them every process has `TRAINCTL_RUN_DIR` and `TRAINCTL_ATTEMPT`, and every rank has
+    what torch reads: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
     `MASTER_PORT`.
     """
     if plan.config.trains_itself:
@@ -113,13 +108,13 @@ def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
 def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
     """Return what `accelerate launch` sets (accelerate/utils/launch.py), for an `Accelerator()`.
 
-    Without them it ignores the other ranks on CPUs, and DeepSpeed on GPUs. None are set where the
-    script's flag is transformers' own: `TrainingArguments` sets them from the JSON.
+    Without these, accelerate ignores the other ranks on CPUs, and DeepSpeed on GPUs. None are set
+    where the script's flag is transformers' own: `TrainingArguments` sets them from the JSON.
     """
     if plan.config.script_config_flag == TRANSFORMERS_FLAG:
         return {}
     if plan.hardware.accelerator is Accelerator.cpu:
-        # With DeepSpeed, each rank on a CPU takes itself for the only one (`PartialState`).
+        # With DeepSpeed on CPUs, `PartialState` makes each rank a world of its own.
         number_format = precision_of(plan.config.precision).format.value
         precision = number_format if number_format in MIXED_PRECISIONS else "no"
         return {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": precision}
@@ -134,12 +129,12 @@ def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str
 
 
 def folder(config: RunConfig, run: RunPaths) -> Path | None:
-    """Return the folder that the run was launched from, where it has code of the user's to find.
+    """Return the folder that the run was launched from, if the run uses code of the user's.
 
-    None where nothing of the user's runs: then the current folder will do.
+    None if it does not: then any current folder will do.
 
     Raises:
-        TrainctlError: It is gone (exit code 4).
+        TrainctlError: The folder is gone (exit code 4).
     """
     if config.script is None and not any(functions(config)):
         return None

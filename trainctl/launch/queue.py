@@ -1,4 +1,4 @@
-"""A queue of runs on this machine: one after another, or a few at a time."""
+"""Queue of runs on this machine, one after another or a few at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _POLL_SECONDS = 0.1
 
 
 class QueueStopped(Exception):
-    """A signal ended the queue and what ran of it.
-
-    Attributes:
-        number: The signal.
-    """
+    """A signal, whose number is `number`, ended the queue and its running launches."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -33,18 +29,17 @@ def run_queue(
     parallel: int,
     on_end: Callable[[RunPaths, int], None],
 ) -> None:
-    """Run the attempts, each by a launcher of its own, and wait for all. In the main thread.
+    """Run the attempts, each by its own launcher, and wait for all. Call it in the main thread.
 
-    A failure does not keep the others from running. SIGINT and SIGTERM are passed to what runs,
-    and the rest is not started.
+    A failure does not keep the others from running. SIGINT and SIGTERM are passed to the running
+    launchers, and the rest is not started.
 
     Args:
-        attempts: Runs, and the attempt of each.
-        parallel: How many at a time.
+        parallel: Number of launchers at a time.
         on_end: Called with each run that ended, and its exit code.
 
     Raises:
-        QueueStopped: By a signal, when nothing of it runs any more.
+        QueueStopped: A signal came; all launchers have ended.
     """
     waiting = list(attempts)
     running: list[tuple[RunPaths, Process]] = []
@@ -62,7 +57,7 @@ def run_queue(
                 run, attempt = waiting.pop(0)
                 with hold(run) as lock:
                     running.append((run, start_in_background(run, attempt, lock, is_tied=True)))
-                if received:  # between the two
+                if received:  # a signal between hold and here
                     running[-1][1].send_signal(received[0])
             for run, process in [item for item in running if item[1].poll() is not None]:
                 running.remove((run, process))

@@ -1,4 +1,4 @@
-"""Values of a config that end up in a scheduler's files: what they may be, and how they are put."""
+"""Checks of config values that are written into a scheduler's files or command lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from trainctl.errors import Finding
 UNSAFE_WORD, UNSAFE_PATH, UNSET = "TC160", "TC161", "TC168"
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+")
-"""Names of partitions, accounts, features, dependencies, resources, images: no space, no quote,
-no `$`, no backquote and no control character, so that no reader of them sees more than a word."""
+"""Pattern of names of partitions, accounts, features, dependencies, resources, images: no space, no
+quote, no `$`, no backquote and no control character, so that every reader sees a single word.
+"""
 
 
 def check_words(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
-    """A finding for each value that is more than a word, or starts like an option.
+    """Yield a finding for each value that is not a single word, or starts like an option.
 
     Args:
         values: Config keys and their values; None is skipped.
@@ -34,7 +35,7 @@ def check_words(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
 
 
 def check_programs(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
-    """A finding for each program that whoever starts it would read as an option, or that is empty.
+    """Yield a finding for each program that is empty or would be read as an option.
 
     Args:
         values: Config keys and their values, names or paths; None is skipped.
@@ -50,7 +51,7 @@ def check_programs(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding
 
 
 def check_options(key: str, options: Iterable[str]) -> Iterator[Finding]:
-    """A finding for each word that is no `--name` or `--name=VALUE` of plain words."""
+    """Yield a finding for each option that is not `--name` or `--name=VALUE` of plain words."""
     for option in options:
         name, equals, value = option.partition("=")
         is_name = re.fullmatch(r"--[a-z][a-z0-9-]*", name) is not None
@@ -64,7 +65,7 @@ def check_options(key: str, options: Iterable[str]) -> Iterator[Finding]:
 
 
 def check_path(path: Path) -> Iterator[Finding]:
-    """A finding for a path that a line of a script cannot hold."""
+    """Yield a finding for a path with control characters, which a script's line cannot hold."""
     if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
         yield Finding(
             rule=UNSAFE_PATH,

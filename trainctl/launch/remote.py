@@ -1,4 +1,4 @@
-"""Command lines of ssh. The only text that a remote shell reads is made here, and it is quoted."""
+"""Command lines of ssh. All text that a remote shell reads is made and quoted here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ _OPEN_FILES = 65_536
 def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command line that runs a module of trainctl on a host.
 
-    It never asks anything, uses no connection that another process made, and notices within
+    It never prompts, uses no connection that another process made, and notices within
     `launcher.node_timeout_seconds` that the host is gone.
-
-    Args:
-        launcher: Python there, settings of ssh, the timeout.
     """
     options = {
         "BatchMode": "yes",
@@ -39,14 +36,16 @@ def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[
         "-T",
         "--",
         host.name,
-        # -P: what lies in the home directory there is not to be imported.
+        # -P: import nothing from the home directory there.
         shell_line((launcher.python or sys.executable, "-P", "-m", module, *arguments)),
     )
 
 
 def allow_many_files() -> None:
-    """Raise this process's limit of open files, where it may: each host takes up to three, and a
-    usual limit of 1024 ends at 340 hosts."""
+    """Raise this process's limit of open files, as far as it may.
+
+    Each host takes up to three files, and a usual limit of 1024 ends at 340 hosts.
+    """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -54,6 +53,5 @@ def allow_many_files() -> None:
 
 
 def shell_line(argv: Sequence[str]) -> str:
-    """Return a line that makes a shell of any kind become the command, whatever characters are in
-    it."""
+    """Return a line that makes any shell exec the command, whatever characters it has."""
     return f"exec {shlex.join(argv)}"

@@ -1,4 +1,4 @@
-"""What a launcher would do, before it does it."""
+"""Rendering of a launch: everything that a launcher would do, before it does it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainctl.runs.layout import AttemptPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """All that is started for an attempt, and all that is written for it."""
+    """Commands to start for an attempt, and files to write for it."""
 
     command: AttemptCommand
-    """What runs on each node."""
+    """The command of each node."""
     commands: tuple[tuple[str, ...], ...]
-    """What the launcher itself runs to that end, in order: command lines."""
+    """Command lines that the launcher itself runs to start the nodes, in order."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Further files of the attempt's folder: their texts by name."""
+    """Further files of the attempt's folder: text by name."""
 
     @property
     def text(self) -> str:
@@ -28,7 +28,7 @@ class Rendered:
         return "".join(f"{shlex.join(argv)}\n" for argv in self.commands)
 
     def write(self, attempt: AttemptPaths) -> None:
-        """Record it in the attempt: `command.json`, `commands.txt` and the files."""
+        """Write `command.json`, `commands.txt` and the files to the attempt's folder."""
         write_command(attempt, self.command)
         write_text(attempt.root / "commands.txt", self.text)
         for name, text in self.files.items():

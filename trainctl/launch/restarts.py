@@ -1,4 +1,4 @@
-"""Starting again after a failure, as long as it leads somewhere."""
+"""Restarts after a failure, as long as they make progress."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def run_with_restarts(
     run_one: Callable[[AttemptPaths, RunPlan, Stop], Outcome],
     plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
 ) -> Outcome:
-    """Run attempts until one ends well, or another would be in vain.
+    """Run attempts until one succeeds, or another one would not help.
 
-    Progress is a newer committed checkpoint: steps that were not saved are done again. What a
-    program of the user's saves is not known here, so it is started as often as it may be.
+    Progress is a newer committed checkpoint: steps that were not saved are repeated. Checkpoints of
+    a user's program are unknown here, so it is restarted up to the limit.
 
     Args:
-        launch: Whose run's lock is held; its plan is that of all attempts where `plan_again` is
-            None.
+        launch: The launch, which holds its run's lock.
         stop: Whether the launch is to end.
-        run_one: Sees an attempt to its end.
-        plan_again: Gives the plan of the next attempt from the one before, for the nodes that are
-            there then; may wait for them, and raises TrainctlError where it waits in vain.
+        run_one: Runs an attempt to its end.
+        plan_again: Returns the next attempt's plan from the last one's, for the nodes that are
+            there then. It may wait for nodes, and raises TrainctlError if that is in vain. None
+            keeps the launch's plan.
     """
     run, attempt, plan = launch.run, launch.attempt, launch.plan
     most = plan.config.launcher.max_restarts

@@ -1,4 +1,4 @@
-"""What is asked of a scheduler about a job, from any machine that has its commands."""
+"""Questions to a scheduler about a job, from any machine that has the scheduler's commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 60
 
 
 def cancel(job: SchedulerJob) -> None:
-    """Take a job from its queue, or end it; one that the scheduler does not know any more is gone.
+    """Remove a job from its queue, or end it; a job that the scheduler does not know has ended.
 
     Raises:
         TrainctlError: The scheduler's command is missing or fails (exit code 4).
@@ -26,7 +26,7 @@ def cancel(job: SchedulerJob) -> None:
 
 
 def missing_tool(config: RunConfig) -> Iterator[Finding]:
-    """The program without which a launcher can hand over nothing, where it is not here."""
+    """Yield a finding if the program that hands the run over is not installed on this machine."""
     spec = spec_of(config.launcher)
     tool = spec.tool_in_job if spec.is_in_job(os.environ) else spec.tool
     if tool and shutil.which(tool) is None:
@@ -40,10 +40,10 @@ def missing_tool(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_tool(command: Sequence[str], *, text: str | None = None) -> str:
-    """Run a scheduler's command to its end; what it printed.
+    """Run a scheduler's command to its end, and return its output.
 
     Args:
-        text: For its standard input.
+        text: Its standard input.
 
     Raises:
         TrainctlError: It is not installed, fails, or does not answer within a minute (exit code 4).

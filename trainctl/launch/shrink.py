@@ -1,4 +1,4 @@
-"""The plan of a run for the nodes that are left: another layout of the same training."""
+"""Plan of a run for the nodes that are left: another layout of the same training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainctl.search.assess import assess
 
 
 def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
-    """Return the plan on fewer nodes; None where it is not legal there, or may not fit.
+    """Return the plan on fewer nodes; None if it is not legal there, or may not fit.
 
-    The global batch stays, and with it the schedule and the order of samples: more accumulation,
-    or a smaller micro-batch, makes up for the ranks that are gone.
+    The global batch stays, and with it the schedule and the order of samples: more gradient
+    accumulation, or a smaller micro-batch, makes up for the ranks that are gone.
 
     Args:
         plan: The plan for all nodes.
-        hosts: Those that are left.
+        hosts: The hosts that are left.
     """
     config, batch, nodes = plan.config, plan.batch, len(hosts)
     launcher = section_of(config, SshConfig)
@@ -34,7 +34,7 @@ def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
             replace(
                 config,
                 hardware=replace(config.hardware, nodes=nodes),
-                # What was decided for all nodes, among it the steps of a token budget, stays.
+                # Keep what was decided for all nodes, such as the steps of a token budget.
                 training=replace(
                     config.training,
                     global_batch_size=batch.global_batch_size,
@@ -59,5 +59,5 @@ def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
 
 
 def _sizes(micro: int) -> list[int]:
-    """Micro-batch sizes to try: the planned one, then those that divide it."""
+    """Return the micro-batch sizes to try: the planned one, then its divisors, largest first."""
     return [size for size in range(micro, 0, -1) if micro % size == 0]

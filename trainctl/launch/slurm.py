@@ -1,11 +1,12 @@
 """The Slurm launcher: `sbatch` of a script that starts a launcher in the job, which `srun`s agents.
 
-Outside of a job `run_launch` submits and returns. Inside one (the submitted script, or an
-allocation that the user already has) it starts one agent on each node and sees them to their end.
+Outside of a job, `run_launch` submits and returns. Inside one (the submitted script, or an
+allocation that the user already has) it starts one agent on each node and runs them to their end.
 
-Slurm tells of an early end in three ways. A preemption sends SIGTERM to every process of the step,
-ranks too, and not to this process; a time limit that comes near (`--signal=B:TERM@N`) to this
-process alone; `scancel` to both. The first two save and are requeued, the last saves and ends.
+Slurm announces an early end in three ways. A preemption sends SIGTERM to every process of the step,
+the ranks included, but not to this process. A time limit that comes near (`--signal=B:TERM@N`)
+sends it to this process alone; `scancel` sends it to both. The first two save and requeue, the last
+saves and ends.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import State, Status, read_status, write_status
 
 _PORTS = range(20_000, 30_000)
-"""Of the rendezvous where `launcher.port` is null: below the ports that a kernel hands out."""
+"""Ports of the rendezvous where `launcher.port` is null: below the kernel's ephemeral ports."""
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What cannot be put into a job script, or is not what sbatch takes."""
+    """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
     return [*check_config(plan.config, plan.hardware), *check_path(folder.absolute())]
 
 
 def render(start: Start, *, address: str | None = None) -> Rendered:
-    """What `run_launch` starts: a job from outside, a step inside an allocation. Pure.
+    """Render what `run_launch` starts: `sbatch` from outside, `srun` in an allocation. Pure.
 
     Args:
-        start: What the attempt is started from; cores of the job's nodes are taken where known.
-        address: Of the first node; None is its name.
+        start: The request; the job's own number of cores replaces its `cores` where known.
+        address: Address of the first node; None is its name.
     """
     plan, run, attempt, environment = start.plan, start.run, start.attempt, start.environment
     nodes = plan.hardware.nodes
@@ -103,12 +104,12 @@ def submit_sweep(
     attempts: Sequence[tuple[RunPaths, AttemptPaths]],
     parallel: int | None,
 ) -> str:
-    """Submit a sweep as an array, whose script is written to its folder; the array's job id.
+    """Submit a sweep as a job array, with the script in its folder; return the array's job id.
 
     Args:
-        plan: What every task asks for.
-        attempts: Its runs, named by their numbers, and the attempt of each.
-        parallel: How many of them run at a time; None leaves it to the cluster.
+        plan: Plan with the resources of every task.
+        attempts: The sweep's runs, named by their numbers, and the attempt of each.
+        parallel: Largest number of tasks at a time; None leaves it to the cluster.
 
     Raises:
         TrainctlError: Slurm refuses it (exit code 4).
@@ -184,7 +185,7 @@ def _range(item: str) -> list[str]:
 
 
 def _port(job: str | None) -> int:
-    """Return a port that two jobs on one node hardly share."""
+    """Return a port that two jobs on one node rarely share."""
     digits = re.sub(r"\D", "", job or "0")
     return _PORTS[int(digits or "0") % len(_PORTS)]
 
@@ -221,28 +222,28 @@ def run_launch(launch: Launch) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SrunStep(OneProcess):
-    """`srun`. Its agents would take SIGTERM for a preemption, so another signal ends them."""
+    """The `srun` process. Its agents take SIGTERM for a preemption, so SIGHUP ends them."""
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGHUP)
 
 
 def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
-    """Put this job into its queue again if it was interrupted, and may be.
+    """Requeue this job if it was interrupted and `launcher.slurm_requeue` allows it.
 
     Raises:
         TrainctlError: Slurm refuses (exit code 4).
     """
     if not section_of(plan.config, SlurmConfig).slurm_requeue:
         return
-    # What a program of the user's exits with does not say why it ended.
+    # The exit code of a user's program does not tell why it ended.
     is_own = not plan.config.trains_itself
     if is_preempted() if is_own else exit_code == ExitCode.requeue:
         requeue(run)
 
 
 def cancel(job: SchedulerJob) -> None:
-    """Take a job from its queue, or end it; one that Slurm does not know any more is gone.
+    """Remove a job from its queue, or end it; a job that Slurm does not know has ended.
 
     Raises:
         TrainctlError: `scancel` is missing or fails (exit code 4).
@@ -256,7 +257,7 @@ def cancel(job: SchedulerJob) -> None:
 
 
 def requeue(run: RunPaths) -> None:
-    """Put this job into its queue again; Slurm ends this process.
+    """Requeue this job; Slurm ends this process.
 
     Raises:
         TrainctlError: Slurm refuses (exit code 4).
@@ -267,7 +268,7 @@ def requeue(run: RunPaths) -> None:
 
 
 def is_preempted() -> bool:
-    """Whether Slurm has told this job that it takes the nodes back; no where it does not answer."""
+    """Return True if Slurm reports a preemption of this job; False if Slurm does not answer."""
     with suppress(TrainctlError):
         shown = run_tool(("scontrol", "show", "job", "--oneliner", os.environ[JOB_VARIABLE]))
         return re.search(r"\bPreemptTime=(?!None)", shown) is not None
@@ -288,7 +289,7 @@ def submit(run: RunPaths, attempt: AttemptPaths, command: Sequence[str]) -> Outc
         TrainctlError: Slurm refuses it (exit code 4).
     """
     now = time.time()
-    # Before the job is there: its own launcher writes the next state.
+    # Before the job exists: its own launcher writes the next state.
     _write_queued(run, attempt, now)
     try:
         job = run_tool(command).strip().partition(";")[0]
@@ -318,7 +319,7 @@ def _set_status(run: RunPaths, state: State, exit_code: int | None, message: str
 
 
 def _address(name: str) -> str:
-    """Where Slurm itself reaches a node: its name need not resolve."""
+    """Return Slurm's own address of a node: the node's name need not resolve."""
     shown = run_tool(("scontrol", "show", "node", "--oneliner", name))
     found = re.search(r"\bNodeAddr=(\S+)", shown)
     return found[1] if found else name

@@ -1,4 +1,4 @@
-"""The scripts that `sbatch` takes: for a person to read, inert whatever values hold."""
+"""Scripts for `sbatch`: readable, and inert whatever characters values have."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 
 SCRIPT = "job.sh"
 ARRAY_TASK = "ARRAY-TASK"
-"""Stands for the number of a task in the name of a log."""
+"""Placeholder of the task's number in the name of a log."""
 
 _SIGNAL_MARGIN_SECONDS = 15
-"""Between the end of `launcher.stop_grace_seconds` and the job's time limit."""
+"""Time between the end of `launcher.stop_grace_seconds` and the job's time limit."""
 
 
 def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
-    """Return the script of a run's job, for a person to read and for sbatch to take."""
+    """Return the `sbatch` script of a run's job."""
     launch = (sys.executable, "-P", "-m", "trainctl.launch", str(run.root))
     lines = [
         "#!/bin/bash",
@@ -43,9 +43,9 @@ def array_script(plan: RunPlan, folder: Path, *, tasks: Sequence[int], parallel:
     """Return the script of a sweep: an array whose task K runs the run `folder/K`.
 
     Args:
-        plan: What every task asks for.
-        tasks: Which of its runs; each goes on with its newest attempt.
-        parallel: How many of them run at a time; None leaves it to the cluster.
+        plan: Plan with the resources of every task.
+        tasks: Numbers of the runs to start; each continues its newest attempt.
+        parallel: Largest number of tasks at a time; None leaves it to the cluster.
     """
     limit = f"%{parallel}" if parallel is not None else ""
     log = RunPaths(folder / ARRAY_TASK).attempt(1).launcher_log
@@ -68,9 +68,8 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
     """Yield the `#SBATCH` lines.
 
     Args:
-        plan: What to ask for.
-        name: Name of the run.
-        log: Output of the job; in an array `ARRAY_TASK` in it stands for the task's number.
+        plan: Plan with the resources to request.
+        log: Output of the job; in an array, `ARRAY_TASK` in it stands for the task's number.
         array: Indices of an array's tasks, such as `0-3%2`.
     """
     launcher, hardware = section_of(plan.config, SlurmConfig), plan.hardware
@@ -103,7 +102,7 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
         yield "#SBATCH --exclusive"
     yield "#SBATCH --open-mode=append"
     yield f"#SBATCH --{'requeue' if launcher.slurm_requeue else 'no-requeue'}"
-    # A program of the user's has Slurm's own SIGTERM, and KillWait to save in.
+    # A user's program gets Slurm's own SIGTERM, and has KillWait to save.
     if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         lead = math.ceil(launcher.stop_grace_seconds) + _SIGNAL_MARGIN_SECONDS
         yield f"#SBATCH --signal=B:TERM@{lead}"
@@ -111,15 +110,16 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
 
 
 def _modules(plan: RunPlan) -> Iterator[str]:
-    """Yield lines that load the modules. After them the launcher takes the shell's place: Slurm
-    signals the process that it started."""
+    """Yield lines that load the modules.
+
+    The launcher must replace the shell after them: Slurm signals the process that it started.
+    """
     for module in section_of(plan.config, SlurmConfig).slurm_modules:
         yield f"module load {shlex.quote(module)} || exit {int(ExitCode.environment)}"
 
 
 def _quoted(value: str) -> str:
-    """Return a value as sbatch reads it from a script: it knows quotes and backslashes, and no
-    more."""
+    """Return a value quoted for an `#SBATCH` line: sbatch knows quotes and backslashes only."""
     if re.fullmatch(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -31,7 +31,7 @@ from trainctl.runs.records import EventWriter
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What is wrong with the hosts: all are asked at once, within `launcher.preflight_seconds`.
+    """Return the hosts' problems. All are probed at once, within `launcher.preflight_seconds`.
 
     Raises:
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
@@ -48,11 +48,10 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 
 def render(start: Start, *, site: Site | None = None) -> Rendered:
-    """What is started for an attempt: an ssh for each host. Pure, but for reading the hostfile.
+    """Render an attempt's commands: an ssh for each host. Pure, except that it reads the hostfile.
 
     Args:
-        start: What it is started from.
-        site: The hosts as they answered; None shows what is known without asking.
+        site: The hosts with their answers; None renders what is known without probing.
     """
     plan, run, attempt = start.plan, start.run, start.attempt
     launcher = section_of(plan.config, SshConfig)
@@ -80,10 +79,10 @@ def render(start: Start, *, site: Site | None = None) -> Rendered:
 
 
 def run_launch(launch: Launch) -> Outcome:
-    """Start an attempt on the hosts and see it, and those that replace it, to the end.
+    """Run an attempt on the hosts, and those that replace it, to the end.
 
-    As `trainctl.launch.local.run_launch`. After losing a node it starts again on those that are
-    left, or waits for it: see `launcher.min_nodes`.
+    Signals are handled as in `trainctl.launch.local.run_launch`. After losing a node it restarts on
+    the nodes that are left, or waits for the lost one: see `launcher.min_nodes`.
 
     Raises:
         TrainctlError: The run is in use (5), the hostfile is wrong (2), or the hosts are not what
@@ -104,7 +103,7 @@ def run_launch(launch: Launch) -> Outcome:
     with hold(run):
         everything = RunTag(run_id(run), run.root)
         sweep(everything, grace_seconds=0)
-        if launch.attempt.number > 1:  # agents that an earlier launcher has lost may be there
+        if launch.attempt.number > 1:  # agents of a lost launcher may still run
             sweep_hosts(hosts, launcher, everything)
 
         def start(begun: Begun) -> Team:
@@ -121,7 +120,7 @@ def run_launch(launch: Launch) -> Outcome:
 
 
 def _environment(start: Start, site: Site, node: int) -> dict[str, str]:
-    """Variables of a node's agent and ranks."""
+    """Return the variables of a node's agent and ranks."""
     plan, host = start.plan, site.hosts[node]
     launcher = section_of(plan.config, SshConfig)
     known = replace(start, cores=site.cores[node] or start.cores)
@@ -130,7 +129,7 @@ def _environment(start: Start, site: Site, node: int) -> dict[str, str]:
     if interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface
         if launcher.interfaces.get(host.name, launcher.interface) is not None:
-            # Where nothing was asked for, NCCL's own choice is better: it knows InfiniBand.
+            # Without a setting, NCCL's own choice is better: it knows InfiniBand.
             variables["NCCL_SOCKET_IFNAME"] = interface
     variables = rank_variables(
         plan, start.attempt, start.environment, threads=known.threads, network=variables

@@ -1,4 +1,4 @@
-"""The agents of all nodes, each behind an ssh of its own, as one thing that runs and ends."""
+"""Agents of all nodes, each behind its own ssh, as one object that runs and ends."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ from trainctl.runs.records import EventWriter
 _SSH_FAILED = 255
 _BEAT_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
-"""What the other agents have after a first one failed, to report what they have seen of it."""
+"""Time for the other agents to report a failure, after the first agent failed."""
 _END_SECONDS = 5.0
-"""What an agent may take beyond the grace, the way to it included."""
+"""Time beyond the grace for an agent to end, network latency included."""
 
 
 class Team:
     """Agents on other machines.
 
-    Each is heard of by its ssh's end, and hears its launcher on its stdin, all the time: where one
-    side is gone, the other knows, at the latest after `launcher.node_timeout_seconds`.
+    The end of an ssh tells that its agent ended, and each agent is sent a sign of life on its stdin
+    all the time. So each side knows that the other is gone within `launcher.node_timeout_seconds`.
 
     Args:
-        run: The run.
-        attempt: The attempt.
-        tag: What its processes carry.
-        hosts: Of the nodes, in their order.
-        launcher: How they are reached, and how long they may be silent.
+        tag: Tag of the attempt's processes.
+        hosts: Hosts in the order of the nodes.
+        launcher: Settings of ssh, and the longest silence.
     """
 
     def __init__(
@@ -69,11 +67,7 @@ class Team:
         self._ended = threading.Event()
 
     def start(self, nodes: Sequence[NodeCommand], folder: Path) -> None:
-        """Start the agent of each node.
-
-        Args:
-            folder: Where, on every host.
-        """
+        """Start the agent of each node, in the same `folder` on every host."""
         lease = {LEASE_VARIABLE: str(self._launcher.node_timeout_seconds)}
         for host, node in zip(self._hosts, nodes, strict=True):
             process = start_tied(
@@ -89,10 +83,10 @@ class Team:
                 **replace(self._tag, node=node.node).environment(),
                 **lease,
             }
-            with suppress(BrokenPipeError):  # it has ended: its code tells
+            with suppress(BrokenPipeError):  # it has ended: its exit code tells
                 process.stdin.write(envelope(node.argv, variables, folder))
             os.set_blocking(process.stdin.fileno(), False)
-        # Apart from the main thread, which a terminal that takes no more output may stop.
+        # Not in the main thread, which may block on a terminal that takes no output.
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
 
     @property
@@ -104,7 +98,7 @@ class Team:
         return self._code
 
     def poll(self) -> int | None:
-        """Look at the agents; after the first failure, end the others."""
+        """End all agents after a first failure. Return the exit code once all have ended."""
         if self._code is not None:
             return self._code
         codes = [process.poll() for process in self._processes]
@@ -134,7 +128,7 @@ class Team:
             self._say(LEASE_END)
 
     def describe_death(self) -> dict[str, Any]:
-        """Where an agent ended by an exit code of its own: lost nodes are recorded already."""
+        """Return the record of an agent's own error exit; lost nodes are recorded already."""
         log = self._attempt.agent_log(0)
         return {
             "rank": None,
@@ -154,13 +148,13 @@ class Team:
 
     def _say(self, word: bytes) -> None:
         for process in self._processes:
-            # One that has ended, or takes nothing more, is found by its ssh.
+            # An agent that has ended, or reads no more, is noticed by the end of its ssh.
             with suppress(BrokenPipeError, BlockingIOError):
                 assert process.stdin is not None
                 os.write(process.stdin.fileno(), word)
 
     def _close(self, unclean: Sequence[int]) -> int:
-        """Clean up where no agent did, and record nodes that were lost; the launch's code."""
+        """Clean up hosts whose agent did not, and record lost nodes; return the exit code."""
         swept = sweep_hosts([self._hosts[node] for node in unclean], self._launcher, self._tag)
         code = self._first_code or 0
         for node in self._lost:
@@ -195,7 +189,7 @@ class Team:
 
 
 def sweep_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict[str, bool]:
-    """End the processes of a run on hosts, in parallel; those of other runs are left alone.
+    """End the processes of a run on hosts, in parallel; processes of other runs are left alone.
 
     Returns:
         By name, whether the host could be reached and nothing is left on it.
@@ -226,5 +220,5 @@ def sweep_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict
 
 
 def _is_lost(code: int | None) -> bool:
-    """Whether an ssh ended for another reason than its agent's end in good order."""
+    """Return True if an ssh failed or was killed, instead of passing on its agent's exit code."""
     return code is not None and (code == _SSH_FAILED or code < 0)

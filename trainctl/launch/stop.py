@@ -1,4 +1,4 @@
-"""How a launch is asked to end: by signals, or by its own time limit."""
+"""Requests to end a launch: by signals, or by its own time limit."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ from trainctl.runs.requests import (
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SAME_SECONDS = 0.3
-"""Signals so close together are one: `timeout` and other wrappers send theirs to a program and
-to its group."""
+"""Signals this close together count as one: `timeout` and other wrappers signal a program and its
+group.
+"""
 
 
 class Stop:
-    """While it is entered, signals end the launch in good order instead of this process.
+    """Context in which signals end the launch in good order instead of killing this process.
 
-    The first signal asks the ranks to save and end, if there is something to save: SIGTERM of a
-    launch with `launcher.stop_grace_seconds` (a scheduler's, that starts it again) always, any
-    other once a step was made, within `launcher.interrupt_grace_seconds`. A second signal, the end
-    of that time, and a first one before the first step are passed to the agents, which end their
-    ranks within their grace; another kills all at once. SIGHUP hurries no save: a terminal that
-    closes sends several. All this is done in the handler, so that a launcher that is stuck writing
-    to its terminal stops its ranks too. A signal that this process was told to ignore (nohup)
-    stays ignored.
+    The first signal asks the ranks to save and end, if there is something to save. SIGTERM of a
+    launch with `launcher.stop_grace_seconds` (from a scheduler that starts it again) always does;
+    any other signal does once a step was made, within `launcher.interrupt_grace_seconds`. A second
+    signal, the end of that time, or a first signal before the first step is passed to the agents,
+    which end their ranks within their grace; another signal kills all at once. SIGHUP does not cut
+    a save short: a terminal that closes sends several. All this is done in the handler, so that a
+    launcher that is stuck writing to its terminal stops its ranks too. A signal that this process
+    was told to ignore (nohup) stays ignored.
 
     Args:
-        run: The run.
-        stop_grace_seconds: Time to save and end after a scheduler's SIGTERM; 0 has none such.
+        stop_grace_seconds: Time to save and end after a scheduler's SIGTERM; 0 means that SIGTERM
+            is not a scheduler's.
         interrupt_grace_seconds: Time to save and end after another signal; 0 ends at once.
         limit: The launch's time limit.
 
     Attributes:
         received: The signal that ended the launch, if one did.
-        asked: What the ranks were asked to save and end for: a signal's name, or the time limit.
-        interrupted: The signal that asked them, unless it was a scheduler's.
-        patience_seconds: How long they may take; None without a limit.
+        asked: Reason for the request to save and end: a signal's name, or the time limit.
+        interrupted: The signal that caused the request, unless it was a scheduler's.
+        patience_seconds: Time that the ranks have to save and end; None without a limit.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class Stop:
 
     @classmethod
     def of_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
-        """With the graces and the time limit of a plan.
+        """Return a `Stop` with the graces and the time limit of a plan.
 
-        A program of the user's reads no requests: a signal is passed to it, and no more. Nor is
-        anything saved for a signal in a run that was told never to save.
+        A user's program reads no requests: signals are only passed to it. Nor does a signal save
+        anything in a run that is configured never to save.
         """
         if not plan.config.trains_itself:
             return cls(run, stop_grace_seconds=0.0, limit=TimeLimit(None))
@@ -113,19 +114,19 @@ class Stop:
 
     @property
     def code_when_saved(self) -> int:
-        """Exit code of a launch whose ranks saved and ended as they were asked to."""
+        """Exit code of a launch whose ranks saved and ended on request."""
         if self.interrupted is not None:
             return 128 + self.interrupted
         return int(ExitCode.requeue if self.asked else ExitCode.success)
 
     def forward_to(self, agents: Agents, tag: RunTag) -> None:
-        """The agents to stop; at once if a signal came before they were started."""
+        """Set the agents to stop; stop them at once if a signal came before they were started."""
         self._agents, self._tag = agents, tag
         if self.received:
             agents.terminate()
 
     def observe(self, event: Event) -> None:
-        """Take in a record of the attempt: what steps and saves take, an agent's SIGTERM."""
+        """Take in a record of the attempt: durations of steps and saves, an agent's SIGTERM."""
         self._limit.observe(event)
         if event["event"] == "preempted" and not self._is_preempted:
             self._is_preempted = True
@@ -134,8 +135,11 @@ class Stop:
                 self._ask_within(self._grace_seconds, signal.SIGTERM, reason)
 
     def check_time(self) -> None:
-        """Ask for the end in time before the time limit, end a save that takes too long, and
-        follow a request to end."""
+        """Act on the clock and on requests. Call it again and again.
+
+        Asks the ranks to end before the time limit, ends a save that takes too long, and follows a
+        request to end.
+        """
         if self.received is None and is_requested(self._run, Request.end):
             withdraw_request(self._run, Request.end)
             self._end(signal.SIGTERM)
@@ -146,8 +150,8 @@ class Stop:
             self._end(self._asked_by)
 
     def __enter__(self) -> Self:
-        # Whoever asked an earlier launch has his answer; who asked since the attempt was made (and
-        # handed to a launcher without a terminal, perhaps) asks this one.
+        # Requests from before the attempt was made were meant for an earlier launch. Later ones
+        # are for this launch, which may have started a while after the attempt was made.
         newest = self._run.attempt(last_attempt(self._run)).plan
         made = newest.stat().st_mtime if newest.is_file() else time.time()
         withdraw_earlier(self._run, made)
@@ -162,7 +166,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.asked:  # and perhaps not followed
+        if self.asked:  # the ranks may not have followed it
             with suppress(OSError):
                 withdraw_request(self._run, Request.stop)
         for number, handler in self._previous.items():
@@ -179,7 +183,7 @@ class Stop:
             self._end(received)
 
     def _save_for(self, number: signal.Signals) -> bool:
-        """Ask the ranks to save and end, if this signal asks for that and there is time for it."""
+        """Ask the ranks to save and end, and return True, if this signal calls for it."""
         if number is signal.SIGTERM and self._grace_seconds > 0:
             self._ask_within(self._grace_seconds, number, number.name)
         elif self._interrupt_grace_seconds > 0 and self._has_steps():
@@ -192,8 +196,7 @@ class Stop:
     def _has_steps(self) -> bool:
         """Return True if the running attempt has made a step that its ranks can still save.
 
-        It is read from the file: a step counts from the moment of its record, and `observe` may
-        come to know of it later.
+        Reads the file of records: a step counts from its record on, which `observe` may see later.
         """
         if self._tag is None:
             return False
@@ -229,15 +232,15 @@ class Stop:
 
 
 class TimeLimit:
-    """Knows when a launch has to save and end, to be gone before its time is over.
+    """Decides when a launch has to save and end, to be gone before its time limit.
 
-    The margin is twice the longest save and twice the longest time between two steps, of all that
-    the run has recorded, and a tenth of the limit (at most a minute) for processes to end. Steps
-    make it no more than half of the limit: else, once a step has hung for hours, each launch would
-    end after its first one, to be requeued for ever.
+    The margin is twice the longest save and twice the longest time between two steps in all the
+    run's records, and a tenth of the limit (at most a minute) for processes to end. Steps make it
+    no more than half of the limit: otherwise, once a step has hung for hours, each launch would end
+    after its first step, to be requeued for ever.
 
     Args:
-        minutes: Of the launch, from the start of this process; None is no limit.
+        minutes: The limit, from the start of this process; None is no limit.
         past: Records of the run so far.
     """
 
@@ -252,12 +255,12 @@ class TimeLimit:
 
     @property
     def margin_seconds(self) -> float:
-        """How long before the limit the launch is asked to end."""
+        """Time before the limit at which the launch is asked to end."""
         margin = 2 * self._longest_save + min(60.0, self._seconds / 10)
         return margin + min(2 * self._longest_step, max(0.0, self._seconds / 2 - margin))
 
     def observe(self, event: Event) -> None:
-        """Learn from a record."""
+        """Update the longest save and step from a record."""
         if event["event"] in ("checkpoint", "weights"):
             self._longest_save = max(self._longest_save, event.get("seconds", 0.0))
         elif event["event"] == "step":
@@ -266,5 +269,5 @@ class TimeLimit:
                 self._longest_step = max(self._longest_step, event["time"] - last["time"])
 
     def is_near(self) -> bool:
-        """Whether it is time to save and end."""
+        """Return True if it is time to save and end."""
         return time.monotonic() - self._started > self._seconds - self.margin_seconds

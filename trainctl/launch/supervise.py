@@ -1,4 +1,4 @@
-"""From the start of an attempt to its end: records, signals, teardown, status. Any launcher."""
+"""Supervision of an attempt, for any launcher: records, signals, teardown, status."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What is supervised."""
+    """The attempt to supervise."""
 
     run: RunPaths
     paths: AttemptPaths
     tag: RunTag
-    """What its processes carry."""
+    """Tag of its processes."""
     ranks: int
-    """How many it has."""
+    """Number of ranks."""
 
 
 def supervise(
@@ -47,12 +47,12 @@ def supervise(
     *,
     grace_seconds: float,
 ) -> Outcome:
-    """Start the agents, pass on records, and return when all have ended and nothing is left here.
+    """Start the agents, pass on records, and return when no process of the attempt is left here.
 
     Args:
         on_event: Called with each record of the attempt.
-        stop: Has the signals and the time limit; is entered.
-        grace_seconds: Between SIGTERM and SIGKILL.
+        stop: Signals and time limit; its context is entered.
+        grace_seconds: Time between SIGTERM and SIGKILL.
     """
     now = time.time()
     status = Status(
@@ -85,7 +85,7 @@ def supervise(
                 if deadline is not None and time.monotonic() > deadline:
                     sweep(attempt.tag, grace_seconds=0)
                 time.sleep(_POLL_SECONDS)
-        except BaseException as error:  # of on_event
+        except BaseException as error:  # raised by on_event
             agents.terminate()
             sweep(attempt.tag, grace_seconds=grace_seconds)
             write_status(attempt.run, status.changed(State.failed, message=f"launcher: {error}"))
@@ -95,10 +95,10 @@ def supervise(
         assert code is not None
         records.poll()
         if stop.received and not stuck:
-            clean_temporary(attempt.run)  # of a save that the signal cut short
+            clean_temporary(attempt.run)  # of a save that the signal interrupted
         if code != 0 and not records.failure and not stop.received and not stop.interrupted:
             failure = agents.describe_death()
-            # A short record may find room in the last page of its file where a long one did not.
+            # The disk may be full even if this short record still fits into its file's last page.
             if disk_is_full(attempt.run.root):
                 failure |= _full_disk(attempt, os.strerror(errno.ENOSPC))
             try:
@@ -106,10 +106,10 @@ def supervise(
                 records.poll()
             except OSError as error:
                 failure |= _full_disk(attempt, error.strerror or str(error))
-            # What could not be written, or read again, is said all the same.
+            # Report the failure even if its record could not be written or read back.
             records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)
-        with suppress(OSError):  # on a full disk the message has to do
+        with suppress(OSError):  # on a full disk, the outcome's message must be enough
             write_status(
                 attempt.run,
                 status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
@@ -118,14 +118,16 @@ def supervise(
 
 
 def _say_stopping(writer: EventWriter, stop: Stop) -> None:
-    """Record that the ranks were asked to save and end; on a full disk they will say more."""
+    """Record that the ranks were asked to save and end. A full disk is reported by the ranks."""
     with suppress(OSError):
         writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
 
 
 def _say_running(run: RunPaths, status: Status) -> Status:
-    """Write that it runs. Where that cannot be written now, it is still to be said: a file system
-    that fails for a moment ends no run."""
+    """Write the status `running`; return the old status if that fails, to try again later.
+
+    A file system that fails for a moment must not end a run.
+    """
     running = status.changed(State.running)
     try:
         write_status(run, running)
@@ -135,7 +137,7 @@ def _say_running(run: RunPaths, status: Status) -> Status:
 
 
 class _Records:
-    """Passes records on, and keeps the first failure and the end."""
+    """Passes records on, and keeps the first failure and the `end` record."""
 
     def __init__(self, attempt: Attempt, on_event: Callable[[Event], None], stop: Stop) -> None:
         self._follower = EventFollower(attempt.run.events, attempt.paths.number)
@@ -158,9 +160,9 @@ class _Records:
 
 
 def _is_behind(event: Event, first: Event) -> bool:
-    """Whether a failure explains the one that was recorded first, by another node's agent.
+    """Return True if this failure is the root cause of the one recorded first, on another node.
 
-    An agent that has lost this launcher cannot know that it is there, and that the node is lost.
+    An agent that has lost this launcher cannot know that the launcher lives and the node is lost.
     """
     if event.get("launcher_lost") or first.get("launcher_lost"):
         return not event.get("launcher_lost")
@@ -170,7 +172,7 @@ def _is_behind(event: Event, first: Event) -> bool:
 
 
 def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
-    """What is said instead when nothing can be recorded, by a rank, the agent or this process."""
+    """Return fields of a failure for when no process can write a record."""
     return {
         "cause": Cause.disk_full.value,
         "message": f"the run stopped: nothing more can be written to {attempt.run.root} ({reason})",
@@ -212,8 +214,10 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
 
 
 def _ended_by_signal(stop: Stop, failure: Event | None) -> Signals | None:
-    """Return the signal that asked for a save which it did not leave the ranks the time for:
-    whoever sent it to this launcher sent it to the agents, or the ranks, as well."""
+    """Return the signal that killed the ranks before their final checkpoint finished.
+
+    It asked for the save, and reached the agents or the ranks as well as this launcher.
+    """
     if stop.interrupted is None:
         return None
     is_its_doing = failure is None or failure.get("signal") == stop.interrupted.name

@@ -1,4 +1,4 @@
-"""The environment of agents and ranks."""
+"""Environment variables of agents and ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TELLING = (
     "LD_PRELOAD",
     "PYTHONPATH",
 )
-"""Variables that change how ranks run: set here and not on the hosts, a run differs in silence."""
+"""Variables that change how ranks run: on a host without them, ranks differ silently."""
 
 
 def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
-    """Variables of this shell that ranks on other hosts would not have, and may need."""
+    """Return warnings about variables of this shell that remote ranks may need and do not get."""
     launcher = plan.config.launcher
     taken = {*select(shell, launcher.forward_environment), *launcher.environment}
     return [
@@ -56,13 +56,13 @@ def rank_variables(
     threads: int,
     network: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Variables set for agent and ranks; later ones win, the user's own last.
+    """Return the variables set for agent and ranks; later sources override, the user's own last.
 
     Args:
-        attempt: Whose files a program of the user's is told of.
-        shell: The user's environment; of it `launcher.forward_environment` is taken.
-        threads: Of a rank on the CPU, unless the user says otherwise.
-        network: What the launcher knows about the interfaces to use.
+        attempt: Attempt whose files a user's program is told of.
+        shell: The user's environment, which `launcher.forward_environment` selects from.
+        threads: OpenMP threads of a rank, unless the user sets them.
+        network: The launcher's variables about the interfaces to use.
 
     Raises:
         TrainctlError: `launcher.environment` refers to a variable that is not set (exit code 4).
@@ -71,7 +71,7 @@ def rank_variables(
     is_deterministic = plan.config.training.deterministic and plan.config.trains_itself
     variables = {
         "OMP_NUM_THREADS": str(threads),
-        # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
+        # A killed rank's last output must be in its log, and a crash must leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **trusted_options(),
@@ -82,6 +82,6 @@ def rank_variables(
     variables |= select(shell, launcher.forward_environment)
     if launcher.omp_num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
-    # For the words of a program's command line, which are resolved where it is started.
+    # For references in a program's command line, which are resolved where it is started.
     variables |= {name: shell[name] for name in references(plan.config) if name in shell}
     return variables | resolve_variables(launcher.environment, shell)

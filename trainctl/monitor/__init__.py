@@ -1,1 +1,1 @@
-"""What is shown of runs: loggers, alerts, the report page and `watch`."""
+"""Views of runs: loggers, alerts, the report page and `watch`."""

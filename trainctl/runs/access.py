@@ -1,11 +1,11 @@
-"""Who may see a run, and who may hold it up: the modes of its folders, files and locks.
+"""Permissions of a run: the modes of its folders, files and locks.
 
-A run directory is its owner's alone, unless `TRAINCTL_UMASK` says otherwise when it is made: as
-027 for a group that may look, and 007 for one that may go on with it. Everything in it follows the
-folder that it lies in; `chmod` on the run directory changes it for all.
+A run directory is private to its owner, unless `TRAINCTL_UMASK` says otherwise when it is made: 027
+lets a group read it, 007 lets a group resume it. Everything in it follows the mode of its folder;
+`chmod` on the run directory changes what others may do.
 
 Whoever can open a file can lock it (`flock`), and keep others waiting. So locks are on files of
-their own, which only those may open who may write the folder.
+their own, which only users who may write to the folder can open.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def folder_mode() -> int:
 
 
 def make_folder(path: Path, mode: int | None = None) -> None:
-    """Make a folder of this mode, or of its parent's.
+    """Make a folder with the given mode, or with its parent's.
 
     Raises:
-        FileExistsError: It is there.
+        FileExistsError: It exists.
         OSError: It cannot be made.
     """
     wanted = stat.S_IMODE(path.parent.stat().st_mode) & 0o777 if mode is None else mode
@@ -56,7 +56,7 @@ def make_folder(path: Path, mode: int | None = None) -> None:
 
 
 def ensure_folder(path: Path) -> None:
-    """Make a folder of its parent's mode, unless it is there.
+    """Make a folder with its parent's mode, unless it exists.
 
     Raises:
         OSError: It cannot be made.
@@ -66,14 +66,14 @@ def ensure_folder(path: Path) -> None:
 
 
 def file_mode(folder: Path) -> int:
-    """Return the mode of a file in a folder: whoever may do so there may read it, or write it."""
+    """Return the mode of a new file: the folder's read and write permissions."""
     return 0o600 | (stat.S_IMODE(folder.stat().st_mode) & 0o066)
 
 
 def open_lock(path: Path) -> int:
-    """Open a file that is there to be locked; made if missing.
+    """Open a lock file, made if missing, and return its descriptor.
 
-    Only those who may write its folder may open it.
+    Only users who may write to its folder may open it.
 
     Raises:
         OSError: It cannot be opened, or made.
@@ -89,7 +89,7 @@ def open_lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds a lock on a file that this user may not open."""
+    """Return True if a process of this machine has locked a file that this user may not open."""
     try:
         status = path.stat()
         locks = Path("/proc/locks").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,8 @@
-"""Files that are either the old one or the new one, whole, whatever is killed in between.
+"""Atomic replacement of files: a file is the old one or the new one, whole, whenever a writer dies.
 
 What is not whole has a temporary name beside the file: a dot, its name, perhaps more, and `.tmp`
-(`temporary_path`). Whoever alone writes a file removes what others left of it (`sweep_temporary`).
+(`temporary_path`). The only writer of a file removes what interrupted writers left of it
+(`sweep_temporary`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainctl.runs.access import file_mode
 
 
 def temporary_path(path: Path, unique: str = "") -> Path:
-    """Return where a file or folder lies until it is whole, or while it is removed."""
+    """Return the path of a file or folder until it is whole, or while it is removed."""
     return path.with_name(f".{path.name}.{unique}.tmp" if unique else f".{path.name}.tmp")
 
 
@@ -28,10 +29,9 @@ def sweep_temporary(folder: Path, name: str = "", *, before: float = math.inf) -
     """Remove what interrupted writers left in a folder; what cannot be removed stays.
 
     Args:
-        folder: Of the files; need not exist.
-        name: Only what files of this name, or with it as their beginning, left.
-        before: Only what was changed before this moment, in seconds since 1970: where others may
-            write now.
+        folder: Folder of the files; need not exist.
+        name: Only temporary files of names that begin with this.
+        before: Only files changed before this time, in Unix seconds: others may be writing now.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}*.tmp"):
@@ -44,10 +44,10 @@ def sweep_temporary(folder: Path, name: str = "", *, before: float = math.inf) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by `text` (UTF-8; bytes of a path that are none stay as they are).
+    """Replace the file by `text` in UTF-8; bytes of a path that are not UTF-8 stay as they are.
 
     Raises:
-        OSError: As `write_bytes`.
+        OSError: Like `write_bytes`.
     """
     write_bytes(path, text.encode(errors="surrogateescape"))
 
@@ -58,8 +58,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: The folder is missing or not writable, or the disk is full; the old file stays.
     """
-    # Another machine or container may have a process of the same number that writes it too, and a
-    # signal's handler of this one.
+    # Not the pid: a process with the same pid on another machine or in another container, or a
+    # signal handler of this process, may write the file too.
     temporary = temporary_path(path, secrets.token_hex(8))
     try:
         with open(temporary, "xb", opener=_as_its_folder) as stream:
@@ -74,7 +74,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _as_its_folder(path: str, flags: int) -> int:
-    """Open a new file for those who may see the folder that it lies in."""
+    """Open a new file with the permissions of its folder."""
     return os.open(path, flags, file_mode(Path(path).parent))
 
 
@@ -82,11 +82,11 @@ def write_json(path: Path, value: Any) -> None:
     """Replace the file by `value` as indented JSON.
 
     Raises:
-        ValueError: A number in it is not finite: JSON has none such.
-        OSError: As `write_bytes`.
+        ValueError: A number in it is not finite, which JSON cannot hold.
+        OSError: Like `write_bytes`.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    # Bytes of a path that are no UTF-8 become escapes that JSON reads back as they were.
+    # Bytes of a path that are not UTF-8 become escapes, which JSON reads back unchanged.
     write_bytes(path, text.encode(errors="backslashreplace") + b"\n")
 
 

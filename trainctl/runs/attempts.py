@@ -1,8 +1,7 @@
-"""Which attempt's configuration is the run's: for every command that is given a run.
+"""The attempt whose configuration is the run's, for every command that is given a run.
 
-It is that of the newest attempt, except of those that failed before their first step: what they
-were started with has been tried and did not work, so nothing goes on from it unless it is asked
-for.
+It is the newest attempt that did not fail before its first step: what a failed attempt was started
+with did not work, so nothing continues from it unless the user asks for that.
 """
 
 from __future__ import annotations
@@ -22,30 +21,29 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, events_from_end
 
 _TAIL_BYTES = 1 << 20
-"""Attempts that failed at their start leave a few lines each, at the end of the records."""
+"""Part of the records that is read: attempts that failed at their start leave a few lines each."""
 
 _WORKED = ("step", "end", "program")
-"""Records of an attempt that got going; of a program of the user's nothing more is known."""
+"""Kinds of records that show that an attempt got going (`program`: a user's program)."""
 
 _OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
-"""Causes of a failure that no configuration has."""
+"""Causes of a failure that lie in the machine, not in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Which attempt stands for the run."""
+    """The attempt that stands for the run."""
 
     number: int
-    """Which attempt it is; 0 before the first."""
+    """Number of the attempt; 0 before the first."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Newer ones that failed before their first step, the newest first, and how."""
+    """Newer attempts that failed before their first step, newest first, with a sentence."""
 
 
 def standing_attempt(run: RunPaths) -> Standing:
-    """Return the newest attempt that did not fail before its first step; if all did, the newest
-    one.
+    """Return the newest attempt that did not fail before its first step; the newest one if all did.
 
-    One that was stopped before its first step, or whose launcher was killed, has not failed.
+    An attempt that was stopped before its first step, or whose launcher was killed, has not failed.
     """
     newest = last_attempt(run)
     records = _last_records(run.events)
@@ -62,8 +60,8 @@ def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
     """Return the configuration of an attempt.
 
     Args:
-        attempt: Its number; None is the one that stands for the run, or `config.yaml` before the
-            first.
+        attempt: Number of the attempt; None is the one that stands for the run, or `config.yaml`
+            before the first.
 
     Raises:
         TrainctlError: There is no such attempt, or its files are damaged (exit code 5).
@@ -83,17 +81,17 @@ def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
 
 
 def edited_by_hand(run: RunPaths) -> list[Change]:
-    """What `config.yaml` says since it was written: from the first attempt on nobody reads it.
+    """Return the user's later changes to `config.yaml`; it is not read from the first attempt on.
 
     Raises:
-        TrainctlError: It is no configuration any more (exit code 5).
+        TrainctlError: `config.yaml` is not a configuration any more (exit code 5).
     """
     first = run.attempt(1).plan
     return diff(read_plan(first).config, load_config(run.config)) if first.is_file() else []
 
 
 def find_attempt(path: Path) -> tuple[RunPaths, int | None] | None:
-    """The run in a directory, or the run and the attempt in a `RUN/attempts/N`; None for neither.
+    """Return the run in a directory, or run and attempt of a `RUN/attempts/N`; None for neither.
 
     Raises:
         TrainctlError: The run's record is damaged (exit code 5).
@@ -124,7 +122,7 @@ def _is_the_machines(failure: Event) -> bool:
 
 
 def _last_records(path: Path) -> list[Event]:
-    """Records near the end of the file, oldest first; none if there is no file."""
+    """Return records near the end of the file, oldest first; none if there is no file."""
     try:
         return list(events_from_end(path, most_bytes=_TAIL_BYTES))[::-1]
     except TrainctlError:

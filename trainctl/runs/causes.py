@@ -1,4 +1,4 @@
-"""Why a process died, as far as its return code, its log and the kernel's counters tell."""
+"""Cause of a process's death, from its return code, its log and the kernel's counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.errors import ExitCode
 
 
 class Cause(StrEnum):
-    """The kinds of death that call for different answers."""
+    """Kind of death; each calls for another remedy."""
 
     device_memory = "device_memory"
     host_memory = "host_memory"
@@ -25,28 +25,28 @@ class Cause(StrEnum):
     killed = "killed"
     hung = "hung"
     lost_node = "lost_node"
-    """A machine, or the way to it, is gone."""
+    """A machine, or the network path to it, is gone."""
     reported = "reported"
-    """Trainctl itself said what is wrong: the same start would end in the same way."""
+    """Trainctl itself reported the error: the same start would end in the same way."""
 
     @property
     def words(self) -> str:
-        """As it is said; empty where the error says it all."""
+        """Phrase for messages; empty where the error is enough."""
         return _WORDS.get(self, "")
 
     @property
     def hint(self) -> str:
-        """What may help."""
+        """Remedy to suggest; empty if there is none."""
         return _HINTS.get(self, "")
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that another rank went away."""
+        """Whether the error only shows that another rank ended or hung."""
         return self in (Cause.lost_peer, Cause.communication_timeout)
 
     @property
     def may_pass(self) -> bool:
-        """Whether starting again may end better."""
+        """Whether a restart may end better."""
         return self not in (Cause.reported, Cause.disk_full)
 
 
@@ -71,7 +71,7 @@ _HINTS = {
     "it is back, and with launcher.min_nodes also without it",
 }
 
-# In this order: a full disk inside the data code is a full disk.
+# Checked in this order, before the traceback: a full disk inside the data code is a full disk.
 _PATTERNS = [
     (Cause.device_memory, r"(CUDA|HIP|XPU)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED"),
     (
@@ -116,17 +116,16 @@ def cause_of(
     """Return the cause of a death.
 
     Args:
-        return_code: Of the process; negative is a signal, as `subprocess` has it.
-        error: The line of the log that names the error, if one does.
-        log: Last lines of the log: the traceback, or what native code said before it aborted.
-        host_oom_kills: Processes that the kernel killed for memory in the meantime.
-        disk_is_full: Whether the log's disk is: then it may not say anything.
-        codes_are_ours: Whether an exit code means what `ExitCode` says, not what a program of the
-            user's means by it.
+        return_code: Exit code of the process, or a negative signal number, as in `subprocess`.
+        error: The line of the log that names the error, if there is one.
+        log: Last lines of the log: the traceback, or the output of native code before it aborted.
+        host_oom_kills: Processes that the kernel killed for memory while this one ran.
+        disk_is_full: Whether the log's disk is full; the log may then lack the error.
+        codes_are_ours: Whether exit codes mean what `ExitCode` says; False for a user's program.
     """
     if -return_code == 9:
         return Cause.host_memory if host_oom_kills else Cause.killed
-    # Only a process that says nothing itself is judged by the rest of its log.
+    # Search the rest of the log only if native code died without an error line.
     text = error or ("\n".join(log[-5:]) if return_code < 0 else "")
     for cause, pattern in _PATTERNS:
         if re.search(pattern, text, re.IGNORECASE):
@@ -153,10 +152,10 @@ _REPORTED_CODES = frozenset(
 
 
 def exit_code(return_code: int, cause: Cause = Cause.code, *, codes_are_ours: bool = True) -> int:
-    """Exit code of a launch whose rank ended so.
+    """Return the exit code of a launch whose rank ended this way.
 
-    128 + n for signal n, what a rank reported with an exit code of ours, and else that of a rank
-    that failed. A full disk is the machine's, however it was met.
+    It is 128 + n for signal n, a rank's own exit code if that is one of `ExitCode`, and else the
+    code of a failed training. A full disk counts as a failure of the machine, however it showed.
     """
     if cause is Cause.disk_full:
         return int(ExitCode.environment)
@@ -167,7 +166,7 @@ def exit_code(return_code: int, cause: Cause = Cause.code, *, codes_are_ours: bo
 
 
 def disk_is_full(folder: Path) -> bool:
-    """Whether the folder's disk, or a quota on it, has no room for a small file."""
+    """Return True if the folder's disk, or a quota on it, has no room for a small file."""
     try:
         with tempfile.TemporaryFile(dir=folder) as stream:
             stream.write(bytes(_SMALL_FILE_BYTES))
@@ -177,15 +176,15 @@ def disk_is_full(folder: Path) -> bool:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether that is what the error says."""
+    """Return True if the error says that a disk or a quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def host_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processes that the kernel has killed for memory, in this process's control group.
+    """Return the number of processes killed for memory by the kernel in this process's cgroup.
 
-    Of the whole machine where the group cannot be read; 0 where nothing can. A difference of two
-    calls tells about the time between.
+    Counts the whole machine where the cgroup cannot be read; 0 where nothing can. The difference of
+    two calls gives the kills in between.
     """
     for counter, name in (*_group_counters(proc, cgroups), (proc / "vmstat", "oom_kill")):
         try:
@@ -200,7 +199,7 @@ def host_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
 
 
 def _group_counters(proc: Path, cgroups: Path) -> list[tuple[Path, str]]:
-    """Files that count kills in this process's memory group: of version 2, of version 1."""
+    """Return the files that count kills in this process's memory cgroup, versions 2 and 1."""
     try:
         groups = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -212,7 +211,7 @@ def _group_counters(proc: Path, cgroups: Path) -> list[tuple[Path, str]]:
             found.append((cgroups / path.lstrip("/") / "memory.events", "oom_kill"))
         elif "memory" in controllers.split(","):
             root = cgroups / "memory"
-            # In a container the group's own path may not be visible, only its root.
+            # In a container the cgroup's own path may not be visible, only its root.
             for folder in (root / path.lstrip("/"), root):
                 found.append((folder / "memory.oom_control", "oom_kill"))
     return found

@@ -1,13 +1,12 @@
 """Committed checkpoints of a run: names, pointers, rotation. No torch.
 
-A checkpoint is written under a temporary name and renamed when every file is complete, so a folder
-named `step-…` with an undamaged manifest of this run and step, whose files all have the listed
-sizes, is a whole one. Everything else is ignored by whoever loads, lists or counts. Whole is what a
-look at names and sizes tells; `manifest.verify` also reads every byte, and that is done before
-anything is loaded.
+A checkpoint is written under a temporary name and renamed when every file is complete. So a folder
+named `step-…` is whole if its manifest is undamaged, names this run and step, and lists files that
+all have their sizes. Loading, listing and counting ignore every other folder. This checks names and
+sizes only; `manifest.verify` also reads every byte, and is called before anything is loaded.
 
-A folder named `weights-…` has the weights alone, for everything but a resume: it is asked for by
-`weights_only`, never found where a checkpoint is looked for.
+A folder named `weights-…` has the weights alone, for every use but a resume. Functions return it
+only with `weights_only`.
 
 The pointers `latest` and `best` are written for people and never read.
 """
@@ -30,11 +29,11 @@ LATEST = "latest"
 BEST = "best"
 
 Reached = Callable[[str], None]
-"""Told the phases of a save as they begin: a hook for tests that kill there."""
+"""Called with each phase of a save as it begins: a hook for tests that kill the process there."""
 
 
 def _unwatched(phase: str) -> None:
-    """No test is watching."""
+    """Do nothing: the default hook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +44,44 @@ class CheckpointInfo:
     """Optimizer steps done when it was saved."""
     path: Path
     size_bytes: int
-    """Sum of its files."""
+    """Sum of the sizes of its files."""
     metrics: dict[str, float]
-    """Figures of the evaluation at that step, if there was one."""
+    """Metrics of the evaluation at that step, if there was one."""
     kept_for: str = ""
-    """Why it is never rotated away ("stable_phase": a longer run goes on from it); empty if it may
-    be."""
+    """Reason never to rotate it away ("stable_phase": longer runs start from it); may be empty."""
     attempt: int = 0
-    """Number of the attempt that saved it; 0 if it does not say."""
+    """Number of the attempt that saved it; 0 if unknown."""
     patience: Mapping[str, float] = field(default_factory=dict)
-    """State of early stopping: `best`, `best_step` and `evaluations_since`, if anything."""
+    """State of early stopping: `best`, `best_step`, `evaluations_since`; may be empty."""
     weights_only: bool = False
-    """Whether it has the weights alone: nothing goes on from it."""
+    """Whether it has the weights alone, so that nothing can resume from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLook:
-    """What a look at a folder with a checkpoint's name found."""
+    """Result of checking a folder with a checkpoint's name."""
 
     step: int
-    """Optimizer step, by its name."""
+    """Optimizer step in its name."""
     path: Path
     info: CheckpointInfo | None
-    """What is known of a whole checkpoint; None if it is none."""
+    """The checkpoint; None if it is not whole."""
     problem: str
-    """What is wrong with it then."""
+    """Reason why it is not whole; empty if it is."""
 
 
 def checkpoint_name(step: int, *, weights_only: bool = False) -> str:
-    """Folder name of the checkpoint after `step` optimizer steps."""
+    """Return the folder name of the checkpoint after `step` optimizer steps."""
     return f"{'weights' if weights_only else 'step'}-{step:08d}"
 
 
 def temporary_path(run: RunPaths, step: int, *, weights_only: bool = False) -> Path:
-    """Where a checkpoint is written before it is committed."""
+    """Return the folder in which a checkpoint is written before it is committed."""
     return atomic.temporary_path(run.checkpoints / checkpoint_name(step, weights_only=weights_only))
 
 
 def own_id(run: RunPaths) -> str | None:
-    """What the manifests of a run's checkpoints name it; None where nothing says so.
+    """Return the run id that manifests of its checkpoints must have; None if the run has no record.
 
     Raises:
         TrainctlError: Its record cannot be read (exit code 5).
@@ -92,7 +90,7 @@ def own_id(run: RunPaths) -> str | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it no longer counts; a person may look at it."""
+    """Rename a damaged checkpoint, so that it no longer counts, and return its new path."""
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
     path.rename(aside)
     return aside
@@ -101,16 +99,15 @@ def set_aside(path: Path) -> Path:
 def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     """Rename the checkpoints after `step`, whole or not, so that `step` has the newest one.
 
-    For an attempt that goes on from an earlier one: what was trained after it stays, for a person
-    to look at or to remove, and counts no more.
+    For an attempt that resumes from an earlier checkpoint: later checkpoints stay on disk for a
+    person to inspect or remove, but count no more. Hold the run's lock.
 
     Args:
-        run: The run; its lock is held.
-        step: Of the checkpoint to go on from; 0 is the beginning.
-        attempt: Number of the attempt that goes on from it.
+        step: Step of the checkpoint to resume from; 0 is the beginning.
+        attempt: Number of the attempt that resumes from it.
 
     Returns:
-        Where they are now, the newest first: whatever interrupts this, no gap is left behind.
+        Their new paths, the newest first: an interruption leaves no gap between the remaining ones.
     """
     aside = leave_weights_behind(run, step, attempt=attempt)
     for number, path in reversed(checkpoint_folders(run)):
@@ -126,7 +123,10 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
 
 
 def leave_weights_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
-    """Return the same with those of the weights alone: an attempt may not make them again."""
+    """Rename the weights-only checkpoints after `step`, and return their new paths, newest first.
+
+    The attempt that resumes from `step` may not save them again.
+    """
     later = [path for at, path in checkpoint_folders(run, weights_only=True) if at > step]
     return [_leave(path, attempt) for path in reversed(later)]
 
@@ -136,14 +136,13 @@ def _leave(path: Path, attempt: int) -> Path:
 
 
 def list_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointInfo]:
-    """Whole checkpoints of the run, oldest first; those of the weights alone if these are asked
-    for."""
+    """Return the whole checkpoints of the run, or its weights-only checkpoints, oldest first."""
     looks = examine(run, weights_only=weights_only)
     return [look.info for look in looks if look.info is not None]
 
 
 def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
-    """Return the newest whole checkpoint, and why newer folders were passed over."""
+    """Return the newest whole checkpoint, and the problem of each newer folder."""
     passed_over: list[str] = []
     for look in reversed(examine(run)):
         if look.info is not None:
@@ -153,7 +152,7 @@ def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
 
 
 def checkpoint_folders(run: RunPaths, *, weights_only: bool = False) -> list[tuple[int, Path]]:
-    """Step and path of every folder with a checkpoint's name, whole or not, oldest first."""
+    """Return step and path of every folder with a checkpoint's name, whole or not, oldest first."""
     found: list[tuple[int, Path]] = []
     if run.checkpoints.is_dir():
         for path in run.checkpoints.iterdir():
@@ -164,7 +163,7 @@ def checkpoint_folders(run: RunPaths, *, weights_only: bool = False) -> list[tup
 
 
 def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointLook]:
-    """What each of these folders is, or what is wrong with it."""
+    """Check every folder with a checkpoint's name, whole or not, oldest first."""
     run_id = own_id(run)
     looks = []
     for step, path in checkpoint_folders(run, weights_only=weights_only):
@@ -191,14 +190,14 @@ def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointLook
 def commit(
     run: RunPaths, step: int, reached: Reached = _unwatched, *, weights_only: bool = False
 ) -> Path:
-    """Give a complete temporary checkpoint its name, then move the `latest` pointer to it.
+    """Rename a complete temporary checkpoint to its final name, then update the `latest` pointer.
 
-    A folder of that name that an earlier attempt left (it then resumed from before it) is replaced.
+    An existing folder of that name, saved before the run resumed from an earlier step, is replaced.
 
     Args:
         step: Optimizer steps of the checkpoint.
-        reached: Told ``rename`` and ``pointer`` as they begin.
-        weights_only: Of the weights alone; `latest` stays where it is.
+        reached: Called with ``rename`` and ``pointer`` as they begin.
+        weights_only: Whether it has the weights alone; `latest` then stays.
 
     Raises:
         OSError: It could not be renamed, and does not count.
@@ -220,18 +219,18 @@ def commit(
 def rotate(
     run: RunPaths, *, keep: int, best_of: str | None, reached: Reached = _unwatched
 ) -> list[Path]:
-    """Delete all but the newest `keep` whole checkpoints, the best and those kept for a purpose.
+    """Delete whole checkpoints, except the newest `keep`, the best, and those with a `kept_for`.
 
     The best has the smallest `best_of` among the metrics in the manifests; the `best` pointer names
     it. Folders that are not whole checkpoints are left for a person to look at.
 
     Args:
         keep: Number of the newest to keep, at least 1.
-        best_of: Metric of the best.
-        reached: Told ``rotation`` when there is something to delete.
+        best_of: Metric that decides which is the best; None keeps no best one.
+        reached: Called with ``rotation`` before each deletion.
 
     Returns:
-        Those that went.
+        The deleted folders.
 
     Raises:
         OSError: One could not be deleted.
@@ -252,10 +251,10 @@ def rotate(
 
 
 def rotate_weights(run: RunPaths, *, keep: int | None, reached: Reached = _unwatched) -> list[Path]:
-    """Delete all but the newest `keep` of the weights alone; None keeps all.
+    """Delete all but the newest `keep` weights-only checkpoints; None keeps all.
 
     Returns:
-        Those that went.
+        The deleted folders.
 
     Raises:
         OSError: One could not be deleted.
@@ -268,7 +267,7 @@ def rotate_weights(run: RunPaths, *, keep: int | None, reached: Reached = _unwat
 
 
 def delete(run: RunPaths, path: Path) -> None:
-    """Delete one checkpoint and take the pointers off it; call it while holding the run's lock.
+    """Delete one checkpoint and update the pointers. Hold the run's lock.
 
     Raises:
         OSError: It could not be deleted.
@@ -285,7 +284,7 @@ def delete(run: RunPaths, path: Path) -> None:
 
 
 def _remove(path: Path, reached: Reached = _unwatched) -> None:
-    """Delete a checkpoint; renamed first, so that one whose deletion is cut short never counts."""
+    """Delete a checkpoint, renamed first, so that an interrupted deletion leaves none."""
     doomed = atomic.temporary_path(path, "removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -294,7 +293,7 @@ def _remove(path: Path, reached: Reached = _unwatched) -> None:
 
 
 def _point(run: RunPaths, pointer: str, path: Path) -> None:
-    """Move a pointer; it is a convenience, so a disk that is full for it spoils no checkpoint."""
+    """Update a pointer. It is a convenience, so a failure (a full disk) is only printed."""
     try:
         write_text(run.checkpoints / pointer, path.name + "\n")
     except OSError as error:
@@ -302,5 +301,5 @@ def _point(run: RunPaths, pointer: str, path: Path) -> None:
 
 
 def clean_temporary(run: RunPaths) -> None:
-    """Remove what interrupted saves and deletions left; nobody else may be writing here."""
+    """Remove what interrupted saves and deletions left; no other process may be writing here."""
     atomic.sweep_temporary(run.checkpoints)

@@ -33,10 +33,10 @@ RUN_SCHEMA = 1
 """Version of `run.json`."""
 
 _LATEST = 1e11
-"""Unix seconds that a run may have been made at: three thousand years from now."""
+"""Largest plausible creation time, in Unix seconds: three thousand years from now."""
 
 DEFAULT_ROOT = Path("runs")
-"""Where runs are made, seen from the current folder."""
+"""Default folder of runs, relative to the current folder."""
 
 
 def create_run(
@@ -54,8 +54,7 @@ def create_run(
     Args:
         run_dir: The directory; None makes one with a new name under `root`.
         argv: The user's command line.
-        root: Folder of the runs.
-        folder: Whose git revision and changes are recorded; None is the current folder.
+        folder: Folder whose git revision and changes are recorded; None is the current one.
 
     Raises:
         TrainctlError: `run_dir` holds a run or anything else, or cannot be made (exit code 5).
@@ -93,7 +92,7 @@ def create_run(
 
 
 def is_run(path: Path) -> bool:
-    """Whether the directory holds a run, as far as this user may see."""
+    """Return True if the directory holds a run, as far as this user may see."""
     try:
         return (path / "config.yaml").is_file() and (path / "run.json").is_file()
     except OSError:  # no permission, a name that is too long, a stale handle
@@ -101,7 +100,7 @@ def is_run(path: Path) -> bool:
 
 
 def open_run(path: Path) -> RunPaths:
-    """The run in a directory.
+    """Return the run in a directory.
 
     Raises:
         TrainctlError: It is missing or is not a run (exit code 5); names the runs beside it.
@@ -122,10 +121,10 @@ def open_run(path: Path) -> RunPaths:
 
 
 def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
-    """The run that was made last.
+    """Return the run that was made last.
 
     Raises:
-        TrainctlError: There is none (exit code 5).
+        TrainctlError: There is no run (exit code 5).
     """
     runs = runs_in(root)
     if not runs:
@@ -138,12 +137,12 @@ def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
 
 
 def runs_in(root: Path) -> list[RunPaths]:
-    """The runs directly in a folder, the one made last at the end; damaged ones are left out."""
+    """Return the runs directly in a folder, by creation time; damaged runs are left out."""
     return find_runs(root)[0]
 
 
 def find_runs(root: Path) -> tuple[list[RunPaths], list[str]]:
-    """The runs directly in a folder, the one made last at the end, and why others are left out."""
+    """Return the runs directly in a folder, by creation time, and an error for each damaged run."""
     runs: list[tuple[float, str, RunPaths]] = []
     damaged: list[str] = []
     for path in sorted(root.iterdir()) if root.is_dir() else ():
@@ -157,7 +156,7 @@ def find_runs(root: Path) -> tuple[list[RunPaths], list[str]]:
 
 
 def read_record(run: RunPaths) -> dict[str, Any]:
-    """`run.json`.
+    """Read `run.json`.
 
     Raises:
         TrainctlError: It cannot be read (exit code 5).
@@ -175,12 +174,12 @@ def read_record(run: RunPaths) -> dict[str, Any]:
 
 
 def run_id(run: RunPaths) -> str:
-    """What the run's processes carry in their environment."""
+    """Return the run's id, which all of its processes carry in their environment."""
     return str(read_record(run)["id"])
 
 
 def last_attempt(run: RunPaths) -> int:
-    """Return number of the newest attempt; 0 before the first."""
+    """Return the number of the newest attempt; 0 before the first."""
     if not run.attempts.is_dir():
         return 0
     names = [path.name for path in run.attempts.iterdir()]
@@ -188,10 +187,10 @@ def last_attempt(run: RunPaths) -> int:
 
 
 def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
-    """Make the next attempt and write its plan, and DeepSpeed's JSON if it trains.
+    """Make the next attempt, and write its plan and DeepSpeed's JSON, if it has one.
 
-    Call it while holding the run's lock. `command.json` is written by the launcher that starts it.
-    It is there with its plan or not at all: a later resume goes on from the plan of the last one.
+    Hold the run's lock. The attempt appears together with its plan or not at all: a later resume
+    continues from the last attempt's plan. `command.json` is written later, by its launcher.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written.
@@ -199,7 +198,7 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     number = last_attempt(run) + 1
     attempt = run.attempt(number)
     unfinished = AttemptPaths(temporary_path(attempt.root), number)
-    for folder in (run.root, run.attempts):  # of launches that ended in the middle
+    for folder in (run.root, run.attempts):  # left by interrupted launches
         sweep_temporary(folder)
     ensure_folder(run.attempts)
     make_folder(unfinished.root)
@@ -246,7 +245,7 @@ def _new_directory(config: RunConfig, root: Path) -> Path:
 
 
 def _claim(path: Path) -> Path:
-    """Make a named directory, or take one that is empty or whose making was interrupted."""
+    """Make a directory, or take one that is empty or left by an interrupted `create_run`."""
     if is_run(path):
         raise TrainctlError(
             f"{path} already holds a run",

@@ -1,4 +1,4 @@
-"""A process that died, in words: what it was, how it ended, what its log says, what may help."""
+"""Description of a process that died: how it ended, what its log says, what may help."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _SCRIPT_HINTS = (
         "script_config_flag=--NAME gives it by the option that the script has for it",
     ),
 )
-"""What a script says that cannot take the JSON as it is given, and what to do."""
+"""Patterns of errors of scripts that cannot take DeepSpeed's JSON, each with a remedy."""
 
 _REPORTED = "error: "
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:( |$)")
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; ``signal 70`` where there is no name."""
+    """Return the name of a signal: ``SIGKILL`` for 9, ``signal 70`` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -57,8 +57,10 @@ def signal_name(number: int) -> str:
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """Return the last lines of a log, each cut at 500 characters, which it says; none without a
-    log."""
+    """Return the last lines of a log; none if there is no log.
+
+    A line of more than 500 characters is cut and marked.
+    """
     try:
         with open_file(path) as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -72,12 +74,12 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
 
 
 def error_line(path: Path) -> str:
-    """What went wrong by a log's own account; empty if it does not say.
+    """Return the error that a log reports; empty if it reports none.
 
-    The line that names the exception of the last traceback, else the last ``error: …`` line (how
-    a rank reports what a user can act on).
+    It is the line that names the exception of the last traceback, else the last ``error: …`` line
+    (how a rank reports what a user can act on).
     """
-    # Torch puts the rank before each line of a traceback.
+    # Torch prefixes each line of a traceback with the rank.
     lines = [_RANK_PREFIX.sub("", line) for line in log_tail(path, lines=_TAIL_BYTES)]
     starts = [
         i
@@ -94,14 +96,14 @@ def error_line(path: Path) -> str:
 def settle(return_code: int, log: Path) -> int:
     """Return the return code that counts: 1 for a Python error whose process then aborted.
 
-    Threads of communication libraries often abort a process that an exception is ending, or not,
-    by chance; the exception is the cause either way.
+    Threads of communication libraries sometimes abort a process that an exception is already
+    ending; the exception is the cause either way.
     """
     return 1 if return_code == -signal.SIGABRT and error_line(log) else return_code
 
 
 def is_lost_peer(error: str) -> bool:
-    """Whether an error only says that another rank went away: a consequence, not a cause."""
+    """Return True if an error only shows that another rank ended: a consequence, not a cause."""
     return cause_of(1, error).is_consequence
 
 
@@ -113,13 +115,13 @@ def describe(
     disk_is_full: bool = False,
     codes_are_ours: bool = True,
 ) -> dict[str, Any]:
-    """Fields of a `failure` record for a process that ended.
+    """Return fields of a `failure` record for a process that ended.
 
     Args:
-        return_code: Of the process; negative is a signal.
+        return_code: Exit code of the process, or a negative signal number.
         host_oom_kills: Processes that the kernel killed for memory while it ran.
-        disk_is_full: Whether the disk of the log is.
-        codes_are_ours: Whether its exit codes are those of `ExitCode`.
+        disk_is_full: Whether the log's disk is full.
+        codes_are_ours: Whether exit codes mean what `ExitCode` says; False for a user's program.
 
     Returns:
         `cause`, `exit_code` (None for a signal), `signal` (None for an exit code), `message` (how
@@ -154,7 +156,7 @@ def describe(
 
 
 def _script_hint(lines: list[str]) -> str:
-    """Return what to do about a script that refuses its arguments; empty if it does not."""
+    """Return a remedy for a script that refuses its arguments; empty if it does not refuse them."""
     text = "\n".join(lines[-TAIL_LINES:])
     return next((hint for pattern, hint in _SCRIPT_HINTS if re.search(pattern, text)), "")
 
@@ -162,7 +164,7 @@ def _script_hint(lines: list[str]) -> str:
 def sentence(event: Event) -> str:
     """Return a `failure` record as one sentence: who, where, how.
 
-    A record that is about no rank (the agent's own) has a whole sentence as its message.
+    The message of a record without a rank (the agent's own) is a whole sentence already.
     """
     if event.get("rank") is None:
         return str(event["message"])

@@ -1,6 +1,6 @@
-"""Signs of life: each rank writes what it is doing, and its node's agent looks at when.
+"""Heartbeats: each rank writes its phase and the time, and its node's agent reads them.
 
-Times are of the machine's monotonic clock, which all of its processes share and nobody sets. A
+Times are of the machine's monotonic clock, which all of its processes share and nobody can set. A
 file is read only on the machine that its rank runs on.
 """
 
@@ -17,15 +17,15 @@ from trainctl.config.reading import read_json
 from trainctl.runs.access import ensure_folder
 
 _LINE_BYTES = 128
-"""A beat overwrites the one before it, so all have the same length."""
+"""Length of every beat, since a beat overwrites the one before it."""
 
 
 _DOING = 40
-"""Characters of `doing`, which leave room for the rest of the line."""
+"""Longest `doing` in characters: leaves room for the rest of the line."""
 
 
 class Phase(StrEnum):
-    """What a rank is doing."""
+    """Phase of a rank's work."""
 
     start = "start"
     step = "step"
@@ -35,29 +35,29 @@ class Phase(StrEnum):
 
     @property
     def is_slow(self) -> bool:
-        """Whether it may be silent for long: its length grows with the model, not with a step."""
+        """Whether a rank may be silent for long: it takes longer with the model's size."""
         return self in (Phase.start, Phase.save, Phase.end)
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life."""
+    """One heartbeat."""
 
     monotonic: float
     """Seconds of this machine's monotonic clock."""
     phase: Phase
-    """What the rank turned to."""
+    """Phase that the rank has entered."""
     step: int
-    """Optimizer steps that it had done."""
+    """Optimizer steps done."""
     doing: str = ""
-    """What it does, in words for whoever watches; empty where the phase says it all."""
+    """Activity in plain words; empty where the phase is enough."""
 
 
 class Heartbeat:
-    """Writes a rank's beats: one `pwrite` of a line, with no sync, cheap enough for every step.
+    """Writer of a rank's beats: one `pwrite` of a line, no sync, cheap enough for every step.
 
     Args:
-        path: The rank's file; made anew, in a folder that is made if missing.
+        path: The rank's file; truncated, or made with its folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,13 +67,13 @@ class Heartbeat:
         self.beat(Phase.start)
 
     def beat(self, phase: Phase, step: int | None = None, doing: str = "") -> None:
-        """Say what this rank turns to now.
+        """Write a beat for the phase that this rank enters.
 
-        A disk that is full costs the beat and no more: the file has its blocks after the first.
+        A full disk loses at most this beat: the file has its blocks after the first one.
 
         Args:
-            step: Optimizer steps done; None leaves it as it was.
-            doing: In a few plain words.
+            step: Optimizer steps done; None keeps the last number.
+            doing: Activity in a few plain words.
         """
         self._step = self._step if step is None else step
         record = {"monotonic": time.monotonic(), "phase": phase.value, "step": self._step}
@@ -86,7 +86,7 @@ class Heartbeat:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Return the last beat; None before the first, or in the middle of one."""
+    """Return the last beat; None before the first, or while one is being written."""
     try:
         record = read_json(path)
         doing = str(record["doing"]) if "doing" in record else ""

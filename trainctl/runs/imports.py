@@ -1,4 +1,4 @@
-"""Importing what is large: torch, transformers, DeepSpeed."""
+"""Imports of large packages: torch, transformers, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without looking for garbage.
+    """Import without garbage collection.
 
-    Each collection looks at all that has been imported so far, and what is imported stays: it was a
-    sixth of a rank's start. Later collections leave it out, too.
+    Each collection traverses everything imported so far, none of which is garbage: it took a sixth
+    of a rank's start. Later collections skip the imported objects, too (`gc.freeze`).
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Bad losses and gradients by the records of a run: what the trainer did, and what it warned of."""
+"""Descriptions of the trainer's interventions and warnings about bad losses and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _REFERENCES = {
 
 
 def account(event: Mapping[str, Any]) -> str:
-    """Such as ``step 7: loss 21.5 above 8.2 on rank 1 (samples 96 to 104): skip_batch``."""
+    """Describe an `intervention` record, as in
+    ``step 7: loss 21.5 above 8.2 on rank 1 (samples 96 to 104): skip_batch``.
+    """
     quantity = "loss" if event["kind"].startswith("loss") else "gradient norm"
     limit = "" if event["limit"] is None else f" above {number(event['limit']):.4g}"
     ranks = ", ".join(map(str, event["ranks"]))
@@ -35,7 +37,7 @@ def account(event: Mapping[str, Any]) -> str:
 
 
 def document_account(found: Mapping[str, Any]) -> str:
-    """Describe the `document` of an `intervention`: what all bad batches in a row have parts of."""
+    """Describe the `document` of an `intervention`, which all bad batches in a row share."""
     line = f" line {found['line']}" if found["line"] else ""
     place = f" ({found['file']}{line})" if found["file"] else ""
     return (
@@ -45,7 +47,7 @@ def document_account(found: Mapping[str, Any]) -> str:
 
 
 def not_finite_account(found: Mapping[str, Any]) -> str:
-    """Describe the `not_finite` of an `intervention`: what holds the NaN or infinity, and where."""
+    """Describe the `not_finite` of an `intervention`: the tensors that hold a NaN or infinity."""
     names = ", ".join(found["names"][:3])
     left = found["count"] - min(3, len(found["names"]))
     more = f" and {left} more" if left > 0 else ""
@@ -68,7 +70,7 @@ def not_finite_account(found: Mapping[str, Any]) -> str:
 
 
 def divergence_account(event: Mapping[str, Any]) -> str:
-    """Describe a `divergence` record: what was seen, by which limit, and where to look first."""
+    """Describe a `divergence` record: the losses, the limit, and where to look first."""
     step, limit = f"{event['step']:,}", f"{number(event['limit']):.4g}"
     if not event["diverged"]:
         return f"the loss has come down: the ten steps up to {step} are below {limit}"
@@ -83,6 +85,6 @@ def divergence_account(event: Mapping[str, Any]) -> str:
 
 
 def still_diverged(events: Iterable[Event], attempt: int) -> Event | None:
-    """Return the last `divergence` record of an attempt whose loss has not come down since."""
+    """Return the last `divergence` record of an attempt; None if its loss has come down since."""
     found = [each for each in events if (each["event"], each["attempt"]) == ("divergence", attempt)]
     return found[-1] if found and found[-1]["diverged"] else None

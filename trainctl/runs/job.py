@@ -1,4 +1,4 @@
-"""`job.json`: what a scheduler knows an attempt as; written when it has accepted it."""
+"""`job.json`: a scheduler's job of an attempt; written when the scheduler has accepted it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ JOB_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerJob:
-    """An attempt in a scheduler's hands."""
+    """A scheduler's job that runs an attempt."""
 
     kind: str
     """The launcher: `slurm` or `kubernetes`."""
     id: str
-    """What the scheduler calls it, such as `4711` or `4711_3` (an array's task)."""
+    """The scheduler's job id, such as `4711` or `4711_3` (an array's task)."""
     submitted: float
-    """Unix seconds."""
+    """Time of submission, in Unix seconds."""
     host: str
     """Machine that it was submitted from."""
     schema: int = JOB_SCHEMA

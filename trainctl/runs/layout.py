@@ -1,26 +1,26 @@
 """Names inside a run directory: the contract between launcher, agent and ranks.
 
 RUN/
-  config.yaml            the composed configuration; written once, never changed
+  config.yaml            composed configuration; written once, never changed
   run.json               id, creation time, command line, versions, git revision, environment
   source.patch           uncommitted changes of the user's folder, if it is a git checkout
   lock                   held (flock) by the launch that runs here
   status.json            state of the newest attempt
   events.jsonl           records of every attempt
-  events.lock            held (flock) by whoever appends to them
-  corpus/                the tokenized documents of `data.factory`; else they are in the cache
-  reference.npz          what the weights before the first step said of pairs of answers
-  checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
-  loggers/               NAME.json: how far each logger of `logging.to` has come; NAME.log
-  NAME/                  what a logger of that name writes here
-  requests/              what a running launch is asked to do at its next step
+  events.lock            held (flock) by the process that appends a record
+  corpus/                tokenized documents of `data.factory`; others are in the cache
+  reference.npz          reference log-probabilities of preference pairs, from the initial weights
+  checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`
+  loggers/               NAME.json: progress of each logger of `logging.to`; NAME.log: its output
+  NAME/                  files of the logger of that name
+  requests/              requests to a running launch, for its next step
   attempts/N/            one launch or resume, N from 1
-    plan.json            the frozen plan
-    ds_config.json       what DeepSpeed gets
-    command.json         what was started on each node
-    job.json             what a scheduler knows it as, if one has it
+    plan.json            frozen plan
+    ds_config.json       DeepSpeed's configuration
+    command.json         commands of each node
+    job.json             the scheduler's job, if there is one
     logs/                rank-0.log ..., agent-0.log
-    heartbeats/          rank-0 ...: when each rank last did what
+    heartbeats/          rank-0 ...: last phase of each rank, and its time
     profile/             rank-0.trace.json.gz and rank-0.txt, with logging.profile_steps
 """
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID_VARIABLE = "TRAINCTL_RUN_ID"
-"""Set in the environment of every process of a run; how its processes are found."""
+"""Variable of every process of a run, by which its processes are found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class AttemptPaths:
 
     @property
     def accelerate(self) -> Path:
-        """DeepSpeed's JSON for an `Accelerator()` of a script's, which makes its own optimizer."""
+        """DeepSpeed's JSON without optimizer and scheduler, for a script's `Accelerator()`."""
         return self.root / "accelerate_config.json"
 
     @property
@@ -81,12 +81,12 @@ class AttemptPaths:
 
     @property
     def preparation(self) -> Path:
-        """As the heartbeat of a rank, of what is done on the first node before there are ranks."""
+        """Heartbeat of the first node's agent while it prepares, before there are ranks."""
         return self.root / "heartbeats" / "preparation"
 
     @property
     def store(self) -> Path:
-        """Where the ranks of a single node meet; gone when they have ended."""
+        """File store of a single node's ranks; removed when they have ended."""
         return self.root / "store"
 
     @property
@@ -107,12 +107,12 @@ class LoggerPaths:
 
     @property
     def lock(self) -> Path:
-        """Held (flock) by the process that sends."""
+        """Lock file, held (flock) by the process that sends."""
         return self.folder / f"{self.name}.lock"
 
     @property
     def log(self) -> Path:
-        """Output of that process."""
+        """Output of the process that sends."""
         return self.folder / f"{self.name}.log"
 
 

@@ -1,4 +1,4 @@
-"""What a run directory tells about its run, whoever started it and wherever it runs."""
+"""Summary of a run from its directory, whoever started the run and wherever it runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ T = TypeVar("T")
 _TAIL_BYTES = 262_144
 
 NEW, LOST = "new", "lost"
-"""States beside those of `State`: nothing was started yet; it runs by its status, but nobody
-holds the run, so launcher and agent were ended at one blow."""
+"""States besides those of `State`. `new`: nothing was started yet. `lost`: the status says that it
+runs, but nobody holds the run, so launcher and agent were killed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,19 @@ class RunSummary:
     state: str
     """A `State`, or `new` or `lost`."""
     created: float
-    """Unix seconds."""
+    """Creation time, in Unix seconds."""
     updated: float
-    """Unix seconds of the last sign: a step, or a change of state."""
+    """Time of the last step or change of state, in Unix seconds."""
     attempt: int
     """Number of the newest attempt; 0 before the first."""
     launcher: str
-    """Kind of its launcher."""
+    """`launcher.kind` of the newest attempt."""
     nodes: int
-    """Machines that it is planned for."""
+    """Number of nodes in the plan."""
     ranks: int
-    """Processes that it is planned for."""
+    """World size in the plan."""
     step: int
-    """Optimizer steps done, of the run as it stands."""
+    """Optimizer steps done, after resumes."""
     stop_step: int | None
     """Step at which the newest attempt ends."""
     total_steps: int | None
@@ -58,19 +58,19 @@ class RunSummary:
     host: str
     """Machine of the launcher."""
     exit_code: int | None
-    """What ended the newest attempt, once it ended."""
+    """Exit code of the newest attempt's launch, once it ended."""
     message: str
-    """Why it ended, in a sentence."""
+    """Sentence about its end."""
     job: SchedulerJob | None
-    """What a scheduler knows the newest attempt as."""
+    """Scheduler's job of the newest attempt."""
     holder: Holder | None
-    """Who holds the run now."""
+    """Process that holds the run's lock now."""
     missing_records: str
-    """Why `step` and `loss` are older than the run; empty if they are not."""
+    """Reason why `step` and `loss` are older than the run; empty if they are not."""
 
     @property
     def is_live(self) -> bool:
-        """Whether something of it runs, or waits in a queue."""
+        """Whether a launch of it runs, or waits in a queue."""
         return self.holder is not None or self.state == State.queued
 
     @property
@@ -80,7 +80,7 @@ class RunSummary:
         return self.state == State.finished and stop < total and self.step >= stop
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the fields as plain JSON, for `--json`."""
         return {
             "path": str(self.path),
             "state": self.state,
@@ -103,7 +103,7 @@ class RunSummary:
 
 
 def summarise(run: RunPaths) -> RunSummary:
-    """Look at a run; reads the end of its records only.
+    """Return the summary of a run. Reads only the end of its records.
 
     Raises:
         TrainctlError: `run.json` is damaged (exit code 5).
@@ -118,7 +118,7 @@ def summarise(run: RunPaths) -> RunSummary:
     state: str = NEW
     if status is not None:
         state = status.state.value
-        # Asked first: a launch that ends writes its last state before it lets go.
+        # The holder was read first: a launch that ends writes its last state, then unlocks.
         if now_holds is None and status.state in (State.starting, State.running):
             state = LOST
     axes = [_at(plan, int, "mesh", axis) for axis in ("data", "tensor", "pipeline", "sequence")]
@@ -147,13 +147,13 @@ def summarise(run: RunPaths) -> RunSummary:
 
 
 def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None, step: int) -> str:
-    """Return how `events.jsonl` falls short of a run that nothing runs of; empty if it does not.
+    """Return which records `events.jsonl` of an ended run lacks; empty if it is complete.
 
-    The last step that is recorded must not be before the newest checkpoint; nor, in a launch that
-    finished, before the step at which it was to stop, unless the trainer recorded an earlier end.
+    The last recorded step must not be before the newest checkpoint. If the launch finished, the
+    last step must not be before its stop step either, unless the trainer recorded an earlier end.
     """
     newest = max((number for number, _ in checkpoint_folders(run)), default=0)
-    if newest > step:  # only now are manifests read
+    if newest > step:  # read manifests only if names suggest a gap
         checkpoint, _ = newest_checkpoint(run)
         if checkpoint is not None and checkpoint.step > step:
             return f"they end at step {step:,}, before the checkpoint of step {checkpoint.step:,}"
@@ -168,7 +168,7 @@ def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None,
 
 
 def summaries(runs: list[RunPaths]) -> list[RunSummary]:
-    """Of several runs; one that is removed meanwhile is left out."""
+    """Return the summaries of several runs; a run that is removed meanwhile is left out."""
     found = []
     for run in runs:
         with suppress(TrainctlError):
@@ -177,7 +177,7 @@ def summaries(runs: list[RunPaths]) -> list[RunSummary]:
 
 
 def age_text(since: float) -> str:
-    """How long ago a moment was, in its largest unit, such as ``3 h``."""
+    """Return the time since a moment (Unix seconds) in its largest unit, such as ``3 h``."""
     seconds = max(0.0, time.time() - since)
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit:
@@ -186,12 +186,12 @@ def age_text(since: float) -> str:
 
 
 def last_step(run: RunPaths) -> int:
-    """Return the step of the last `step` record: how far the run has come; 0 before the first."""
+    """Return the step of the last `step` record; 0 before the first."""
     return _at(_newest_event(run, "step"), int, "step") or 0
 
 
 def _newest_event(run: RunPaths, kind: str) -> dict[str, Any]:
-    """Return the newest record of a kind near the end of the records; empty if there is none."""
+    """Return the newest record of a kind, if it is near the end of the file; else an empty one."""
     try:
         return next(events_from_end(run.events, kind, most_bytes=_TAIL_BYTES), {})
     except TrainctlError:
@@ -207,9 +207,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _at(value: Any, kind: type[T], *names: str) -> T | None:
-    """What a file holds under these names; None if it is not there, or of another kind.
+    """Return the value under nested names; None if it is missing or has another type.
 
-    A run of another version, or what a person has changed, must not keep the others from view.
+    A run of another version, or a file that a person has edited, must not hide the other runs.
     """
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""One launch at a time in a run directory: an flock that ends with its holders.
+"""The run's lock: one launch at a time in a run directory, by an flock that ends with its holders.
 
 The launcher takes it and its agent inherits the descriptor, so the lock is free only once both are
 gone: after `kill -9` of the launcher, when its agent has ended every rank. Ranks do not inherit it.
@@ -26,30 +26,30 @@ _held: dict[str, int] = {}
 
 _CLEANUP_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
-"""Longest that `holder` may be looking, or a holder be about to write itself in."""
+"""Longest time that `holder` locks the file, or that a new holder is not written in yet."""
 
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who wrote itself into the lock."""
+    """Process that is written into the lock's file."""
 
     pid: int
     host: str
     since: float
-    """Unix seconds."""
+    """Time at which it was written in, in Unix seconds."""
 
 
 @contextmanager
 def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterator[int]:
-    """Hold the run's lock; yields its descriptor, to be inherited by agents.
+    """Hold the run's lock, and yield its descriptor, for agents to inherit.
 
     Within one process it may be taken again while it is held.
 
     Args:
-        patience_seconds: How long to wait while the agent of a launcher that is dead still ends its
-            ranks. A live launcher is not waited for.
+        patience_seconds: Longest wait for the agent of a dead launcher to end its ranks. A live
+            launcher is not waited for.
 
     Raises:
         TrainctlError: Another launch holds it (exit code 5); names its pid and host. Or the folder
@@ -75,12 +75,12 @@ def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterat
 
 @contextmanager
 def adopt(run: RunPaths, descriptor: int) -> Iterator[int]:
-    """Go on holding a lock whose descriptor this process inherited; yields it.
+    """Keep holding a lock whose descriptor this process inherited, and yield the descriptor.
 
-    Whoever took it is then free to end: the lock is with this process from its start.
+    The process that took it may end: this one has held the lock from its start.
 
     Args:
-        descriptor: As the parent's `hold` gave it.
+        descriptor: Descriptor from the parent's `hold`.
     """
     try:
         with _written_in(str(run.lock), descriptor):
@@ -91,7 +91,7 @@ def adopt(run: RunPaths, descriptor: int) -> Iterator[int]:
 
 @contextmanager
 def _written_in(path: str, descriptor: int) -> Iterator[None]:
-    """Name this process in the lock's file, as long as no heir of it has named itself."""
+    """Write this process into the lock's file; clear it unless a child has written itself in."""
     me = os.getpid()
     name_holder(descriptor, me)
     _held[path] = descriptor
@@ -104,20 +104,20 @@ def _written_in(path: str, descriptor: int) -> Iterator[None]:
 
 
 def name_holder(descriptor: int, pid: int) -> None:
-    """Write into a lock that is held here who holds it: this process, or an heir of it."""
+    """Write the holder's pid, this process's or a child's, into the lock's file."""
     record = asdict(Holder(pid, socket.gethostname(), time.time()))
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(record).encode() + b"\n", 0)
 
 
 def holder(run: RunPaths) -> Holder | None:
-    """Who holds the run's lock now; None when it is free.
+    """Return the process that holds the run's lock now; None if it is free.
 
-    A holder that cannot be read (it is just writing itself in, or is another user's) has pid 0.
+    A holder that cannot be read (it is writing itself in, or is another user's) has pid 0.
     """
     try:
         descriptor = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
-    except PermissionError:  # another user's: what its launch runs on this machine is seen
+    except PermissionError:  # another user's: only a launch on this machine is visible
         return Holder(0, "", 0.0) if is_locked(run.lock) else None
     except OSError:
         return None
@@ -125,7 +125,7 @@ def holder(run: RunPaths) -> Holder | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read(descriptor)
-    except OSError:  # where there are no locks nothing runs: an archive, say
+    except OSError:  # no launch runs where locks are missing: an archive, say
         return None
     else:
         return None
@@ -150,8 +150,8 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
             ) from None
         is_here = current.host == socket.gethostname()
         is_dead = is_here and not is_alive(current.pid)
-        # What is written there may be of a launch that was killed on another machine, and the lock
-        # with a `holder` that looks; only a launch of this machine is known to hold it.
+        # The file may name a launch that was killed on another machine, while a call of `holder`
+        # has the lock for a moment. Only a launch of this machine is known to hold it.
         patience = patience_seconds if is_dead else 0.0 if is_here else _LOOK_SECONDS
         if time.monotonic() - start >= patience:
             raise _in_use(run, current, is_dead)

@@ -1,4 +1,4 @@
-"""The logs of an attempt: whose each is, where it ran, and what is appended to it."""
+"""Logs of an attempt: their owners, their hosts, and the lines appended to them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from trainctl.runs.layout import AttemptPaths
 
 _CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1_000_000
-"""Characters of a line that are shown: a program may write for days without an end of line."""
+"""Characters of a line that are shown: a program may write for days without a newline."""
 _PROGRAMS = ("launcher", "srun", "mpirun")
 """Logs that belong to no single node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One log."""
+    """A log file of an attempt."""
 
     path: Path
     label: str
-    """Whose it is, such as `rank 3 on node-b`."""
+    """Name of its process, such as `rank 3 on node-b`."""
 
 
 def logs_of(attempt: AttemptPaths, ranks: Sequence[int] = ()) -> list[Log]:
-    """Return the logs that are there: the launcher's, of srun or mpirun, the agents', the ranks'.
+    """Return the existing logs: of the launcher, of srun or mpirun, of the agents, of the ranks.
 
     Args:
-        ranks: Only of these; empty gives all logs.
+        ranks: Only logs of these ranks; empty returns all logs.
     """
     try:
         names = {path.name for path in attempt.logs.iterdir()}
@@ -60,21 +60,20 @@ def tails(logs: Sequence[Log], lines: int) -> Iterator[tuple[Log, list[str]]]:
 
 
 class LogFollower:
-    """Reads whole lines as they are appended to the logs of an attempt, also to new ones.
+    """Reads whole lines as they are appended to the logs of an attempt, new logs included.
 
     Args:
-        attempt: The attempt.
-        ranks: Only of these; empty follows all logs.
+        ranks: Only logs of these ranks; empty follows all logs.
     """
 
     def __init__(self, attempt: AttemptPaths, ranks: Sequence[int] = ()) -> None:
         self._attempt = attempt
         self._ranks = ranks
         self._offsets = {log.path: _size(log.path) for log in logs_of(attempt, ranks)}
-        self._partial: dict[Path, tuple[bytes, int]] = {}  # of the last line, and how much is cut
+        self._partial: dict[Path, tuple[bytes, int]] = {}  # last line so far, and length cut
 
     def poll(self) -> Iterator[tuple[Log, str]]:
-        """Yield lines since the last call, or since the follower was made."""
+        """Yield the lines since the last call, or since the follower was made."""
         for log in logs_of(self._attempt, self._ranks):
             try:
                 with open_file(log.path) as stream:
@@ -95,10 +94,10 @@ class LogFollower:
 
 
 def cut_line(line: str, length: int | None = None) -> str:
-    """Cut a line of more than `LONGEST_LINE` characters and say so.
+    """Cut a line of more than `LONGEST_LINE` characters, and mark it as cut.
 
     Args:
-        length: Its whole length where `line` is its beginning.
+        length: Length of the whole line, where `line` is its beginning.
     """
     length = len(line) if length is None else length
     if length <= LONGEST_LINE:
@@ -107,7 +106,7 @@ def cut_line(line: str, length: int | None = None) -> str:
 
 
 def _places(attempt: AttemptPaths) -> tuple[dict[int, str], int]:
-    """Host of each node, and ranks of a node; 0 where it is not recorded."""
+    """Return the host of each node, and the ranks per node; 0 if that is not recorded."""
     try:
         command = read_command(attempt)
     except (OSError, ValueError, TypeError):
@@ -120,7 +119,7 @@ def _on(hosts: dict[int, str], node: int) -> str:
 
 
 def _numbers(names: set[str], kind: str) -> list[int]:
-    """Numbers K of the files `KIND-K.log`, ascending."""
+    """Return the numbers K of the files `KIND-K.log`, ascending."""
     middles = (
         name.removeprefix(f"{kind}-").removesuffix(".log")
         for name in names

@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: what it says, and whether that is true of its files. No torch.
+"""The manifest of a checkpoint, and checks of the checkpoint's files against it. No torch.
 
-Whoever can write to a disk can write a manifest, and disks and hands make mistakes: nothing in one
-is believed before it was looked at. `read_manifest` gives it only when its own checksum is right,
-every field has its form, the fragments make up every parameter, and every file has its size;
-`verify_file` reads the bytes.
+A manifest may be damaged or forged, so nothing in it is believed before it is checked.
+`read_manifest` returns it only if its own checksum is right, every field is well-formed, the
+fragments make up every parameter, and every file has its size; `verify_files` reads the bytes.
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ from trainctl.runs.manifest_form import check_form
 FORMAT = 2
 """Version of the manifest and of the files that it lists.
 
-1 said neither which run nor which model it is of; such ones are read.
+Version 1 named neither its run nor its model; it can still be read.
 """
 
 MANIFEST = "manifest.json"
 
 LARGEST_MANIFEST = 256 << 20
-"""Bytes: above a million fragments, and read in seconds."""
+"""Largest manifest in bytes: above a million fragments, and still read in seconds."""
 
 LARGEST_HEADER = 100 << 20
-"""Bytes of a safetensors header, as its library has it."""
+"""Largest safetensors header in bytes, the limit of the safetensors library."""
 
 DIGEST = "sha256"
 """Key of the manifest's own checksum, over everything else in it."""
 
 NAME = re.compile(r"(step|weights)-(\d{8,})")
-"""Of the folder of a checkpoint: of the whole state, or of the weights alone."""
+"""Name of a checkpoint's folder: `step-…` for the whole state, `weights-…` for the weights alone.
+"""
 
 Fragments = dict[str, list[dict[str, Any]]]
 
@@ -47,7 +47,8 @@ def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint, with the checksum of its own content.
 
     Raises:
-        OSError: The disk is full, the folder is gone, or the manifest is larger than any is read.
+        OSError: The disk is full, the folder is gone, or the manifest is too large to be read
+            again.
     """
     write_json(folder / MANIFEST, {**fields, DIGEST: digest(fields)})
     size = (folder / MANIFEST).stat().st_size
@@ -56,17 +57,17 @@ def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def digest(fields: Mapping[str, Any]) -> str:
-    """SHA-256 of JSON values, whatever the layout of the text that held them."""
+    """Return the SHA-256 of JSON values, independent of the layout of their text."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(path: Path, run_id: str | None = None) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder, checked.
 
     Args:
-        path: The folder. One with a checkpoint's name must be of that step and kind.
-        run_id: Of the run that it must be of; None takes that of any.
+        path: The folder. If it has a checkpoint's name, the manifest must be of that step and kind.
+        run_id: Id of the run that the checkpoint must belong to; None accepts any run.
 
     Raises:
         ValueError: It is missing, damaged, of a newer format or of something else, or a listed file
@@ -100,19 +101,19 @@ def read_manifest(path: Path, run_id: str | None = None) -> dict[str, Any]:
 
 
 def is_old(manifest: Mapping[str, Any]) -> bool:
-    """Whether it is of a format that does not say which run and model it is of."""
+    """Return True if the manifest's format does not name its run and model."""
     return int(manifest["format"]) < FORMAT
 
 
 def _check_place(path: Path, manifest: Mapping[str, Any], run_id: str | None) -> None:
-    """Raise if it lies where another checkpoint should: it was renamed, or copied there."""
+    """Raise if the folder's name, or the run, is another one's: it was renamed, or copied there."""
     name = NAME.fullmatch(path.name)
     if name is not None and int(name[2]) != manifest["step"]:
         raise ValueError(f"{path.name}: its manifest is of step {manifest['step']}")
     if name is not None and (name[1] == "weights") != manifest.get("weights_only", False):
         held = "the weights alone" if manifest.get("weights_only", False) else "the whole state"
         raise ValueError(f"{path.name}: its manifest is of {held}")
-    of = manifest.get("run")  # the first format did not say
+    of = manifest.get("run")  # format 1 lacks it
     if None not in (run_id, of) and of != run_id:
         raise ValueError(
             f"{path.name}: it is of another run (model.initial_weights starts a new run from it)"
@@ -120,7 +121,10 @@ def _check_place(path: Path, manifest: Mapping[str, Any], run_id: str | None) ->
 
 
 def _content(file: Path) -> bytes:
-    """Content of the manifest. Not that of a pipe, which may never come, nor any amount of it."""
+    """Return the content of the manifest.
+
+    Raises for anything but a regular file (reading a pipe may block) and for one that is too large.
+    """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
         found = os.fstat(descriptor)
@@ -136,7 +140,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _size(file: Path) -> int | None:
-    """Return bytes of a file; None if there is none that can be looked at."""
+    """Return the size of a regular file in bytes; None if there is none."""
     try:
         found = file.stat()
     except OSError:
@@ -145,7 +149,7 @@ def _size(file: Path) -> int | None:
 
 
 def verify(path: Path, run_id: str | None = None) -> list[str]:
-    """What is wrong with a checkpoint, having read every byte of it; empty if it is intact."""
+    """Read every byte of a checkpoint, and return what is wrong; empty if it is intact."""
     try:
         manifest = read_manifest(path, run_id)
     except ValueError as error:
@@ -156,10 +160,10 @@ def verify(path: Path, run_id: str | None = None) -> list[str]:
 def verify_files(
     path: Path, manifest: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """What is wrong with some of a checkpoint's files; `read_manifest` has found them in size.
+    """Return what is wrong with some of a checkpoint's files, apart from their sizes.
 
     Args:
-        entries: Of files in it; ranks share out the work by these.
+        entries: Entries of the files to read; ranks divide the work by these.
     """
     inside: dict[str, list[Mapping[str, Any]]] = {}
     for fragment in manifest["fragments"]:
@@ -174,7 +178,7 @@ def verify_files(
 
 
 def _verify_file(file: Path, checksum: str, fragments: Iterable[Mapping[str, Any]]) -> str:
-    """What is wrong with a file, or with where its manifest looks for things in it."""
+    """Return what is wrong with a file, or with the manifest's ranges in it; may be empty."""
     try:
         with file.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != checksum:
@@ -190,14 +194,14 @@ def _verify_file(file: Path, checksum: str, fragments: Iterable[Mapping[str, Any
 
 
 def _numels(header: Mapping[str, Any]) -> dict[str, int]:
-    """Return elements of each tensor of a safetensors file: they are all flat."""
+    """Return the number of elements of each tensor in a safetensors file; all tensors are flat."""
     return {name: int(tensor["shape"][0]) for name, tensor in header.items() if tensor["shape"]}
 
 
 def _misplaced(file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[str, int]) -> str:
-    """Return the first thing that the manifest has at a place where the file has nothing."""
+    """Return the first range of the manifest that the file's tensors do not hold, if any."""
     for fragment in fragments:
-        if "key" in fragment:  # a buffer, which is a tensor of its own
+        if "key" in fragment:  # a buffer, which is a tensor by itself
             name, ranges = fragment["name"], {fragment["key"]: fragment["numel"]}
         else:
             name = fragment["parameter"]

@@ -1,4 +1,4 @@
-"""The form of a checkpoint's manifest: which fields it has, and what each may hold."""
+"""Form of a checkpoint's manifest: its fields, and the values that each may hold."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any], bool]
-"""Whether a value has the form of a field."""
+"""Returns True if a value is well-formed for a field."""
 
 _LARGEST = 2**63 - 1
-"""Of whole numbers: no step, size or place is beyond."""
+"""Largest whole number of a field: no step, size or offset is larger."""
 
 Block = tuple[int, int, int]
-"""A shard: columns [second, third) of the flattened parameter as rows of the first's length."""
+"""A shard (width, start, stop): columns [start, stop) of the flattened parameter viewed as rows of
+`width` elements.
+"""
 
 
 def check_form(manifest: Mapping[str, Any]) -> None:
-    """Look at every field that anybody reads; others are for later versions.
+    """Check every field that is read anywhere; other fields are for later versions.
 
     Raises:
-        ValueError: One is missing or has another form, or the fragments do not make up the
-            parameters; says which.
+        ValueError: A field is missing or malformed, or the fragments do not make up the parameters;
+            says which.
     """
     for name, check in _FIELDS.items():
         if name not in manifest:
@@ -58,7 +60,7 @@ def _number(value: Any) -> bool:
 
 
 def _text(value: Any) -> bool:
-    """Fit for a terminal too."""
+    """Return True for a string without control characters, which a terminal can show."""
     return type(value) is str and (value == "" or value.isprintable())
 
 
@@ -77,7 +79,7 @@ def _named(check: Check) -> Check:
 
 
 def _either_none_or(*names: str) -> Check:
-    """Numbers of these names, all of them, or nothing."""
+    """Return a check for an empty mapping, or a mapping of numbers with at least these names."""
     numbers = _named(_number)
     return lambda value: value == {} or (numbers(value) and set(names) <= value.keys())
 
@@ -96,7 +98,7 @@ def _file(value: Any) -> bool:
 
 
 def _file_name(value: Any) -> bool:
-    """Return one that leads out of no folder."""
+    """Return True for a plain file name, which cannot lead out of its folder."""
     return _text(value) and "/" not in value and value not in ("", ".", "..")
 
 
@@ -111,7 +113,7 @@ def _fragment(value: Any) -> bool:
 
 
 def _buffer(value: Any) -> bool:
-    """Of a model: its name, where it lies, and its length."""
+    """Return True for a model's buffer: its name, file, key and length."""
     return (
         type(value) is dict
         and all(_text(value.get(name)) for name in ("name", "file", "key"))
@@ -134,7 +136,7 @@ def _side(value: Any) -> bool:
 
 
 def _stability(value: Any) -> bool:
-    """Running means with their counts, and counters."""
+    """Return True for the state of spike detection: running means with counts, and counters."""
     if type(value) is not dict:
         return False
     means = [value[name] for name in ("loss", "norm") if name in value]
@@ -145,7 +147,7 @@ def _stability(value: Any) -> bool:
 
 
 def _learning_rate(value: Any) -> bool:
-    """What evaluations and rewinds made of the schedule."""
+    """Return True for changes that evaluations and rewinds made to the learning-rate schedule."""
     if type(value) is not dict:
         return False
     numbers = [value[name] for name in ("cut", "drops") if name in value]
@@ -161,7 +163,7 @@ def _model(value: Any) -> bool:
 
 
 def _base(value: Any) -> bool:
-    """What frozen weights are: of a seed, of the files of a directory, or of a checkpoint."""
+    """Return True for the origin of frozen weights: a seed, a directory, or a checkpoint."""
     if type(value) is not dict:
         return False
     if value.get("kind") == "seed":
@@ -235,7 +237,7 @@ def _check_fragments(manifest: Mapping[str, Any], files: set[str]) -> None:
 
 
 def _gap(numel: int, blocks: Mapping[Block, list[tuple[int, int]]]) -> str:
-    """What of a parameter is in no fragment, if anything."""
+    """Return which part of a parameter no fragment holds; empty if fragments hold all of it."""
     if numel == 0:
         return ""
     column, rows = 0, {row for row, _, _ in blocks}

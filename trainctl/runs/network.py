@@ -1,4 +1,4 @@
-"""Which of this machine's interfaces and addresses reach another machine."""
+"""Interfaces and addresses of this machine that reach another machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DISCARD_PORT = 9
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Addresses of an interface, IPv4 first, without link-local ones; empty if there is none."""
+    """Return the addresses of an interface, IPv4 first, without link-local ones; may be empty."""
     found = [
         entry.address
         for entry in psutil.net_if_addrs().get(interface, [])
@@ -22,7 +22,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has the address."""
+    """Return the interface that has the address; None if none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name
@@ -30,8 +30,7 @@ def interface_of(address: str) -> str | None:
 
 
 def source_towards(host: str) -> str | None:
-    """Return the address that packets to a host leave from; None without a route, or for an unknown
-    name.
+    """Return the source address of packets to a host; None without a route, or for an unknown name.
 
     Nothing is sent: connecting a datagram socket only asks the routing table.
     """
@@ -47,25 +46,24 @@ def source_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that reaches a host, also where that host is this machine.
+    """Return the interface that reaches a host, also where the host is this machine.
 
-    A machine reaches itself through the loopback device, which no other can use, and many resolve
-    their own name to it: then the interface that has the name's address counts, else the one of
-    the default route.
+    A machine reaches itself through the loopback device, which no other machine can use, and many
+    machines resolve their own name to it. Then the interface of the default route is returned;
+    without a default route, the only one that is not the loopback device.
     """
     source = source_towards(host)
     if source is None:
         return None
     if ipaddress.ip_address(source).is_loopback:
-        source = source_towards("192.0.2.1")  # TEST-NET-1 (RFC 5737): whatever the default route is
+        source = source_towards("192.0.2.1")  # TEST-NET-1 (RFC 5737): takes the default route
         if source is None:
             return _only_outer()
     return interface_of(source)
 
 
 def _only_outer() -> str | None:
-    """Return the only interface that is no loopback device, on a machine without a default
-    route."""
+    """Return the only interface besides the loopback device; None if there are several."""
     outer = [
         name
         for name in sorted(psutil.net_if_addrs())

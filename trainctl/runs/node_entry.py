@@ -1,7 +1,7 @@
-"""What a launcher starts on another machine: become the command that the first line of stdin says.
+"""Entry on another machine: execute the command that the first line of stdin describes.
 
-So neither arguments nor variables pass through the remote shell, and none is seen in a list of
-processes before it belongs to the command. The rest of stdin is the command's.
+So neither arguments nor variables pass through the remote shell, and no process list shows them
+before the command runs. The rest of stdin is the command's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from trainctl.errors import ExitCode
 
 
 def envelope(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bytes:
-    """Return the line that makes `main` the command.
+    """Return the line on stdin from which `main` executes the command.
 
     Args:
-        environment: Variables set beside those of the remote login.
+        environment: Variables added to the remote login's.
     """
     record = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
     return json.dumps(record).encode() + b"\n"
 
 
 def main() -> int:
-    """Become the command; returns only where that fails."""
+    """Execute the command; returns only if that fails."""
     record = json.loads(_read_line(sys.stdin.fileno()))
     folder, argv = record["folder"], record["argv"]
     try:
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _read_line(descriptor: int) -> bytes:
-    """Return a line and not a byte more: what follows is read by the command."""
+    """Read a line and not a byte more: the command reads what follows."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)

@@ -1,7 +1,8 @@
-"""Process hygiene: who ends with whom, and how a run's processes are found and ended. Linux only.
+"""Process hygiene: which process ends with which, and how a run's processes are found and ended.
 
-Every process of a run inherits the variables of its `RunTag`. A process that outlives its parent,
-or was forked by a rank, still shows them in `/proc/<pid>/environ`; one that ended does not.
+Linux only. Every process of a run inherits the variables of its `RunTag`. A process that outlives
+its parent, or was forked by a rank, still shows them in `/proc/<pid>/environ`; one that ended does
+not.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ RUN_DIRECTORY_VARIABLE = "TRAINCTL_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINCTL_ATTEMPT"
 NODE_VARIABLE = "TRAINCTL_NODE"
 PARENT_VARIABLE = "TRAINCTL_PARENT_PID"
-"""Pid of the process that an agent or rank was started by, and must not outlive."""
+"""Pid of the process that started an agent or rank, and that the agent or rank must not outlive."""
 
 LEASE_VARIABLE = "TRAINCTL_LEASE_SECONDS"
-"""Set for an agent on another machine: how long its launcher may be silent on its stdin."""
+"""Variable of an agent on another machine: longest silence of its launcher on stdin, in seconds."""
 LEASE_BEAT = b"."
 LEASE_END = b"T"
-"""What a launcher writes there: that it lives, and that the node is to end its ranks."""
+"""Bytes that a launcher writes there: a sign of life, and the order to end the node's ranks."""
 
 SIGTERM_SAVES_VARIABLE = "TRAINCTL_SIGTERM_SAVES"
-"""Set where a scheduler sends SIGTERM to all of a job's processes to say that it will end soon:
-ranks then ignore it, and the first one to an agent asks for a save."""
+"""Variable that is set where a scheduler announces the end of a job by SIGTERM to all of its
+processes: ranks then ignore it, and the first one to an agent asks for a save.
+"""
 
 STORE_VARIABLE = "TRAINCTL_STORE"
-"""Set for the ranks of a single node: the file in which they meet, in place of a port."""
+"""Variable of a single node's ranks: the file of their rendezvous, in place of a port."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 _SETTLE_SECONDS = 0.03
-"""Between the last two looks: in the middle of an exec a process shows no environment."""
+"""Pause between the last two looks: in the middle of an exec a process shows no environment."""
 _KILL_PATIENCE_SECONDS = 2.0
-"""How long a killed process may take to go; it stays longer only if stuck in the kernel."""
+"""Longest time for a killed process to end, unless it is stuck in the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTag:
-    """What the processes of a run have in common.
+    """Mark by which the processes of a run are found: their environment variables.
 
     The directory is part of it: a copy of a run's directory, resumed beside the original, has the
     same id, and the two must not end each other.
@@ -58,13 +60,14 @@ class RunTag:
     directory: Path
     """The run's directory, absolute."""
     attempt: int | None = None
-    """Number of one attempt; None stands for all of them."""
+    """Number of one attempt; None matches all attempts."""
     node: int | None = None
-    """Number of one node; None stands for all of them, and for what starts the agents. Two agents
-    on one machine must not end each other."""
+    """Number of one node; None matches all nodes, and is the tag of what starts the agents. Two
+    agents on one machine must not end each other.
+    """
 
     def environment(self) -> dict[str, str]:
-        """Return the variables to start a process with."""
+        """Return the variables that a process must be started with."""
         variables = {RUN_ID_VARIABLE: self.run_id, RUN_DIRECTORY_VARIABLE: str(self.directory)}
         if self.attempt is not None:
             variables[ATTEMPT_VARIABLE] = str(self.attempt)
@@ -84,7 +87,7 @@ class RunTag:
 
 
 def processes_of(tag: RunTag) -> set[int]:
-    """Pids of all live processes that carry the tag."""
+    """Return the pids of all live processes that carry the tag."""
     wanted = {os.fsencode(f"{name}={value}") for name, value in tag.environment().items()}
     found = set()
     for process in Path("/proc").iterdir():
@@ -103,7 +106,7 @@ def sweep(tag: RunTag, *, grace_seconds: float, keep: Collection[int] = ()) -> s
 
     Args:
         grace_seconds: Time between the two signals; 0 kills at once.
-        keep: Pids to leave alone, beside this process.
+        keep: Pids to leave alone, besides this process.
 
     Returns:
         Pids that even SIGKILL did not end (stuck in the kernel); usually empty.
@@ -133,13 +136,13 @@ def sweep(tag: RunTag, *, grace_seconds: float, keep: Collection[int] = ()) -> s
 
 
 def die_with_parent(expected_pid: int | None = None, *, death_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends; end now if it has already.
+    """Have the kernel signal this process when its parent ends; exit now if the parent has ended.
 
     The parent is, precisely, the thread that started this process. The setting outlives `exec`,
     but children do not inherit it.
 
     Args:
-        expected_pid: The parent; None takes it from `TRAINCTL_PARENT_PID`, and without that
+        expected_pid: Pid of the parent; None takes it from `TRAINCTL_PARENT_PID`, and without that
             variable (a rank started by hand) nothing is done.
     """
     if expected_pid is None:
@@ -155,18 +158,18 @@ def die_with_parent(expected_pid: int | None = None, *, death_signal: int = sign
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, in place of the machine's first process.
+    """Become the parent of descendants whose parent ends, in place of the machine's init process.
 
-    Children do not inherit it.
+    Children do not inherit the setting.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextmanager
 def blocked_for_ranks() -> Iterator[None]:
-    """Start a process in this that will not get a scheduler's SIGTERM before it can ignore it.
+    """Block a scheduler's SIGTERM, so that a rank started here cannot get it before it ignores it.
 
-    It inherits the mask, and `trainctl.runs.rank_entry` takes it away.
+    The rank inherits the signal mask, and `trainctl.runs.rank_entry` unblocks the signal.
     """
     blocked = {signal.SIGTERM} if SIGTERM_SAVES_VARIABLE in os.environ else set()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -177,7 +180,7 @@ def blocked_for_ranks() -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; a zombie does not."""
+    """Return True if a process of this machine runs; a zombie does not."""
     try:
         stat = Path("/proc", str(pid), "stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a run came from: revision, packages, machine and environment, without secrets."""
+"""Provenance of a run: revision, packages, machine and environment, without secrets."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _UNTRACKED_NAMES = 200
 
 
 def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables, with values of secret names and credentials inside URLs taken out.
+    """Return the variables with values of secret names, and credentials inside URLs, redacted.
 
     Args:
-        hidden: Further names whose values are taken out.
+        hidden: Further names whose values are redacted.
     """
     return {
         name: REDACTED if name in hidden or is_secret_name(name) else redact_text(value)
@@ -57,12 +57,12 @@ def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict
 
 
 def redact_text(text: str) -> str:
-    """Return the text without the credentials of the URLs in it and the values of secret names."""
+    """Return the text with credentials of URLs, and values of secret names, redacted."""
     return secrets.redact_text(_URL_CREDENTIALS.sub(REDACTED, text))
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """Return a command line without the values of secret names and credentials of URLs."""
+    """Return a command line with values of secret names, and credentials of URLs, redacted."""
     return [redact_text(word) for word in redact_words(argv)]
 
 
@@ -76,8 +76,7 @@ def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str,
 
 
 def environment_record(environment: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, str]:
-    """Return the variables that are recorded: an allow-list and what the run forwards; no
-    secrets."""
+    """Return the variables to record: an allow-list and what the run forwards, redacted."""
     return redact(select(environment, (*_RECORDED_VARIABLES, *forwarded)))
 
 
@@ -94,7 +93,7 @@ def package_versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Host, operating system, Python and processors."""
+    """Return host, operating system, Python and number of usable CPU cores."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -105,7 +104,7 @@ def machine() -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """Checksum of a file's content; empty if it cannot be read."""
+    """Return a checksum of a file's content; empty if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     except OSError:
@@ -113,7 +112,7 @@ def file_digest(path: Path) -> str:
 
 
 def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """What git knows about a folder.
+    """Return the git state of a folder, and its uncommitted changes.
 
     Returns:
         Revision, branch, remote, whether there are uncommitted changes, and names of untracked
@@ -140,9 +139,9 @@ def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def own_checkout() -> dict[str, Any] | None:
-    """Return the revision of trainctl's own code, and whether it was changed since.
+    """Return the revision of trainctl's own code, and whether it has uncommitted changes.
 
-    None where it is an installed copy, which may lie in somebody else's checkout.
+    None for an installed copy, even one that lies in somebody else's checkout.
     """
     package = Path(__file__).parents[1]
     if not _git(package, "ls-files", "__init__.py"):
@@ -155,7 +154,7 @@ def own_checkout() -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command that changes nothing and asks nothing; None if it fails."""
+    """Return the output of a read-only git command that never prompts; None if it fails."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     try:
         result = subprocess.run(

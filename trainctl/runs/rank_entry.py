@@ -1,7 +1,7 @@
-"""What an agent starts for each rank: tie it to the agent, open its log, become it.
+"""Entry of each rank: tie the process to its agent, open its log, execute its command.
 
-A rank must not outlive the agent from its first instant, and both of its streams are in one file,
-whatever its command is. Both survive `exec`.
+A rank must not outlive the agent from its first instant, and stdout and stderr go to one file,
+whatever its command is. Both settings survive `exec`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
 
 PROCESSORS_VARIABLE = "TRAINCTL_PROCESSORS"
-"""Set by the agent where ranks are bound: processors of each local rank, as JSON."""
+"""Set by the agent where ranks are bound: CPU cores of each local rank, as JSON."""
 BENCHMARK_VARIABLE = "TRAINCTL_BENCHMARK"
 """Set by the agent where ranks are measured before they train."""
 
 
 def main() -> None:
-    """Become the rank; a command that cannot be started ends with 127, as in a shell."""
+    """Execute the rank's command; exit with 127, as a shell does, if it cannot be started."""
     obey_agent()
     attempt = begin()
     started = read_command(attempt)
@@ -40,15 +40,15 @@ def main() -> None:
 
 
 def obey_agent() -> None:
-    """Leave a scheduler's SIGTERM to the agent, where it means that the job will end soon."""
+    """Ignore SIGTERM where a scheduler sends it as a notice: the agent handles it."""
     if SIGTERM_SAVES_VARIABLE in os.environ:
-        # Then unblocked: the agent blocked it, so that none arrives before this.
+        # Ignore, then unblock: the agent blocked it, so that none arrives before this.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def begin() -> AttemptPaths:
-    """Tie this process to the agent, open the rank's log, take its processors; the attempt."""
+    """Tie this process to the agent, open its log, bind its CPU cores; return the attempt."""
     die_with_parent()
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None

@@ -1,13 +1,13 @@
-"""`events.jsonl`: one JSON object a line, appended by launcher, agent and rank 0.
+"""`events.jsonl`: one JSON object per line, appended by launcher, agent and rank 0.
 
 Floats keep every digit (`repr`). JSON has no NaN and no infinity, so these are written as the
 strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back. Most numbers of a
-step are written as a row (`trainctl.runs.rows`), and every reader here gives them their names back;
-lines of older versions have all names in them.
+step are written as a row without names (`trainctl.runs.rows`), and every reader here restores the
+names; lines of older versions have all names in them.
 
-A long run has millions of steps, so readers go from the end (`events_from_end`, `steps_from_end`),
+A long run has millions of steps. So readers go from the end (`events_from_end`, `steps_from_end`),
 or once over the file, one record at a time (`iter_events`) or a few numbers of each step
-(`trainctl.runs.curves`).
+(`trainctl.monitor.report.history`).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _BLOCK_BYTES = 1 << 16
 _SIEVE_BYTES = 1 << 20
 
 _MOST_SHAPES = 32
-"""Of the steps of an attempt: should there be more, their lines have all names in them."""
+"""Most sets of columns in an attempt; steps with further sets are written with all their names."""
 
 _MOST_NAMES = 1 << 22
-"""Bytes of a `columns` record."""
+"""Largest `columns` record, in bytes."""
 
 _COMPACT = (",", ":")
 
 Event = dict[str, Any]
 
 _NUMBERED = {"step": ("step",)}
-"""Kinds of records that are nothing without these numbers."""
+"""Fields, by kind of record, that must be integers for the record to count."""
 
 _FAILURE: Event = {
     "rank": None,
@@ -62,11 +62,11 @@ _FAILURE: Event = {
     "log": "",
     "log_tail": [],
 }
-"""What a `failure` record says where another version, or a person, has left something out."""
+"""Defaults for fields that a `failure` record lacks, from another version or after an edit."""
 
 
 class RowColumns:
-    """The names of the numbers in rows of one file, read where a line says that they are.
+    """Columns of the rows of one file, each read where a row refers to it, and cached.
 
     Args:
         path: The run's `events.jsonl`.
@@ -80,7 +80,7 @@ class RowColumns:
         """Return the columns of an attempt's record at a byte of the file; None if there are none.
 
         Raises:
-            OSError: The file cannot be read now: it may have them all the same.
+            OSError: The file cannot be read now, but may have them.
         """
         key = (attempt, at)
         if key not in self._known:
@@ -89,7 +89,7 @@ class RowColumns:
         return self._known[key]
 
     def complete(self, event: Event) -> Event | None:
-        """Return a record with its numbers under their names; None if they are lost."""
+        """Return a record with its numbers under their names; None if the names are lost."""
         at, row = event.pop("at", None), event.pop("row")
         if not isinstance(at, int) or not isinstance(row, list):
             return None
@@ -106,7 +106,7 @@ class RowColumns:
             found = _names_in(stream.readline(_MOST_NAMES), attempt, at)
             if found is not None:
                 return found
-            # Somebody has edited the file, or two machines wrote at once.
+            # A person has edited the file, or two machines wrote at once.
             stream.seek(0)
             lines = (line for line in sift(stream, (COLUMNS,)))
             every = (_names_in(line, attempt, at) for line in lines)
@@ -114,7 +114,7 @@ class RowColumns:
 
 
 def _names_in(line: bytes, attempt: int, at: int) -> Names | None:
-    """What a `columns` record says, if the line is the one that is looked for."""
+    """Return the names if the line is the `columns` record of this attempt and byte."""
     try:
         record = parse_json(line)
         place = {"event": COLUMNS, "attempt": attempt, "at": at}
@@ -129,12 +129,12 @@ class EventWriter:
     """Appends records of one attempt; a context manager.
 
     A line is one `write` to a file opened for appending, under a lock, so lines of several
-    processes never mix, nor those of several machines. What a killed writer left unfinished is
-    closed with a newline first and stays a torn line of its own, which readers skip.
+    processes or machines never mix. If a killed writer left a torn line, the next writer ends it
+    with a newline first, and readers skip it.
 
     Args:
         path: The run's `events.jsonl`; made if missing.
-        attempt: Number that every line carries.
+        attempt: Number of the attempt, written to every line.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -148,8 +148,8 @@ class EventWriter:
         """Append one record and return it.
 
         Args:
-            event: Its kind, such as ``step``.
-            fields: The rest: plain JSON values.
+            event: Kind of the record, such as ``step``.
+            fields: Its other fields: plain JSON values, and floats that may not be finite.
 
         Raises:
             OSError: The disk is full; the next record starts on a line of its own.
@@ -162,7 +162,7 @@ class EventWriter:
         }
         written = _finite(fields)
         with _locked(self._lock, self._descriptor):
-            # This writer or another may have been cut short in its line.
+            # This writer or another may have left a torn line.
             start = b"" if _ends_with_newline(self._descriptor) else b"\n"
             if event == "step":
                 self._write_step(head, written, start)
@@ -213,7 +213,7 @@ class EventFollower:
 
     Args:
         path: The run's `events.jsonl`; need not exist yet.
-        attempt: Records of other attempts are passed over; None gives those of all.
+        attempt: Only records of this attempt; None returns records of all.
         from_start: Begin with the first record instead of what is appended from now on.
     """
 
@@ -225,12 +225,13 @@ class EventFollower:
         self._columns = RowColumns(path)
 
     def poll(self) -> list[Event]:
-        """Complete records since the last call, or since the follower was made.
+        """Return complete records since the last call, or since the follower was made.
 
-        Where there is much to catch up with, a part of it: none are left when it gives none.
+        Where there is much to catch up with, a call returns a part of it; an empty list means that
+        nothing is left.
 
-        None where the file cannot be read now: a network file system may fail for a moment (ESTALE,
-        EIO), and nobody who only watches a run is to end it for that.
+        A file that cannot be read now gives an empty list: a network file system may fail for a
+        moment (ESTALE, EIO), which must not end a process that only watches a run.
         """
         while True:
             before = self._offset
@@ -246,15 +247,15 @@ class EventFollower:
 def events_after(
     path: Path, offset: int, most_bytes: int | None = None, columns: RowColumns | None = None
 ) -> tuple[list[Event], int]:
-    """Complete records from a byte of the file on, and the byte after the last of them.
+    """Return complete records from a byte of the file on, and the byte after the last of them.
 
     Args:
-        offset: The byte: 0, or one that was returned.
-        most_bytes: How much is read at a time, but always a whole line; None reads to the end.
-        columns: Of the file, where it is read again and again.
+        offset: The byte: 0, or one that was returned before.
+        most_bytes: Bytes to read at a time, but at least a whole line; None reads to the end.
+        columns: Columns of the file, to keep over many calls.
 
     Raises:
-        OSError: The file is not there, or cannot be read.
+        OSError: The file is missing, or cannot be read.
     """
     with open_file(path) as stream:
         stream.seek(offset)
@@ -267,19 +268,19 @@ def events_after(
 
 
 def read_events(path: Path, *kinds: str) -> list[Event]:
-    """As `iter_events`, in a list."""
+    """Return the records of `iter_events` as a list."""
     return list(iter_events(path, *kinds))
 
 
 def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
-    """Complete records in file order; none when there is no file. Torn lines are skipped.
+    """Yield complete records in file order; none if there is no file. Torn lines are skipped.
 
     Args:
-        kinds: Only records of these. A long run has millions of lines of `step`, so a line of
-            another kind is not even parsed.
+        kinds: Only records of these kinds. A long run has millions of `step` lines, so lines of
+            other kinds are not even parsed.
 
     Raises:
-        TrainctlError: It is there and cannot be read (exit code 5).
+        TrainctlError: The file cannot be read (exit code 5).
     """
     with readable(path), open_file(path) as stream:
         for event in parse_events(sift(stream, kinds), RowColumns(path)):
@@ -288,8 +289,10 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
 
 
 def sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[bytes]:
-    """Yield the lines that may be of some kinds; those without the words are not looked at one by
-    one."""
+    """Yield the lines that may be records of these kinds.
+
+    Searches whole blocks for the kinds first, and single lines only in blocks that have one.
+    """
     if not kinds:
         yield from stream
         return
@@ -302,7 +305,7 @@ def sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[bytes]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Within it no file is an empty one, and one that cannot be read an error (exit code 5)."""
+    """Ignore a missing file, and turn other read errors into TrainctlError (exit code 5)."""
     try:
         yield
     except FileNotFoundError:
@@ -314,10 +317,10 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]:
-    """Yield the records in lines of a file; torn ones are skipped.
+    """Yield the records in lines of a file; torn lines are skipped.
 
     Args:
-        columns: Of the file that they are of.
+        columns: Columns of the file that the lines are from.
     """
     for line in lines:
         try:
@@ -336,10 +339,10 @@ def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]
 
 
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
-    """Return the `step` records of the run as it stands, by step, ascending.
+    """Return the `step` records that count after all resumes, by step, ascending.
 
-    A resume goes back to a checkpoint and replays. The last attempt wins: from its first step on
-    nothing of an earlier attempt is left, also where it has not come as far yet.
+    A resume goes back to a checkpoint and repeats steps. The last attempt wins: from its first step
+    on, records of earlier attempts do not count, even where it has not come as far yet.
     """
     curve: dict[int, Event] = {}
     steps = [event for event in events if event["event"] == "step"]
@@ -351,17 +354,16 @@ def step_curve(events: Iterable[Event]) -> dict[int, Event]:
 
 
 def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
-    """Return the `step` records of some steps of the run as it stands; those without one are left
-    out.
+    """Return the `step` records of some steps that count after all resumes; omit missing ones.
 
-    What `step_curve` has of them, where the attempts are one after the other in the file. It is
-    read from its end: in a long run these are the last of millions of lines.
+    Equals `step_curve` where the attempts follow one another in the file. Reads from the file's
+    end: in a long run the wanted steps are the last of millions of lines.
 
     Args:
         wanted: Steps, from 1.
 
     Raises:
-        TrainctlError: It is there and cannot be read (exit code 5).
+        TrainctlError: The file cannot be read (exit code 5).
     """
     missing, found = set(wanted), dict[int, Event]()
     first = max(missing, default=0) + 1
@@ -370,20 +372,20 @@ def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
             found[event["step"]] = event
             missing.remove(event["step"])
         first = min(first, event["step"])
-        if not missing or first <= min(missing):  # done again: nothing before this counts
+        if not missing or first <= min(missing):  # later steps replaced all records before this one
             break
     return dict(sorted(found.items()))
 
 
 def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> Iterator[Event]:
-    """Complete records, the last one first; none when there is no file.
+    """Yield complete records, the last one first; none if there is no file.
 
     Args:
-        kinds: Only records of these.
-        most_bytes: How far back it looks; None is to the beginning.
+        kinds: Only records of these kinds.
+        most_bytes: Bytes to read from the end; None reads to the beginning.
 
     Raises:
-        TrainctlError: It is there and cannot be read (exit code 5).
+        TrainctlError: The file cannot be read (exit code 5).
     """
     marks, columns = [f'"{kind}"'.encode() for kind in kinds], RowColumns(path)
     with readable(path):
@@ -408,20 +410,20 @@ def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
                 yield b"".join(reversed(parts))
                 yield from reversed(lines)
                 parts = []
-            parts.append(first)  # joined once, at its line's beginning: a line may be long
+            parts.append(first)  # joined once the line's beginning is found: a line may be long
             end = start
         yield b"".join(reversed(parts))
 
 
 def short(measured: float) -> float:
-    """Eight digits: more than a clock measures, and half of what a float takes in a line."""
+    """Round to eight digits: more than a clock measures, in half the characters."""
     return float(f"{measured:.8g}")
 
 
 def number(value: Any) -> float:
-    """Return a number of a record as a float; also the strings that stand for NaN and infinities.
+    """Return a number of a record as a float; the strings for NaN and infinities included.
 
-    An integer beyond all floats, as only a program of the user's would write, is infinite.
+    An integer beyond all floats, as only a user's program would write, becomes infinite.
     """
     try:
         return float(value)
@@ -431,15 +433,15 @@ def number(value: Any) -> float:
 
 @contextmanager
 def _locked(lock: int, descriptor: int) -> Iterator[None]:
-    """Keep the other writers of a file out, for as long as it takes to append to it.
+    """Exclude other writers of a file while one appends to it.
 
-    On NFS each machine appends where it believes the end to be. Taking a lock on the file makes it
-    look, and giving it back makes it write out; nobody waits for that one, which a reader could
-    hold. Where there are no locks, or whoever has the writers' is stopped, it goes on without: a
-    record that may be overwritten is better than a rank that waits.
+    On NFS each machine appends where it believes the end to be. Locking the file itself makes it
+    look, and unlocking makes it write out; this lock is only tried, since a reader could hold it.
+    Where there are no locks, or a stopped process holds the writers' lock, the writer continues
+    without: a record that may be overwritten is better than a rank that waits.
 
     Args:
-        lock: Of a file that only writers may open.
+        lock: Descriptor of the lock file, which only writers may open.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     is_held = False

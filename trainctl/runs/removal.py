@@ -1,4 +1,4 @@
-"""Removing a run: its directory is a run no longer from the first instant."""
+"""Removal of a run: from the first instant on, its directory is no run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainctl.runs.lock import hold
 def remove_run(run: RunPaths) -> None:
     """Remove the directory of a run that nobody uses.
 
-    `run.json` goes first: what an interruption leaves is no run, and cannot be resumed by half.
+    `run.json` goes first: what an interruption leaves is no run, and cannot be resumed.
 
     Raises:
-        TrainctlError: It is in use (exit code 5).
+        TrainctlError: The run is in use (exit code 5).
         OSError: Something in it cannot be removed.
     """
     with hold(run, patience_seconds=0):
@@ -24,7 +24,7 @@ def remove_run(run: RunPaths) -> None:
                 shutil.rmtree(path)
             elif path != run.lock:
                 path.unlink()
-    # Once it is closed: NFS keeps an open file that is removed under another name, and with it the
-    # folder, which then cannot be removed.
+    # Only after it is closed: NFS renames an open file instead of removing it, and its folder then
+    # cannot be removed.
     run.lock.unlink(missing_ok=True)
     run.root.rmdir()

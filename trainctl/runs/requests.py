@@ -1,7 +1,7 @@
-"""What a running launch is asked to do: files in its run's `requests/` folder.
+"""Requests to a running launch: files in its run's `requests/` folder.
 
-Anyone who may write there can ask; the first rank looks once a step and all ranks agree, so a
-request is never half followed. A file is renamed into place and its name is the request.
+Anyone who may write there can make one. Rank 0 looks once a step and all ranks agree, so a request
+is never followed by only some ranks. A file is renamed into place; its name is the request.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from trainctl.runs.layout import RunPaths
 
 
 class Request(StrEnum):
-    """What can be asked for."""
+    """Kind of request."""
 
     checkpoint = "checkpoint"
-    """Save at the next step and go on."""
+    """Save at the next step and continue."""
     stop = "stop"
     """Save at the next step and end in good order."""
     end = "end"
-    """End at once, without saving: for the launcher, as SIGTERM to it would be."""
+    """End at once without saving. The launcher follows it, as if it got SIGTERM."""
 
 
 def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
-    """Ask the launch that holds the run; asking again before it is followed changes nothing.
+    """Make a request to the launch that holds the run; repeating a pending request changes nothing.
 
     Args:
-        reason: Why, for a person who looks.
+        reason: Reason, for a person who looks.
 
     Raises:
         OSError: The folder cannot be written.
@@ -43,7 +43,7 @@ def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
 
 
 def pending_requests(run: RunPaths) -> set[Request]:
-    """What has been asked for and not been followed yet; one look into one folder."""
+    """Return the requests that have not been followed yet. Lists one folder."""
     try:
         names = os.listdir(run.requests)  # noqa: PTH208  (once a step: no object for each name)
     except OSError:
@@ -52,12 +52,12 @@ def pending_requests(run: RunPaths) -> set[Request]:
 
 
 def is_requested(run: RunPaths, request: Request) -> bool:
-    """Whether this is asked for and has not been followed yet; no, if the folder cannot be read."""
+    """Return True if the request is pending; False if the folder cannot be read."""
     return request in pending_requests(run)
 
 
 def withdraw_earlier(run: RunPaths, moment: float) -> None:
-    """Take back what was asked before a moment, in seconds since 1970: it was of another launch."""
+    """Withdraw requests made before a moment, in Unix seconds: they were for another launch."""
     sweep_temporary(run.requests, before=moment)
     for request in pending_requests(run):
         with suppress(FileNotFoundError):
@@ -66,5 +66,5 @@ def withdraw_earlier(run: RunPaths, moment: float) -> None:
 
 
 def withdraw_request(run: RunPaths, request: Request) -> None:
-    """Take a request back, or mark it as followed."""
+    """Withdraw a request, or mark it as followed."""
     (run.requests / request.value).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From where a run goes on, and what of it is lost."""
+"""The step that a run resumes from, and the steps that are lost."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trainctl.runs.listing import last_step
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """Where the next attempt begins."""
+    """Starting point of the next attempt."""
 
     step: int
     """Optimizer step of the newest complete checkpoint; 0 is the beginning."""
     lost: int
-    """Steps that were made after it, and are to be made again."""
+    """Steps made after it, which have to be repeated."""
 
     @classmethod
     def of(cls, run: RunPaths) -> GoingOn:
-        """By the run's checkpoints and the end of its records."""
+        """Find it from the run's checkpoints and the end of its records."""
         checkpoint, _ = newest_checkpoint(run)
         step = checkpoint.step if checkpoint is not None else 0
         return cls(step, max(0, last_step(run) - step))
 
     def sentence(self, run: RunPaths) -> str:
-        """Such as ``trainctl resume runs/a continues from step 40: 3 steps are lost``."""
+        """Return a sentence: ``trainctl resume a continues from step 40: 3 steps are lost``."""
         how = f"continues from step {self.step:,}" if self.step else "starts from the beginning"
         lost = f"{self.lost:,} steps are" if self.lost > 1 else f"{('no', '1')[self.lost]} step is"
         return f"trainctl resume {run.root} {how}: {lost} lost"

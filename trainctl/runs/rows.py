@@ -1,9 +1,9 @@
 """A `step` record as a row of numbers whose names are written once.
 
-A million steps repeat the same forty names a million times. So the numbers of a step that are in
-nearly every record stand in its line as a list, and the line says at which byte of the file their
-names are, in a `columns` record. A line is read by itself and that one record, wherever a reader
-begins; what is torn or lost beside it costs nothing.
+A million steps repeat the same forty names a million times. So a step's line holds the numbers of
+the usual fields as a list, and the byte of the file at which a `columns` record has their names. To
+read a line, a reader needs only that one record, wherever it begins; torn or lost lines elsewhere
+do no harm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 COLUMNS = "columns"
-"""Kind of the record that names the numbers of rows; readers do not pass it on."""
+"""Kind of the record that names the numbers of rows; readers do not return it."""
 
 PACKED = (
     "learning_rate",
@@ -31,21 +31,21 @@ PACKED = (
     "samples",
     "sources",
 )
-"""Fields of a step that go into its row, as they are there; all others keep their names."""
+"""Fields of a step that go into its row, if they are there; all other fields keep their names."""
 
 _RATES = ("learning_rate", "learning_rates")
 
 Place = tuple[str | int, ...]
-"""Where a number stands in a record: the names, and places in lists, that lead to it."""
+"""Path of a number in a record: names, and indices of lists."""
 
 Names = tuple[tuple[Place, ...], ...]
-"""For each column the places that have its number."""
+"""Paths of each column's number; one number may be at several paths."""
 
 
 def pack(fields: Mapping[str, Any]) -> tuple[Names, list[Any]]:
     """Return the columns of a record's fields, and its row.
 
-    Learning rates that are one number are one column: groups mostly have the same.
+    Equal learning rates share one column: parameter groups mostly have the same rate.
     """
     names: list[list[Place]] = []
     row: list[Any] = []
@@ -63,10 +63,10 @@ def pack(fields: Mapping[str, Any]) -> tuple[Names, list[Any]]:
 
 
 class Layout:
-    """Gives the numbers of rows their names back; made once for the many rows of one layout.
+    """Restores the named fields of rows; made once for the many rows with the same columns.
 
     Args:
-        names: Of the columns.
+        names: Names of the columns.
 
     Raises:
         ValueError: No record has such fields.
@@ -89,11 +89,11 @@ class Layout:
                 self._maps.append((str(field), keys, [index for _, index in own]))
             else:
                 self._others += own
-        # A column may be at several places of a list, and a list is filled in its order.
+        # One column may fill several indices of a list, and lists must be filled in order.
         self._others.sort(key=lambda other: [p if isinstance(p, int) else -1 for p in other[0]])
 
     def fields(self, row: Sequence[Any]) -> dict[str, Any]:
-        """Return the fields that were packed.
+        """Return the fields that were packed into a row.
 
         Raises:
             ValueError: The row is of other columns.
@@ -109,10 +109,10 @@ class Layout:
 
 
 def names_of(plain: Any) -> Names:
-    """Return the columns of a `columns` record.
+    """Return the columns of a `columns` record, from plain JSON.
 
     Raises:
-        ValueError: They are none.
+        ValueError: They are malformed.
     """
     try:
         names = tuple(tuple(map(tuple, column)) for column in plain)
@@ -126,7 +126,7 @@ def names_of(plain: Any) -> Names:
 
 
 def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    """Numbers in a value, in its order; what is empty is its own."""
+    """Yield path and value of each leaf, in order; an empty list or mapping is a leaf."""
     if value and isinstance(value, dict):
         for name, item in value.items():
             yield from _leaves(item, (*place, name))
@@ -138,7 +138,7 @@ def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _put(found: Any, place: Place, value: Any) -> None:
-    """Put a value where it stood; lists are filled in their order."""
+    """Put a value at its path; lists must be filled in order."""
     for part, following in zip(place, (*place[1:], None), strict=True):
         inner: Any = [] if isinstance(following, int) else {}
         last = following is None

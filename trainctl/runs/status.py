@@ -1,4 +1,4 @@
-"""`status.json`: how the newest attempt of a run stands."""
+"""`status.json`: the state of a run's newest attempt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STATUS_SCHEMA = 1
 
 
 class State(StrEnum):
-    """Where an attempt stands; the last three are final."""
+    """State of an attempt; the last three are final."""
 
     queued = "queued"
-    """In a scheduler's hands; nothing of it has started."""
+    """Submitted to a scheduler; nothing of it has started."""
     starting = "starting"
     running = "running"
     finished = "finished"
@@ -33,27 +33,27 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """State of the newest attempt."""
+    """Content of `status.json`: the state of the newest attempt."""
 
     state: State
     attempt: int
-    """Its number."""
+    """Number of the attempt."""
     host: str
     """Machine of the launcher."""
     pid: int
     """Process of the launcher."""
     started: float
-    """Unix seconds."""
+    """Start of the attempt, in Unix seconds."""
     updated: float
-    """Unix seconds of the last change."""
+    """Time of the last change, in Unix seconds."""
     exit_code: int | None = None
     """Exit code of the launch, once it ended."""
     message: str = ""
-    """Why it ended, in a sentence."""
+    """Sentence about its end."""
     schema: int = STATUS_SCHEMA
 
     def changed(self, state: State, *, exit_code: int | None = None, message: str = "") -> Status:
-        """Return the same attempt in another state, as of now."""
+        """Return the status with another state, updated now."""
         return replace(self, state=state, exit_code=exit_code, message=message, updated=time.time())
 
 
@@ -63,10 +63,10 @@ def write_status(run: RunPaths, status: Status) -> None:
 
 
 def read_status(run: RunPaths) -> Status | None:
-    """What `status.json` says; None before the first launch, or if it is damaged.
+    """Read `status.json`; None before the first launch, or if it is damaged.
 
-    A launcher and an agent that are killed at once leave `starting` or `running` behind:
-    whether it is still true, `trainctl.runs.lock.holder` tells.
+    A launcher and an agent that are killed at once leave `starting` or `running` behind;
+    `trainctl.runs.lock.holder` tells whether that is still true.
     """
     try:
         return from_plain(Status, read_json(run.status))

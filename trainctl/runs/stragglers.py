@@ -1,4 +1,4 @@
-"""Ranks that held up the others, by the records of a run."""
+"""Ranks that delayed the others, from the records of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from trainctl.runs.records import Event, number
 
 
 def still_slow(events: Iterable[Event], attempt: int) -> list[Event]:
-    """Return the last `straggler` record of each rank of an attempt that has not caught up; by
-    rank."""
+    """Return the last `straggler` record of each rank of an attempt that is still slow, by rank."""
     last: dict[int, Event] = {}
     for event in events:
         if event["event"] == "straggler" and event["attempt"] == attempt:
@@ -19,7 +18,7 @@ def still_slow(events: Iterable[Event], attempt: int) -> list[Event]:
 
 
 def account(event: Mapping[str, Any]) -> str:
-    """Return a `straggler` record in a sentence."""
+    """Describe a `straggler` record in a sentence."""
     who = f"rank {event['rank']} (node {event['node']}, {event['host']})"
     if not event["slow"]:
         return f"{who} has caught up by step {event['step']:,}"

@@ -12,7 +12,7 @@ from trainctl.runs.processes import RunTag, sweep
 
 
 def main() -> int:
-    """0 when none is left; 1, and their ids, where even SIGKILL did not end them."""
+    """Return 0 if no process is left; 1 if SIGKILL did not end some, whose pids are printed."""
     parser = argparse.ArgumentParser(prog="python -m trainctl.runs.sweep_entry")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("run_id")

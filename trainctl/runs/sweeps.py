@@ -1,4 +1,4 @@
-"""The folder of a sweep: `sweep.json`, and the runs `0`, `1`, ... beside it."""
+"""Folder of a sweep: `sweep.json`, and the runs `0`, `1`, ... beside it."""
 
 from __future__ import annotations
 
@@ -31,59 +31,57 @@ DEFAULT_ROOT = Path("sweeps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What `sweep.json` holds."""
+    """Content of `sweep.json`."""
 
     created: float
-    """Unix seconds."""
+    """Creation time, in Unix seconds."""
     overrides: tuple[str, ...]
     points: tuple[dict[str, str], ...]
-    """The swept keys of each run and its values, by its index."""
+    """The swept keys and values of each run, by its index."""
     runs: tuple[tuple[str, ...], ...] = ()
-    """All overrides of each run, with one value each: a run that is not there is made anew from
-    them."""
+    """All overrides of each run, with one value each; a run without a directory is made from them.
+    """
     config_dir: str | None = None
-    """The user's own folder of configuration, if one was named."""
+    """The user's own configuration folder (`--config-dir`), if there is one."""
     schema: int = SWEEP_SCHEMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run of a sweep stands."""
+    """State and result of one run of a sweep."""
 
     index: int
-    """Its number."""
     values: dict[str, str]
-    """Its values of the swept keys."""
+    """Values of the swept keys."""
     summary: RunSummary | None
-    """State of its directory; None while that is not made."""
+    """Summary of its directory; None while that is not made or is damaged."""
     held_out_loss: float | None
-    """Loss of the newest evaluation, nats a token."""
+    """Loss of the newest evaluation, in nats per token."""
 
 
 class Next(StrEnum):
-    """What going on with a sweep does with a run."""
+    """Action for a run when its sweep is resumed."""
 
     make = "make"
-    """There is no such run yet."""
+    """Make the run: it has no directory yet."""
     start = "start"
-    """Its newest attempt was made, and never started."""
+    """Start its newest attempt, which was made but never started."""
     resume = "resume"
-    """It was cut off: another attempt, from its newest checkpoint or the beginning."""
+    """Resume it, from its newest checkpoint or the beginning: it was interrupted."""
     leave = "leave"
-    """It is done, or runs, or failed in a way that it would fail again."""
+    """Leave it: it is done, or runs, or would fail again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What is left to do of a run of a sweep."""
+    """Work left on one run of a sweep."""
 
     index: int
-    """Its number."""
     run: RunPaths
     next: Next
-    """What going on does with it."""
+    """Action for the run when its sweep is resumed."""
     why: str
-    """The reason, in words."""
+    """Reason, in words."""
 
 
 def new_sweep(
@@ -96,10 +94,10 @@ def new_sweep(
 
     Args:
         folder: The folder; None makes one under `sweeps/`.
-        config_dir: The user's own folder of configuration.
+        config_dir: The user's own configuration folder.
 
     Raises:
-        TrainctlError: It holds something already (exit code 5).
+        TrainctlError: The folder is not empty, or cannot be made (exit code 5).
     """
     if folder is None:
         recipe = next((text for text in overrides if text.startswith("recipe=")), "sweep")
@@ -135,7 +133,7 @@ def read_sweep(folder: Path) -> Sweep:
     """Return the sweep in a folder.
 
     Raises:
-        TrainctlError: There is none (exit code 5).
+        TrainctlError: The folder has no sweep (exit code 5).
     """
     try:
         return from_plain(Sweep, read_json(folder / RECORD))
@@ -170,7 +168,7 @@ def made_runs(folder: Path) -> list[RunPaths]:
 
 
 def what_is_left(folder: Path) -> list[Left]:
-    """What is left to do of each run, by index.
+    """Return the work left on each run, by index.
 
     Raises:
         TrainctlError: The folder is no sweep, or a run's record is damaged (exit code 5).
@@ -198,7 +196,7 @@ def _next(run: RunPaths) -> tuple[Next, str]:
 
 
 def _fails_again(run: RunPaths, summary: RunSummary) -> bool:
-    """Whether trainctl itself found that the training fails (a loss that is not finite, say)."""
+    """Return True if trainctl itself reported that the training fails (a NaN loss, say)."""
     if summary.exit_code != ExitCode.training_failed:
         return False
     failures = read_events(run.events, "failure")
@@ -207,7 +205,7 @@ def _fails_again(run: RunPaths, summary: RunSummary) -> bool:
 
 
 def results(folder: Path) -> list[Result]:
-    """How the runs of a sweep stand, by index."""
+    """Return the results of a sweep's runs, by index."""
     found = []
     for index, values in enumerate(read_sweep(folder).points):
         run = RunPaths((folder / str(index)).resolve())

@@ -1,8 +1,8 @@
-"""`python -m trainctl.runs.tied_entry SIGNAL COMMAND ...`: a command that gets a signal when its
-parent ends.
+"""`python -m trainctl.runs.tied_entry SIGNAL COMMAND ...`: run a command tied to its parent.
 
-For programs that are not ours (ssh, srun, mpirun) and would outlive a launcher that is killed. The
-parent's id goes no further: on another machine it would name a stranger.
+The command gets the signal when its parent ends. For programs that are not ours (ssh, srun, mpirun)
+and would outlive a launcher that is killed. The parent's pid is not passed on: on another machine
+it would name an unrelated process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 
 def main() -> None:
-    """Become the command; one that cannot be started ends with 127, as in a shell."""
+    """Execute the command; exit with 127, as a shell does, if it cannot be started."""
     die_with_parent(death_signal=int(sys.argv[1]))
     os.environ.pop(PARENT_VARIABLE, None)
     command = sys.argv[2:]

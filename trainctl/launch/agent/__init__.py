@@ -1,1 +1,3 @@
-"""The supervisor on a node: prepares the corpus, starts the ranks, ends them. Uses torch."""
+"""The agent: the supervisor of one node. It prepares the corpus, starts the ranks and ends them.
+Imports torch.
+"""

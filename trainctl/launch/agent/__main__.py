@@ -1,7 +1,7 @@
-"""`python -m trainctl.launch.agent RUN_DIR --attempt N`, the supervisor of a node.
+"""`python -m trainctl.launch.agent RUN_DIR --attempt N`: the supervisor of one node.
 
-Which node it is, and where the first one listens, it is told by arguments or finds in the
-environment (`trainctl.launch.agent.node_identity`).
+Arguments or the environment give the number of its node and the address of the first node
+(`trainctl.launch.agent.node_identity`).
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
 
 _early_sigterm: list[bool] = []
-"""A scheduler's SIGTERM from before the guard was up."""
+"""Filled by a scheduler's SIGTERM that arrived before the signal guard was started."""
 
 
 def sigterm_saves() -> bool:
-    """Whether a scheduler tells by SIGTERM that it will end this job soon."""
+    """Return True if SIGTERM is a scheduler's notice that this job ends soon."""
     return SIGTERM_SAVES_VARIABLE in os.environ
 
 
 def main() -> NoReturn:
-    """Supervise the node's ranks to their end; exits with the launch's exit code."""
-    # By SIGKILL: until the guard is up there is no process but this one to end.
+    """Supervise the node's ranks to their end, and exit with the launch's exit code."""
+    # SIGKILL: until the guard is started, this is the only process to end.
     launcher_pid = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
     die_with_parent(launcher_pid)
-    # Blocked also while this process starts itself again, to carry its tag.
+    # Also blocked while this process executes itself again with its tag (`carry_tag`).
     early = {signal.SIGTERM} if sigterm_saves() else set()
     signal.pthread_sigmask(signal.SIG_BLOCK, early)
     parser = argparse.ArgumentParser(prog="python -m trainctl.launch.agent")
@@ -86,12 +86,10 @@ def main() -> NoReturn:
 
 
 class Agent:
-    """One node of one attempt.
+    """Supervisor of one node in one attempt.
 
     Args:
-        run: The run.
-        tag: Of the attempt's processes.
-        place: Which node it is.
+        tag: Tag of the attempt's processes.
         launcher_pid: The parent of this process.
     """
 
@@ -107,7 +105,7 @@ class Agent:
         self._codes_are_ours = True
 
     def run(self) -> NoReturn:
-        """Prepare, run the ranks, leave nothing behind, end with the launch's exit code."""
+        """Supervise the ranks, leave no process behind, and exit with the launch's exit code."""
         try:
             code = self._supervise()
         except TrainctlError as error:
@@ -125,10 +123,10 @@ class Agent:
 
     def _supervise(self) -> int:
         plan = read_plan(self._attempt.plan)
-        # For all ranks of the node; they look once more, at what is in their memory.
+        # For all ranks of the node; each rank checks again in its own process.
         declared.require(plan.config)
         command = read_command(self._attempt)
-        if command.folder is not None:  # where the run was launched from: the user's code is there
+        if command.folder is not None:  # the launch's folder, which has the user's code
             os.chdir(command.folder)
         self._grace_seconds = plan.config.launcher.grace_seconds
         guard = SignalGuard(
@@ -151,7 +149,7 @@ class Agent:
         prepare_ranks(plan, command.ranks_per_node)
         nursery = Nursery(command, launcher.slow_phase_seconds) if command.is_forked else None
         self._codes_are_ours = plan.config.script is None
-        # Other programs than trainctl's trainer are told a port; one that is asked for is used.
+        # A user's program needs a port, and `launcher.port` is honoured; else a file is enough.
         is_file = nodes == 1 and port is None and command.prepare
         rendezvous = NodeRendezvous(
             self._tag.run_id,
@@ -164,8 +162,8 @@ class Agent:
         if command.prepare:
             from trainctl.data.prepare import help_to_prepare, prepare
 
-            # All tokenize, and the first node alone puts the corpus together where they share a
-            # cache; the others then find what it made.
+            # All nodes tokenize. With a shared cache, node 0 alone assembles the corpus, and the
+            # others then find it there.
             if self._node > 0:
                 help_to_prepare(plan)
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
@@ -184,13 +182,13 @@ class Agent:
 
         code = 0
         oom_kills = host_oom_kills()
-        # A program of the user's gives no signs of life, so their absence tells nothing.
+        # A user's program writes no heartbeats, so their absence means nothing.
         watch = Watch(
             self._attempt,
             heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
             slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
         )
-        # All nodes compile the same: one of them tells.
+        # All nodes compile the same operators: node 0 reports them.
         operators = needed_operators(plan.config, plan.hardware) if self._node == 0 else ()
         builds = BuildWatch(self._attempt, operators, self._report_build)
 
@@ -223,7 +221,7 @@ class Agent:
         return code
 
     def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
-        """Record the rank that failed, or the one that this comes from; the launch's exit code."""
+        """Record the failed rank, or the rank behind its failure; return the launch's exit code."""
         rank, return_code = ended.rank, ended.return_code
         where: dict[str, Any] = {"pid": ended.pid}
         culprit = self._rank_behind(ended.rank, len(command.nodes) * command.ranks_per_node)
@@ -246,7 +244,7 @@ class Agent:
         return code
 
     def _report_hung(self, hung: HungRank) -> int:
-        """Record the rank that hangs; the launch's exit code."""
+        """Record the hung rank, and return the launch's exit code."""
         code = int(ExitCode.training_failed)
         self._report(
             code,
@@ -261,10 +259,9 @@ class Agent:
         return code
 
     def _rank_behind(self, ended: int, ranks: int) -> int | None:
-        """Return the rank whose error a lost connection of the ended rank comes from, if its log
-        tells.
+        """Return the rank whose error cost the ended rank its connection, if its log shows one.
 
-        A rank that raised may still be unloading its libraries when its peers are already gone.
+        A rank that raised may still be unloading its libraries when its peers have already ended.
         """
         if not is_lost_peer(error_line(self._attempt.rank_log(ended))):
             return None
@@ -275,10 +272,10 @@ class Agent:
         return None
 
     def _report(self, launch_exit_code: int, **fields: Any) -> None:
-        """Append a `failure` record; a full disk must not keep the agent from ending the ranks.
+        """Append a `failure` record. A full disk must not keep the agent from ending the ranks.
 
         Args:
-            launch_exit_code: How a launch that ends for this is to exit.
+            launch_exit_code: Exit code of the launch, if this failure ends it.
         """
         record = {
             "launch_exit_code": launch_exit_code,
@@ -302,33 +299,33 @@ class Agent:
                 print(f"cannot record {record}: {error}", file=sys.stderr)
 
     def _report_build(self, operator: str, seconds: float | None) -> None:
-        """Record that an operator is being compiled, or was in so many seconds."""
+        """Record that an operator is being compiled, or that it was compiled in `seconds`."""
         where = {"node": self._node, "host": socket.gethostname()}
-        with suppress(OSError):  # a full disk, which others will find
+        with suppress(OSError):  # a full disk, which others will report
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("build", operator=operator, seconds=seconds, **where)
 
     def _report_not_joined(self, seconds: float) -> None:
-        """Record that ranks of a user's program train without each other, as far as is seen."""
-        with suppress(OSError):  # a full disk, which others will find
+        """Record that ranks of a user's program seem to train without each other."""
+        with suppress(OSError):  # a full disk, which others will report
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("not_joined", seconds=seconds)
 
     def _tell_corpus(self, message: str) -> None:
-        """Record what the run should know of its tokenized corpus."""
+        """Record a message about the tokenized corpus."""
         print(message, file=sys.stderr, flush=True)
-        with suppress(OSError):  # a full disk, which others will find
+        with suppress(OSError):  # a full disk, which others will report
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("corpus", message=message, host=socket.gethostname())
 
     def _report_preempted(self) -> None:
-        """Tell the launcher, which has all ranks save and end."""
+        """Record the preemption; the launcher then has all ranks save and end."""
         with suppress(OSError):  # a full disk: nothing could be saved either
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("preempted", node=self._node, host=socket.gethostname())
 
     def _report_orphaned(self, loss: str) -> None:
-        """What the launcher would have written, had it lived; by one agent for all."""
+        """Record the failure and status in place of a launcher that is gone. Only node 0 does."""
         if self._node > 0:
             return
         who = f"process {self._launcher_pid}"
@@ -343,7 +340,7 @@ class Agent:
             launcher_lost=True,
         )
         status = read_status(self._run)
-        # A launcher that only this node has lost may have written how it ended.
+        # A launcher that only this node has lost may have written a final status.
         is_open = status is not None and not status.state.is_final
         if status is not None and is_open and status.attempt == self._attempt.number:
             write_status(self._run, status.changed(State.failed, message=message))

@@ -1,8 +1,8 @@
-"""`python -m trainctl.launch.agent.benchmark COMMAND ...`: measure a rank, then exec it.
+"""`python -m trainctl.launch.agent.benchmark COMMAND ...`: measure a rank, then exec the command.
 
-Before training, each rank multiplies matrices and all of them reduce a buffer together. A device
-that is slower than its peers holds all of them up in every step, and a network that is slower than
-it should be (a wrong interface, a bad cable) shows here in seconds instead of in days.
+Before training, each rank multiplies matrices, and all ranks all-reduce a buffer together. A device
+slower than its peers delays every step of all ranks. A network slower than it should be (a wrong
+interface, a bad cable) shows here in seconds instead of in days.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is done in a round."""
+    """Amount of work in one round."""
 
     width: int
     """Rows of the square matrices that are multiplied."""
@@ -47,17 +47,17 @@ _ON_DEVICES = Size(8192, 256 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A rank's."""
+    """Measured speed of one rank."""
 
     rank: int
-    """Its number in the world."""
+    """Global rank."""
     host: str
     tflops: float
     """Speed of matrix products, TFLOP/s."""
 
 
 def main() -> int:
-    """Measure, then become the command; 4 if the network is slower than is wanted."""
+    """Measure, then exec the command. Return 4 if the network is slower than configured."""
     die_with_parent()
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None
@@ -92,19 +92,19 @@ def main() -> int:
 
 
 def slow(speeds: Sequence[Speed]) -> list[Speed]:
-    """Ranks that the others will wait for in every step."""
+    """Return the ranks that the others will wait for in every step."""
     usual = statistics.median(speed.tflops for speed in speeds)
     return [speed for speed in speeds if speed.tflops < SLOW * usual]
 
 
 def _join(plan: RunPlan) -> torch.device:
-    """Join the other ranks, apart from the groups that training makes later."""
+    """Join the other ranks in a process group of its own; training creates its groups later."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not on_cpu:
         torch.cuda.set_device(device)
     store: dist.Store
-    if STORE_VARIABLE in os.environ:  # another file: torch removes it behind the last rank
+    if STORE_VARIABLE in os.environ:  # not the ranks' file: torch removes it after the last rank
         file = f"{os.environ[STORE_VARIABLE]}.benchmark"
         os.close(os.open(file, os.O_CREAT | os.O_CLOEXEC, 0o600))
         store = dist.FileStore(file)
@@ -127,9 +127,9 @@ def _tflops(width: int, device: torch.device) -> float:
 
 
 def _bandwidth(size: int, device: torch.device) -> float:
-    """Of the buses, GB/s: each byte crosses them 2 (n - 1) / n times (nccl-tests, PERFORMANCE.md).
+    """Return the bus bandwidth of an all-reduce, in GB/s: the slowest rank's, on every rank.
 
-    The slowest rank's; the same on all.
+    Each byte crosses the buses 2 (n - 1) / n times (nccl-tests, PERFORMANCE.md). All ranks call it.
     """
     world = dist.get_world_size()
     buffer = torch.zeros(size // 4, device=device)

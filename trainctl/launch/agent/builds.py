@@ -1,4 +1,4 @@
-"""Records that DeepSpeed compiles: it takes minutes, in which the ranks would seem to hang."""
+"""Records of DeepSpeed compiling operators: it takes minutes, in which the ranks seem to hang."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from trainctl.runs.processes import RunTag, processes_of, sweep
 
 _LOOK_SECONDS = 1.0
 _CHECK_SECONDS = 5.0
-"""One that is compiled already is locked for a moment, while it is found to be up to date."""
+"""Shortest build that is reported for an operator that exists: torch also locks a compiled operator
+for a moment, to find out whether it is up to date.
+"""
 
 
 class BuildWatch:
-    """Looks for native operators that are being compiled on this machine, until training begins.
+    """Watches for native operators being compiled on this machine, until training begins.
 
-    Torch's cpp_extension holds a file `lock` in an operator's folder while it compiles there, and
-    so does a rank that waits for another one, or for another run.
+    Torch's cpp_extension holds a file `lock` in an operator's folder while it compiles there. A
+    rank that waits for another rank's or run's build sees the same lock.
 
     Args:
-        attempt: The attempt.
-        operators: That its ranks use.
-        on_build: Told an operator, and for how many seconds it was compiled; None when it begins.
+        operators: Names of the operators that the ranks use.
+        on_build: Called with an operator and None when its build begins, and with the operator and
+            the build's seconds when it ends.
     """
 
     def __init__(
@@ -43,12 +45,12 @@ class BuildWatch:
         self._told: set[str] = set()
 
     def look(self) -> None:
-        """Look once a second, and tell what begins and ends."""
+        """Report builds that began or ended. Looks at most once a second."""
         now = time.monotonic()
         if not self._waiting or now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        with suppress(OSError):  # of a home on a network file system: the next look may succeed
+        with suppress(OSError):  # a home on a network file system: the next look may succeed
             self._compare(now)
         beat = read_beat(self._attempt.heartbeat(0))
         if beat is not None and beat.phase is not Phase.start:
@@ -72,13 +74,15 @@ class BuildWatch:
 
 
 def sweep_builders(tag: RunTag, *, grace_seconds: float) -> None:
-    """End every process that carries the tag, and remove the locks of builds that this cuts
-    short."""
+    """End every process that carries the tag, and remove the locks of builds that this interrupts.
+
+    Locks that no living process holds are removed too.
+    """
     locks = {(folder / "lock").resolve() for folder in build_folders("*")}
     cut_short = locks & {lock for pid in processes_of(tag) for lock in locks_held_by(pid)}
     sweep(tag, grace_seconds=grace_seconds)
     for lock in locks:
-        # Of one that was killed before nobody knows whose it was; no living process builds there.
+        # A stale lock is of a build that was killed earlier: no living process builds there.
         if lock in cut_short or is_stale_lock(lock):
             with suppress(OSError):
                 lock.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """A process that imports what ranks need, once for all of a node, and then becomes them by forks.
 
-Importing torch, transformers and DeepSpeed costs a rank some seconds of a processor. Where ranks
-are on the processors that import, they would all do so at the same time, after everything else;
-this process does it while the agent prepares the corpus. Ranks that it has forked are the agent's
-own children: it is gone when they begin (`trainctl.train.forks` is its other side).
+Importing torch, transformers and DeepSpeed costs a rank some seconds of CPU time. Where ranks train
+on the CPUs that they import on, they would all import at the same time, after everything else; this
+process imports while the agent prepares the corpus. It has ended when the ranks begin, so they are
+the agent's own children (`trainctl.train.forks` is the other side).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _POLL_SECONDS = 0.02
 
 
 class Nursery:
-    """The agent's side of it. Starts it.
+    """The agent's handle on the fork server; creating it starts the server.
 
     Args:
-        command: What the ranks are; its environment is this process's.
-        patience_seconds: How long it may take to import.
+        command: The attempt's command; the server gets this process's environment.
+        patience_seconds: How long the imports may take.
     """
 
     def __init__(self, command: AttemptCommand, patience_seconds: float) -> None:
@@ -44,13 +44,14 @@ class Nursery:
     def fork(
         self, variables: Sequence[Mapping[str, str]], still_wanted: Callable[[], None]
     ) -> list[int] | None:
-        """Have it fork one rank for each set of variables; their pids, of children of this process.
+        """Fork one rank for each set of variables, and return their pids: children of this process.
 
-        Its own alone if it was killed: it then stands, ended as it is, for the first rank. None if
-        it fails by itself or takes too long: then ranks will say why, when they import.
+        If the server was killed, return its pid alone: its exit status stands for the first rank.
+        Return None if it failed by itself or took too long; the ranks then report the error when
+        they import.
 
         Args:
-            variables: Set for each rank, beside those that this process had when it was started.
+            variables: Variables of each rank, added to the server's environment.
             still_wanted: Called again and again; does not return when this process is to end.
         """
         order, answer = self._process.stdin, self._process.stdout

@@ -1,7 +1,7 @@
-"""Ends a node's processes when it is asked to, or when the launcher is gone, at any moment.
+"""Ends a node's processes on a signal, or when the launcher is gone, at any moment.
 
 The main thread may be deep in C code (an import, a tokenizer) and run no Python signal handler for
-seconds. The kernel's signal still reaches a pipe at once, and a thread that reads it does the work.
+seconds. The signal still reaches the wakeup pipe at once, and a thread that reads it does the work.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class SignalGuard:
     """A thread that waits for a signal to end this attempt's processes on this node.
 
-    The death of the launcher arrives as SIGTERM too. Until `start`, either simply kills this
+    The death of the launcher arrives as SIGTERM too. Until `start`, a signal simply kills this
     process, which is right as long as it has started no other.
 
     An agent on another machine than its launcher's has a lease as well: stdin, on which the
-    launcher is heard again and again. Its end means that the launcher is gone, and so does too
-    long a silence: a cable may be cut, which ends no connection.
+    launcher writes again and again. Its end means that the launcher is gone, and so does too long a
+    silence, since a cut cable ends no connection.
 
     Args:
-        tag: Whose processes are ended.
-        grace_seconds: Between SIGTERM and SIGKILL.
+        tag: Tag of the processes to end.
+        grace_seconds: Time between SIGTERM and SIGKILL.
         launcher_pid: The parent of this process.
-        on_orphaned: Called once all are ended, if the launcher is gone and cannot report; with
-            what is known of it.
+        on_orphaned: Called with a description of the loss, once all processes are ended, if the
+            launcher is gone and cannot report.
         lease_seconds: Longest silence on stdin; None does not read it.
-        on_preempted: Called for the first SIGTERM, in place of an end: a scheduler sent it, and
-            will end this process later. None where SIGTERM comes from the launcher.
+        on_preempted: Called for the first SIGTERM instead of ending: a scheduler sent it, and will
+            end this process later. None where SIGTERM comes from the launcher.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SignalGuard:
         self._thread = threading.Thread(target=self._wait, name="guard", daemon=True)
 
     def start(self) -> None:
-        """Take over from the default actions of the signals. Call it in the main thread."""
+        """Replace the default actions of the signals. Call it in the main thread."""
         os.set_blocking(self._signalled, False)
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
         for number in _SIGNALS:
@@ -74,12 +74,12 @@ class SignalGuard:
         die_with_parent(self._launcher_pid, death_signal=signal.SIGTERM)
 
     def yield_if_stopping(self) -> None:
-        """Return at once, or, if this process is being ended, never."""
+        """Return at once, unless this process is being ended: then never return."""
         if self._stopping.is_set():
             self.wait_for_end()
 
     def wait_for_end(self) -> NoReturn:
-        """Leave the rest to the thread, which ends this process."""
+        """Wait for the guard's thread to end this process."""
         self._thread.join()
         raise AssertionError("the guard ends the process")
 
@@ -123,7 +123,7 @@ class SignalGuard:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now: libraries that fail while they unload must not change its code."""
+    """End this process without unloading libraries: a failure there may change the exit code."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()
         sys.stderr.flush()

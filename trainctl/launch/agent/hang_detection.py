@@ -1,4 +1,4 @@
-"""Finding a rank that hangs: by its silence, then by the stacks of those that still answer."""
+"""Detection of a hung rank: by its silence, then by the stacks of the ranks that still answer."""
 
 from __future__ import annotations
 
@@ -26,23 +26,21 @@ class HungRank:
     """A rank that gives no sign of life."""
 
     rank: int
-    """Its number in the world."""
+    """Global rank."""
     pid: int
-    """Number of its process."""
     message: str
-    """What is known, to follow "rank N"."""
+    """Description of the hang, to follow "rank N" in a sentence."""
     details: tuple[str, ...]
-    """Its stack if it answered, else its state by the kernel's account."""
+    """Lines of its stack if it answered, else of its state in `/proc`."""
 
 
 class Watch:
-    """Looks at the heartbeats of a node's ranks.
+    """Monitor of the heartbeats of a node's ranks.
 
-    Silence is counted by looks: while the agent itself was stopped, or the machine asleep, nothing
-    is held against a rank.
+    Silence is added up between looks, and capped for each: time in which the agent itself was
+    stopped, or the machine asleep, does not count against a rank.
 
     Args:
-        attempt: The attempt.
         heartbeat_seconds: Longest silence in a step.
         slow_phase_seconds: Longest silence while a rank starts, saves or ends.
     """
@@ -58,14 +56,14 @@ class Watch:
         self._silence: defaultdict[int, float] = defaultdict(float)
 
     def find_hung(self, pids: Mapping[int, int]) -> HungRank | None:
-        """Return the rank to blame once one has been silent for too long. Looks once a second.
+        """Return the rank to blame once a rank has been silent for too long. Looks once a second.
 
-        In a collective all ranks fall silent together, so all are asked for their stacks. To blame
-        is one that does not answer, else one that is not waiting for the others, else the one that
-        was silent first.
+        In a collective all ranks fall silent together, so all are asked for their stacks. The rank
+        to blame is one that does not answer, else one that is not in a collective, else the one
+        that fell silent first.
 
         Args:
-            pids: Of the live ranks, by rank.
+            pids: Process ids of the live ranks, by rank.
         """
         interval = min(_LOOK_SECONDS, self._heartbeat_seconds / 4)
         since = time.monotonic() - self._looked
@@ -94,9 +92,8 @@ class Watch:
         return self._slow_phase_seconds if slow else self._heartbeat_seconds
 
     def _ask(self, pids: Mapping[int, int]) -> dict[int, list[str]]:
-        """Return the main thread's stack, innermost call first, of each rank that answers in
-        time."""
-        # One that has not beaten yet may not have a handler, and would be killed by the signal.
+        """Return the main thread's stack, innermost call first, of each rank that answers."""
+        # A rank without a beat may have no signal handler yet: SIGUSR1 would kill it.
         asked = {rank: _size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats}
         for rank in asked:
             kill(pids[rank], signal.SIGUSR1)
@@ -121,7 +118,7 @@ class Watch:
 
 
 def kernel_account(pid: int) -> list[str]:
-    """What `/proc` tells about a process that does not answer; its state first."""
+    """Return lines from `/proc` about a process that does not answer, its state first."""
     lines = []
     folder = Path("/proc", str(pid))
     for line in _read(folder / "status").splitlines():
@@ -131,19 +128,18 @@ def kernel_account(pid: int) -> list[str]:
     waits_in = _read(folder / "wchan").strip()
     if waits_in not in ("", "0"):
         lines.append(f"waits in {waits_in}")
-    return [*lines, *_read(folder / "stack").splitlines()]  # the stack is for root only
+    return [*lines, *_read(folder / "stack").splitlines()]  # only root can read the stack
 
 
 def _rating(stack: list[str] | None) -> int:
-    """0 for no answer, 1 for a rank busy with something of its own, 2 for one that waits."""
+    """Return 0 for a rank that did not answer, 1 for a busy one, 2 for one in a collective."""
     if stack is None:
         return 0
     return 2 if any(_COLLECTIVE in line for line in stack) else 1
 
 
 def _main_stack(log: Path, offset: int) -> list[str]:
-    """Return the last stack that faulthandler wrote after the offset: the main thread's; empty if
-    none."""
+    """Return the main thread's stack, the last that faulthandler wrote after the offset, if any."""
     try:
         with log.open("rb") as stream:
             stream.seek(offset)

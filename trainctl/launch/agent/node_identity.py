@@ -1,4 +1,4 @@
-"""Which node an agent is, by what its launcher or scheduler has put into its environment."""
+"""Identity of an agent's node, from variables that its launcher or scheduler set."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ RENDEZVOUS_VARIABLE = "TRAINCTL_RENDEZVOUS"
 
 _NODE_VARIABLES = (
     NODE_VARIABLE,
-    "SLURM_PROCID",  # of srun with one task a node
-    "OMPI_COMM_WORLD_RANK",  # of Open MPI's mpirun
-    "PMI_RANK",  # of MPICH's
-    "JOB_COMPLETION_INDEX",  # of an indexed job of Kubernetes
+    "SLURM_PROCID",  # srun, with one task per node
+    "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
+    "PMI_RANK",  # mpirun of MPICH
+    "JOB_COMPLETION_INDEX",  # indexed job of Kubernetes
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """Where an agent runs."""
+    """Node number and rendezvous of one agent."""
 
     node: int
     """Number of its node."""
     rendezvous: tuple[str, int] | None
     """Address and port of the first node; None if `command.json` has them."""
     lease_seconds: float | None
-    """How long its launcher may be silent on stdin; None if that is no lease."""
+    """Longest silence of the launcher on stdin; None if stdin is no lease."""
 
 
 def find_place(
     environment: Mapping[str, str], *, node: int | None, rendezvous: str | None
 ) -> AgentPlace:
-    """Return the place of this agent: arguments first, then the environment, then the only node.
+    """Return the place of this agent: from arguments, else the environment, else node 0.
 
     Raises:
         TrainctlError: The rendezvous is not HOST:PORT.
@@ -62,10 +62,10 @@ def find_place(
 
 
 def carry_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
-    """Return the tag of the attempt on this node, which this process shows afterwards.
+    """Return the tag of the attempt on this node, and make sure that this process carries it.
 
-    An agent that a scheduler started has none. It starts itself again with it: what a process
-    changes in its own environment later, others do not see.
+    An agent that a scheduler started has no tag. It executes itself again with the tag's variables:
+    other processes see only the environment that a process was started with.
     """
     tag = RunTag(run_id(run), run.root.resolve(), attempt, node)
     if not tag.environment().items() <= os.environ.items():
@@ -75,9 +75,9 @@ def carry_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
 
 
 def use_interface_towards(address: str | None) -> None:
-    """Have gloo use the interface that reaches the first node, unless the user chose another.
+    """Have gloo use the interface that reaches the first node, unless the user chose another one.
 
-    By itself it takes the address of the host's own name, which is often the loopback device's.
+    By itself gloo takes the address of the host's own name, often the loopback device's.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -91,9 +91,7 @@ def use_interface_towards(address: str | None) -> None:
 
 
 def prepare_ranks(plan: RunPlan, ranks: int) -> None:
-    """Set where ranks find tools, and what `trainctl.runs.rank_entry` does before one begins: its
-    processors, a benchmark.
-    """
+    """Set variables for the ranks: tools' `PATH`, CPU binding, and whether to run a benchmark."""
     launcher = plan.config.launcher
     os.environ["PATH"] = tools_path()
     processors = rank_processors(launcher.cpu_binding, ranks, plan.hardware.accelerator)

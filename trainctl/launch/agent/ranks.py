@@ -1,7 +1,7 @@
-"""The ranks of a node: started with the variables that torchrun gives, watched, ended together.
+"""Ranks of a node: started with torchrun's variables, watched, and ended together.
 
-All others are ended within one grace when one fails. A rank that ended stays a zombie, so that its
-number is no other process's while the others are asked for their stacks.
+When one fails, all others are ended within one grace period. A rank that ended stays a zombie, so
+that its pid is not reused while the others are asked for their stacks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class RankExit:
     """A rank that ended with an error."""
 
     rank: int
-    """Its number in the world."""
+    """Global rank."""
     pid: int
-    """Number of its process."""
     return_code: int
-    """Negative is a signal, as `subprocess` has it."""
+    """Exit code, or a negative signal number, as in `subprocess`."""
 
 
 def start_ranks(
@@ -43,13 +42,12 @@ def start_ranks(
     nursery: Nursery | None,
     still_wanted: Callable[[], None],
 ) -> dict[int, int]:
-    """Start the ranks of this node; the pid of each rank.
+    """Start the ranks of this node, and return the pid of each rank.
 
     Args:
-        rendezvous: Where they meet those of other nodes.
-        tag: What all processes of the attempt carry.
-        nursery: What forks them, and stands for the first one if it was killed; None starts each as
-            a command.
+        tag: Tag of the attempt's processes.
+        nursery: Fork server for the ranks; if it was killed, its pid stands for the first rank.
+            None starts each rank as a command.
         still_wanted: Called again and again; does not return when this process is to end.
     """
     variables = rank_variables(command, rendezvous)
@@ -57,18 +55,14 @@ def start_ranks(
     if nursery is not None:
         pids = nursery.fork(variables, still_wanted)
         if pids is None:
-            sweep_builders(tag, grace_seconds=0)  # it may have forked some
+            sweep_builders(tag, grace_seconds=0)  # the server may have forked some ranks
     if pids is None:
         pids = [_start(of_rank) for of_rank in variables]
     return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
 
 
 def rank_variables(command: AttemptCommand, rendezvous: NodeRendezvous) -> list[dict[str, str]]:
-    """What tells each rank of this node who it is: what torchrun sets, for programs made for it.
-
-    Args:
-        rendezvous: Where the ranks meet.
-    """
+    """Return the environment variables of each rank of this node, as torchrun sets them."""
     ranks, nodes = command.ranks_per_node, len(command.nodes)
     node, world = rendezvous.node, ranks * nodes
     common = {
@@ -103,23 +97,24 @@ def watch_ranks(
     grace_seconds: float,
     on_failure: Callable[[RankExit | HungRank], None],
 ) -> bool:
-    """Wait until all ranks have ended; whether they did so by themselves, and well.
+    """Wait until all ranks have ended. Return True if all of them succeeded.
 
     Args:
-        pids: Of the ranks.
-        tag: What all processes of the attempt carry.
+        pids: Process ids by rank.
+        tag: Tag of the attempt's processes.
         watch: Finds a rank that hangs.
         look: Called again and again while ranks live.
-        grace_seconds: Between SIGTERM and SIGKILL for the ranks that outlive the first failure.
+        grace_seconds: Time between SIGTERM and SIGKILL for the ranks that outlive the first
+            failure.
         on_failure: Called at once with the first rank that fails, before the others are stopped.
     """
     while True:
         codes = {rank: _return_code(pid) for rank, pid in pids.items()}
-        # After the look at the ranks: one that the guard ended has not failed.
+        # Check after reading the codes: a rank that the guard ended has not failed.
         guard.yield_if_stopping()
         failed = [RankExit(rank, pids[rank], code) for rank, code in codes.items() if code]
         if failed:
-            # A peer of a killed rank fails a moment later by a broken connection, hence this order.
+            # Killed ranks first: their peers fail a moment later by a broken connection.
             on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
             sweep_builders(tag, grace_seconds=grace_seconds)
             return False
@@ -130,13 +125,13 @@ def watch_ranks(
         hung = watch.find_hung(alive)
         if hung is not None:
             on_failure(hung)
-            sweep_builders(tag, grace_seconds=0)  # its peers wait for it, and it may be stopped
+            sweep_builders(tag, grace_seconds=0)  # peers wait for it, and it may be stopped
             return False
         time.sleep(_LOOK_SECONDS)
 
 
 def _start(variables: Mapping[str, str]) -> int:
-    """Start a rank as a command; until it has its log, it writes to the agent's."""
+    """Start a rank as a command. Until it opens its own log, it writes to the agent's log."""
     with blocked_for_ranks():
         started = subprocess.Popen(
             [sys.executable, "-P", "-m", "trainctl.runs.rank_entry"],
@@ -148,7 +143,7 @@ def _start(variables: Mapping[str, str]) -> int:
 
 
 def _return_code(pid: int) -> int | None:
-    """Return how a child ended, or None while it runs."""
+    """Return the exit code of a child, a negative signal number, or None while it runs."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None

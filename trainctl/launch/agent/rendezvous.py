@@ -1,13 +1,12 @@
-"""Where the agents and ranks of an attempt meet: a store that the first node's agent keeps.
+"""Rendezvous of an attempt's agents and ranks: a store that the first node's agent keeps.
 
-On a single node that is no socket: the ranks meet in a file of the attempt that only the run's
-owner can open, since any user of the machine may connect to a port of its loopback. Between nodes,
-and for a program of the user's (which is told `MASTER_ADDR` and `MASTER_PORT`), it is torch's TCP
-store, which knows no users: whoever reaches the port can read and write it. Only then is torch
-imported.
+On a single node it is no socket: the ranks meet in a file of the attempt that only the run's owner
+can open, since any user of the machine may connect to a port of its loopback. Between nodes, and
+for a user's program (which reads `MASTER_ADDR` and `MASTER_PORT`), it is torch's TCP store, which
+has no access control: whoever reaches the port can read and write it. Only then is torch imported.
 
-Membership is fixed for an attempt, since a launcher starts a new one after a loss: so nodes are
-numbered by their launcher (ranks keep their places), and nothing has to be voted on.
+Membership is fixed for an attempt, since a launcher starts a new one after a loss. So the launcher
+numbers the nodes (ranks keep their places), and nothing has to be voted on.
 """
 
 from __future__ import annotations
@@ -32,28 +31,25 @@ LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _LOOK = timedelta(seconds=1)
 JOIN_SECONDS = 180.0
-"""How long ranks may import and load before they join; most take less than a minute."""
+"""Longest time for ranks to import and load before they join; most take less than a minute."""
 _OTHERS_SECONDS = 300.0
-"""How long the first node's agent keeps the store for nodes that say nothing."""
+"""Longest time that the first node's agent keeps the store for nodes that still run."""
 
 
 class NodeRendezvous:
-    """The rendezvous of one attempt.
+    """The rendezvous of one attempt. Its store is at `address` and `port` (0 with a file).
 
-    The first node listens on a socket that is bound here and never given up, so that no port can be
-    taken in between; the others connect to it.
+    The first node listens on a socket that is bound here and never given up, so that no other
+    process can take the port in between; the other nodes connect to it.
 
     Args:
         run_id: Prefix of the store's keys.
         node: Number of this node.
-        nodes: How many there are.
-        address: Of the first node, as all of them reach it; a single node uses the loopback.
-        port: To listen on; None takes a free one, which only a single node can.
-        file: For the ranks of a single node to meet in, in place of a port; None is a port.
-
-    Attributes:
-        address: Host of the store.
-        port: Number of the store's port; 0 where there is none.
+        nodes: Number of nodes.
+        address: Address of the first node, as all of them reach it; a single node uses the
+            loopback.
+        port: Port to listen on; None takes a free one, which only a single node can.
+        file: Store of a single node, in place of a port.
 
     Raises:
         TrainctlError: The port is taken, or the first node cannot be reached (exit code 4).
@@ -89,19 +85,19 @@ class NodeRendezvous:
             self._store = _connect(self.address, port)
 
     def mark(self, name: str) -> None:
-        """Tell the other nodes that this one has come so far."""
+        """Set a mark that other nodes can wait for."""
         if self._store is not None:
             self._store.set(f"{self.run_id}/{name}", "1")
 
     def await_mark(
         self, name: str, still_wanted: Callable[[], None], patience_seconds: float = inf
     ) -> None:
-        """Wait until a node has come so far.
+        """Wait until a node has set the mark.
 
         Args:
-            name: As it was given to `mark`.
+            name: The name given to `mark`.
             still_wanted: Called again and again; does not return when this process is to end.
-            patience_seconds: How long at most; then it returns all the same.
+            patience_seconds: Longest wait; the method then returns without the mark.
 
         Raises:
             TrainctlError: The first node is gone (exit code 6).
@@ -112,7 +108,7 @@ class NodeRendezvous:
             still_wanted()
             try:
                 self._store.wait([f"{self.run_id}/{name}"], _LOOK)
-            except RuntimeError as error:  # the base of torch's errors about stores
+            except RuntimeError as error:  # base class of torch's store errors
                 if not self._is_there(self._store):
                     raise TrainctlError(
                         f"node {self.node} lost the first node ({self.address}): {error}",
@@ -122,7 +118,7 @@ class NodeRendezvous:
                 return
 
     def stay_for_others(self, still_wanted: Callable[[], None]) -> None:
-        """Have the first node keep the store until no rank of another one needs it."""
+        """Have the first node keep the store until no rank of another node needs it."""
         if self.node > 0:
             self.mark(f"ended-{self.node}")
             return
@@ -130,7 +126,7 @@ class NodeRendezvous:
             self.await_mark(f"ended-{node}", still_wanted, _OTHERS_SECONDS)
 
     def num_keys(self) -> int:
-        """Return the number of entries in the store: agents' and, once they join, ranks'."""
+        """Return the number of entries in the store: the agents', and the ranks' once they join."""
         assert self._store is not None
         return self._store.num_keys()
 
@@ -143,14 +139,14 @@ class NodeRendezvous:
 
 
 class JoinWatch:
-    """Finds out whether ranks of a user's program meet where they were told to.
+    """Finds out whether ranks of a user's program join the store.
 
-    Whatever opens a process group by `MASTER_ADDR` and `MASTER_PORT` leaves entries in the store.
-    Ranks that never do each train a model of their own, and would end well.
+    Whatever opens a process group with `MASTER_ADDR` and `MASTER_PORT` leaves entries in the store.
+    Ranks that never do each train a model of their own, and would end without an error.
 
     Args:
-        rendezvous: Of the first node, before its ranks start.
-        report: Called with the seconds that have passed, once, if no rank has joined.
+        rendezvous: The first node's, before its ranks start.
+        report: Called once, with the seconds that have passed, if no rank has joined.
     """
 
     def __init__(self, rendezvous: NodeRendezvous, report: Callable[[float], None]) -> None:
@@ -161,7 +157,7 @@ class JoinWatch:
         self._is_done = False
 
     def look(self, *, at_end: bool = False) -> None:
-        """Look, once: after some minutes, or when the ranks have ended well before that."""
+        """Check once: after `JOIN_SECONDS`, or when the ranks have ended well before."""
         seconds = time.monotonic() - self._started
         if self._is_done or (seconds < JOIN_SECONDS and not at_end):
             return

@@ -1,6 +1,6 @@
-"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch.
+"""Configurations that a launcher refuses by itself: found by `validate`, before any launch.
 
-A file for each launcher, apart from the code that starts it: whoever only checks loads none of it.
+Each launcher has a file here, apart from the code that starts it: a check imports none of that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNREACHED_NODES = "TC077"
 
 
 def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """What keeps the configuration's launcher from starting it, wherever it is started from."""
+    """Return what keeps the configuration's launcher from starting it, on whichever machine."""
     spec = spec_of(config.launcher)
     found = list(_unreached_nodes(config, hardware))
     if spec.check_config:
@@ -34,7 +34,7 @@ def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
 def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]:
     """Check that the launcher starts as many nodes as the plan has.
 
-    Commands that only plan do not ask: how a cluster is reached changes nothing of a plan.
+    Commands that only plan skip this: how a cluster is reached does not change a plan.
     """
     spec, nodes = spec_of(config.launcher), hardware.nodes
     if not spec.several_nodes and nodes > 1:
@@ -50,7 +50,7 @@ def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]
 
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:
-    """Variables that the configuration refers to, and that a start would not find."""
+    """Yield a finding for each variable that the configuration refers to but that is unset."""
     for name in references(config):
         if name not in os.environ:
             yield Finding(

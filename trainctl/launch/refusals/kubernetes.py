@@ -1,4 +1,4 @@
-"""What the Kubernetes launcher refuses of a configuration."""
+"""Configurations that the Kubernetes launcher refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Return the same, as far as the configuration tells: all but where the run is."""
+    """Return problems with the image, the names and the secret; not with where the run is."""
     launcher = section_of(config, KubernetesConfig)
     findings = []
     if launcher.kubernetes_image is None:

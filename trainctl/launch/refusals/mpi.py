@@ -1,4 +1,4 @@
-"""What the MPI launcher refuses of a configuration."""
+"""Configurations that the MPI launcher refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEW_HOSTS = "TC163"
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Whether the program is one, and the hostfile names enough hosts and nothing else."""
+    """Return problems with the program's name, and with the number and names of hosts."""
     launcher, nodes = section_of(config, MpiConfig), hardware.nodes
     findings = [*check_programs([("launcher.mpi_program", launcher.mpi_program)])]
     if launcher.mpi_hostfile is not None:
@@ -54,7 +54,7 @@ def hosts_in(text: str) -> list[str]:
 
 
 def _named(text: str) -> list[str]:
-    """Return the same, each with its user if the file has one."""
+    """Return the hosts of a hostfile, each with its `USER@` if the file has one."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
     names = [words[0] for words in lines if words]
     return [name.partition(":")[0] if name.count(":") == 1 else name for name in names]

@@ -1,4 +1,4 @@
-"""What the Slurm launcher refuses of a configuration."""
+"""Configurations that the Slurm launcher refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainctl.options.launcher.slurm import SlurmConfig
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Return the same, as far as the configuration tells."""
+    """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
     launcher = section_of(config, SlurmConfig)
     words = {
         "slurm_partition": launcher.slurm_partition,

@@ -1,4 +1,4 @@
-"""What the ssh launcher refuses of a configuration."""
+"""Configurations that the ssh launcher refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WRONG_HOSTS = "TC169"
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """What is wrong with the hosts by their names, and with the file that has them."""
+    """Return problems with the names of the hosts, and with the hostfile."""
     launcher = section_of(config, SshConfig)
     findings = [*check_programs([("launcher.python", launcher.python)])]
     findings += [

@@ -1,8 +1,8 @@
-"""`python -m trainctl.monitor.loggers RUN_DIR NAME [--follow | --again]`: send metrics.
+"""`python -m trainctl.monitor.loggers RUN_DIR NAME [--follow | --again]`: send metrics to a logger.
 
-Without `--follow` what there is now. With it, until its stdin ends: its launcher closes it when the
-run has ended, and what is still to be sent then is. Whatever the logger does, this process tries
-again, later and later. It is the last to get a processor, and may be killed at any time.
+Without `--follow` it sends the metrics that exist now. With it, it sends until its stdin ends: its
+launcher closes it when the run has ended, and the rest is then sent. After any error of the logger
+it tries again, with growing pauses. It has the lowest CPU priority, and may be killed at any time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NICENESS = 19
 
 
 def main() -> int:
-    """Send; 0 when everything was sent, 4 when not, 5 when another process does."""
+    """Send metrics. Return 0 if all were sent, 4 if not, 5 if another process is sending them."""
     parser = argparse.ArgumentParser(prog="python -m trainctl.monitor.loggers")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("name")
@@ -42,7 +42,7 @@ def main() -> int:
     os.nice(_NICENESS)
     try:
         run = open_run(given.run_dir)
-        os.umask(0o777 & ~run.root.stat().st_mode)  # what a logger makes is as the run is
+        os.umask(0o777 & ~run.root.stat().st_mode)  # a logger's files get the run's permissions
         paths = run.logger(given.name)
         ensure_folder(paths.folder)
         if not _lock(paths, waits=given.follow):
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _lock(paths: LoggerPaths, *, waits: bool) -> bool:
-    """Keep other processes from sending the same; held until this one ends."""
+    """Take the logger's lock until this process ends; False if another process has it."""
     descriptor = open_lock(paths.lock)
     while True:
         try:
@@ -80,7 +80,7 @@ def _send(run: RunPaths, name: str, *, follows: bool) -> int:
                 follower.close()
                 return ExitCode.success
             is_last = _has_ended(_POLL_SECONDS)
-        except Exception as error:  # whatever the logger, its library or its server does
+        except Exception as error:  # any error of the logger, its library or its server
             traceback.print_exc()
             with suppress(Exception):
                 follower.give_up(_told(error))
@@ -91,7 +91,7 @@ def _send(run: RunPaths, name: str, *, follows: bool) -> int:
 
 
 def _told(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """Return the error in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, TrainctlError):
         return f"{text} ({error.hint})" if error.hint else text
@@ -99,7 +99,7 @@ def _told(error: Exception) -> str:
 
 
 def _has_ended(seconds: float) -> bool:
-    """Wait for so long, or until stdin ends; whether it has."""
+    """Wait for some seconds, or until stdin ends; return True if it has ended."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], left)[0] and not os.read(sys.stdin.fileno(), 1024):

@@ -1,4 +1,4 @@
-"""What goes along with a run's metrics: its configuration, plan, prediction and origin."""
+"""Facts that accompany a run's metrics: its configuration, plan, prediction and origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
 
 
 def about(run: RunPaths) -> dict[str, Any]:
-    """It as plain JSON, without secrets: what the run directory has, in which they are references.
+    """Return the facts as plain JSON, with references in place of secrets.
 
     Raises:
         TrainctlError: Files of the run are damaged (exit code 5).
@@ -49,7 +49,7 @@ def about(run: RunPaths) -> dict[str, Any]:
 
 
 def _memory(plan: RunPlan) -> dict[str, int]:
-    """What is predicted of the fullest device; nothing where only a trace of the model tells."""
+    """Return the predicted peak of the fullest device; empty if that needs a trace of the model."""
     try:
         if needs_trace(plan.config):
             return {}

@@ -1,9 +1,9 @@
-"""Tells people what happens to a run: `logging.alerts`, by a process like a logger's.
+"""Alerts about a run (`logging.alerts`), sent by a process like a logger's.
 
-What is to be told is decided once, by the records, and written into the cursor before anyone is
-told; who was told what is written after each. A process that is killed goes on from there. Only one
-that is killed between somebody's answer and that write tells him again: with the same `id`, and
-`tries` above 1.
+An alert is decided once, from the records, and written into the cursor before it is sent; each
+successful delivery is written after it. A process that is killed continues from there. Only if it
+is killed between a recipient's answer and that write is the alert sent again: with the same `id`,
+and `tries` above 1.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trainctl.runs.status import read_status
 from trainctl.runs.stragglers import account as straggler
 
 MOST_WAITING = 100
-"""Alerts that wait for one who cannot be reached; of more the oldest are left out."""
+"""Most alerts that wait for an unreachable recipient; the oldest beyond that are dropped."""
 MOST_REFUSALS = 3
-"""Tries of an alert that its server refuses (HTTP 4xx)."""
+"""Most tries of an alert that its server refuses (HTTP 4xx)."""
 _TEXT_LENGTH = 1000
 
 _TOLD: dict[str, tuple[AlertKind, Callable[[Event], str]]] = {
@@ -48,24 +48,21 @@ _TOLD: dict[str, tuple[AlertKind, Callable[[Event], str]]] = {
     "divergence": (AlertKind.spike, divergence_account),
     "straggler": (AlertKind.straggler, straggler),
 }
-"""Kinds of records that are told, and how."""
+"""Kinds of records that cause an alert: the alert's kind, and its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One who is told."""
+    """One recipient of alerts."""
 
     name: str
-    """Without secrets: what the cursor knows it as."""
+    """Name in the cursor, without secrets."""
     tell: Callable[[dict[str, Any]], None]
-    """Tells it; raises where that fails."""
+    """Sends an alert; raises if that fails."""
 
 
 class Alerter:
-    """Reads a run's records and tells of them, from where it was.
-
-    Args:
-        run: The run.
+    """Reads a run's records from the cursor on, and sends alerts about them.
 
     Raises:
         TrainctlError: Its cursor is damaged.
@@ -79,18 +76,20 @@ class Alerter:
         self.cursor = read_cursor(self._path)
 
     def send(self) -> bool:
-        """Tell of the next batch of records, and of what could not be told before; whether there
-        was a batch.
+        """Read the next batch of records, and send new and undelivered alerts.
+
+        Returns:
+            Whether there was a batch.
 
         Raises:
-            TrainctlError: Somebody could not be told, or the records were cut.
+            TrainctlError: A recipient could not be reached, or the records were cut.
         """
         was_read = self._read()
         self._deliver(self._state())
         return was_read
 
     def _read(self) -> bool:
-        """Have what the next batch of records is told by wait; whether there was a batch."""
+        """Queue the alerts of the next batch of records; return True if there was a batch."""
         cursor, state = self.cursor, self._state()
         events: list[Event] = []
         offset, digest = cursor.offset, cursor.digest
@@ -107,12 +106,12 @@ class Alerter:
         return offset != cursor.offset
 
     def end(self) -> None:
-        """Tell what has not been told, and that the launch has ended.
+        """Send all undelivered alerts, and one about the end of the launch.
 
-        All of it waits before anyone is told: one who cannot be told keeps it from nobody else.
+        All are queued before the first is sent: an unreachable recipient delays no other.
 
         Raises:
-            TrainctlError: Somebody could not be told, or the records were cut.
+            TrainctlError: A recipient could not be reached, or the records were cut.
         """
         while self._read():
             pass
@@ -128,21 +127,21 @@ class Alerter:
         self._deliver(state)
 
     def give_up(self, problem: str) -> None:
-        """Write down what is in the way.
+        """Write the problem to the cursor.
 
         Raises:
             OSError: The disk is full.
         """
-        self._config = None  # it may have another
+        self._config = None  # a new attempt may have changed it
         if problem != self.cursor.problem:
             self.cursor = replace(self.cursor, problem=problem)
             self.cursor.write(self._path)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no connection stays open."""
 
     def _state(self) -> dict[str, Any]:
-        """What of the state is not there yet is of a new run."""
+        """Return the cursor's state, with the defaults of a new run for fields that it lacks."""
         return {
             "number": 0,
             "step": 0,
@@ -165,17 +164,17 @@ class Alerter:
         self.cursor.write(self._path)
 
     def _judge(self, events: list[Event], state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the alerts in records."""
+        """Yield the alerts that records cause."""
         for event in events:
             kind, attempt = event["event"], event["attempt"]
             now = float(event.get("time", 0.0))
             if kind == "step":
                 state["step"], state["moved"], state["is_quiet"] = event["step"], now, False
                 state["stepped"] = attempt
-            elif kind != "logger" and state.get("stepped") != attempt:  # what comes before a step
+            elif kind != "logger" and state.get("stepped") != attempt:  # before the first step
                 state["moved"], state["is_quiet"] = now, False
             if kind not in _TOLD or (kind == "failure" and state["failed"] == attempt):
-                continue  # the other ranks fail for the first one's reason
+                continue  # later failures of an attempt follow from the first
             if not self._was_asked_for(attempt):
                 continue
             state["failed"] = attempt if kind == "failure" else state["failed"]
@@ -183,7 +182,7 @@ class Alerter:
             yield self._alert(name, words(event), now, attempt, state)
 
     def _was_asked_for(self, attempt: int) -> bool:
-        """Whether an attempt was launched with somebody to tell: what came before is no news."""
+        """Return True if an attempt was launched with alerts; earlier attempts are no news."""
         if attempt not in self._asked:
             file = self._run.attempt(attempt).plan
             self._asked[attempt] = (
@@ -192,8 +191,10 @@ class Alerter:
         return self._asked[attempt]
 
     def _quiet(self, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """That there was no step for too long; of a program of the user's only where it has told
-        of steps before."""
+        """Yield an alert if there was no step for too long.
+
+        For a user's program, only if it has reported steps before.
+        """
         config = self._configuration()
         if state["is_quiet"] or not state["moved"]:
             return
@@ -223,7 +224,7 @@ class Alerter:
         }
 
     def _add(self, found: list[dict[str, Any]], state: dict[str, Any]) -> None:
-        """Have alerts wait for all who are to be told."""
+        """Queue alerts for every recipient."""
         wanted = {kind.value for kind in self._configuration().logging.alerts.kinds}
         names = [target.name for target in self._targets()]
         for alert in found:
@@ -235,9 +236,9 @@ class Alerter:
                 state["waiting"].remove(old)
 
     def _deliver(self, state: dict[str, Any]) -> None:
-        """Tell what waits, each in order; one who cannot be told keeps nobody else waiting."""
+        """Send queued alerts to each recipient, in order; an unreachable one delays no other."""
         problems = []
-        # Those who could not be told last time may take long again.
+        # Recipients that failed last time come last: they may take long again.
         for target in sorted(self._targets(), key=lambda each: each.name in state["tries"]):
             for each in [each for each in state["waiting"] if each["to"] == target.name]:
                 state["tries"][target.name] = tries = state["tries"].get(target.name, 0) + 1

@@ -1,4 +1,4 @@
-"""How far a logger has come: `RUN/loggers/NAME.json`, replaced as a whole."""
+"""Cursor of a logger in a run's records: `RUN/loggers/NAME.json`, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from trainctl.runs.atomic import write_json
 from trainctl.runs.records import Event, events_after
 
 BATCH_BYTES = 1 << 20
-"""Read and committed at a time: about 1,700 steps."""
+"""Bytes that are read and committed at a time: about 1,700 steps."""
 _COMPARED_BYTES = 4096
-"""Several lines, so that the last one is among them; a `time` in each makes them unlike others."""
+"""Bytes under the digest: several lines, so that the last one is among them. The `time` in each
+line makes them unique.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """What was sent, and is not sent again."""
+    """Progress of a logger: everything before it was sent."""
 
     offset: int = 0
     """Bytes of `events.jsonl` that were read."""
     digest: str = ""
-    """SHA-256 of the end of these bytes: tells whether the file still has them."""
+    """SHA-256 of the end of these bytes, to notice if the file was cut or replaced."""
     attempt: int = 0
-    """The newest attempt in them."""
+    """The newest attempt in these bytes."""
     step: int = -1
-    """The last step of the run's curve in them; -1 before the first."""
+    """Last step of the run's curve in these bytes; -1 before the first."""
     points: int = 0
-    """How many points were sent, those that others have replaced among them."""
+    """Number of points sent, those that later ones have replaced included."""
     ended: str = ""
-    """Offset, and time of the run's status, at which the logger was told that it has all."""
+    """Offset, and time of the run's status, when the logger was last told that it has everything.
+    """
     state: dict[str, Any] | None = None
-    """What the logger needs to go on; None before its first commit."""
+    """State that the logger continues from; None before its first commit."""
     problem: str = ""
-    """Why it could not send what follows; empty if nothing is in its way."""
+    """Reason why the rest could not be sent; empty if there is none."""
 
     def write(self, path: Path) -> None:
         """Replace the file.
@@ -51,14 +54,14 @@ class Cursor:
 
 
 def read_on(records: Path, cursor: Cursor) -> tuple[list[Event], int, str]:
-    """Read the next batch of records behind a cursor.
+    """Read the next batch of records after a cursor.
 
     Returns:
-        The records; offset and digest of a cursor behind them.
+        The records, and offset and digest of the cursor after them.
 
     Raises:
-        TrainctlError: What the cursor has passed is not in the file any more: it was cut or
-            replaced, and what follows may be anything, however long the file is.
+        TrainctlError: The file was cut or replaced before the cursor, so that the records after it
+            may be anything.
         OSError: The file cannot be read.
     """
     is_cut = records.stat().st_size < cursor.offset
@@ -80,7 +83,7 @@ def _digest(records: Path, offset: int) -> str:
 
 
 def read_cursor(path: Path) -> Cursor:
-    """How far it has come; the beginning where there is no file.
+    """Read a cursor; a new one at the beginning if there is no file.
 
     Raises:
         TrainctlError: The file is damaged (exit code 5).

@@ -1,4 +1,4 @@
-"""The points in a run's records: those that were made, and those that the run stands by."""
+"""Points of metrics in a run's records: all of them, and those that count after all resumes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trainctl.runs.records import Event, iter_events
 
 @dataclass
 class CurveReader:
-    """How far records were read."""
+    """Reader of points, with its progress in the records."""
 
     attempt: int = 0
-    """The newest attempt in them."""
+    """Newest attempt read so far."""
     step: int = -1
-    """The last step of the run's curve in them; -1 before the first."""
+    """Last step of the run's curve read so far; -1 before the first."""
     points: int = 0
-    """How many points were in them."""
+    """Number of points read so far."""
 
     def points_of(self, events: Iterable[Event]) -> Iterator[tuple[Point, bool]]:
-        """Yield the points in the records that come next, and whether the run goes back with one.
+        """Yield the points in the next records, each with whether the run goes back at it.
 
-        The last attempt wins, and in it what came last: as `runs.records.step_curve` has it.
+        The last attempt wins, and in it the later record, as in `runs.records.step_curve`.
         """
         for event in events:
             point = point_of(event, self.points + 1)
@@ -40,12 +40,9 @@ class CurveReader:
 
 
 def curve(records: Path, points: int) -> Iterator[Point]:
-    """Yield the points of the run as it stood after so many of them, in order, each step once.
+    """Yield the points that count after the first `points` points, in order, each step once.
 
-    Reads the records twice, and keeps two numbers a step.
-
-    Args:
-        points: How many points count.
+    Reads the records twice, and keeps two numbers per step.
 
     Raises:
         TrainctlError: The records cannot be read (exit code 5).

@@ -1,4 +1,4 @@
-"""How an alert reaches people: a POST to a webhook, or a program of the user's."""
+"""Delivery of alerts: by a POST to a webhook, or by a program of the user's."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from trainctl.config.secrets import resolve_text
 from trainctl.runs.processes import PARENT_VARIABLE
 
 POST_SECONDS = 10.0
-"""For a webhook in all, however often its server sends a byte."""
+"""Time limit of a POST in all, however often its server sends a byte."""
 COMMAND_SECONDS = 30.0
 
 
 class Refused(Exception):
-    """A server understood, and does not want it: trying again will rarely help."""
+    """The server understood the alert and refused it: trying again will rarely help."""
 
 
 class _Elsewhere(urllib.request.HTTPRedirectHandler):
-    """Follows nobody elsewhere: it would be a GET without the alert, which is then lost."""
+    """Follows no redirect: it would be a GET without the alert, which would be lost."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class _Cuttable(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Connections that can be cut in the middle of an answer: their timeout is that of one read."""
+    """HTTP connections that can be cut in the middle of an answer; their timeout is per read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Cuttable(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
         return self._open(http.client.HTTPSConnection, request)
 
     def cut(self) -> None:
-        """End every connection; who reads from one fails."""
+        """Shut down every connection, so that reading from it fails."""
         for connection in self._connections:
             with suppress(OSError):
                 if connection.sock is not None:
@@ -64,14 +64,14 @@ class _Cuttable(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
 
 def post(url: str, alert: Mapping[str, Any]) -> None:
-    """Send an alert as JSON.
+    """Send an alert as JSON to a webhook.
 
     Args:
-        url: A reference to the variable that has it. What goes wrong is told without its value.
+        url: Reference to the variable that holds the URL. Error messages never contain its value.
 
     Raises:
-        Refused: Its server answers with 3xx or 4xx, but not because there is too much to do.
-        OSError: It cannot be reached, or answers otherwise.
+        Refused: The server answers with 3xx or 4xx, except for being overloaded.
+        OSError: It cannot be reached, or answers with another error.
         TrainctlError: The variable is not set.
     """
     target = resolve_text(url, os.environ)
@@ -90,7 +90,7 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
         )
         opener = urllib.request.build_opener(_Elsewhere, handler)
         opener.open(request, timeout=POST_SECONDS).close()
-        if timer.finished.is_set():  # headers that are cut off look as if they had ended
+        if timer.finished.is_set():  # truncated headers look complete
             raise TimeoutError
     except urllib.error.HTTPError as error:
         told = f"the server answers {error.code}"
@@ -101,7 +101,7 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
         reason = error.reason
         known = reason.strerror if isinstance(reason, OSError) else None
         raise OSError(known or f"it cannot be reached: {type(reason).__name__}") from None
-    except Exception as error:  # of http.client; some have the URL in them
+    except Exception as error:  # of http.client; some messages contain the URL
         if timer.finished.is_set():
             raise OSError(f"it did not answer within {POST_SECONDS:g} s") from None
         raise OSError(f"it cannot be told: {type(error).__name__}") from None
@@ -110,10 +110,10 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
 
 
 def start(command: Sequence[str], alert: Mapping[str, Any]) -> None:
-    """Run a program with an alert as JSON on its input, which ends with this process.
+    """Run a program with an alert as JSON on its stdin; it ends with this process.
 
     Args:
-        command: It and its arguments; no shell sees them.
+        command: The program and its arguments, run without a shell.
 
     Raises:
         OSError: It cannot be started, fails, or takes too long.

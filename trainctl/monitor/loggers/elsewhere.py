@@ -1,4 +1,4 @@
-"""Run `trainctl.monitor.loggers` by a Python in whose environment trainctl is not installed.
+"""Run `trainctl.monitor.loggers` with a Python in whose environment trainctl is not installed.
 
 `python -P trainctl/monitor/loggers/elsewhere.py RUN_DIR NAME ...`. Only this package becomes
 importable there, not the other packages of trainctl's environment.

@@ -1,7 +1,7 @@
 """Reads a run's records in order and hands their metrics to one logger, each step once.
 
-After each batch the logger commits, then the cursor is replaced. Whoever is killed in between comes
-to the same batch again, with the logger's state of before it.
+After each batch the logger commits, then the cursor is replaced. A process killed in between reads
+the same batch again, with the logger's state from before it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from trainctl.runs.status import State, read_status
 
 
 class Follower:
-    """One logger of a run, from where it was; its sink is made with the first batch.
+    """Sends a run's records from the cursor on to one logger. Makes its sink with the first batch.
 
     Args:
-        run: The run.
-        name: The logger.
+        name: Name of the logger.
 
     Raises:
         TrainctlError: Its cursor is damaged.
@@ -44,10 +43,10 @@ class Follower:
         self.cursor = read_cursor(self._path)
 
     def send(self) -> bool:
-        """Send the next batch of records; whether there was one.
+        """Send the next batch of records, and return True if there was one.
 
         Raises:
-            Exception: Whatever the logger raises, or writing the cursor. Nothing of the batch
+            Exception: Any error of the logger, or of writing the cursor. Nothing of the batch
                 counts as sent then.
         """
         cursor = self.cursor
@@ -67,10 +66,10 @@ class Follower:
         return True
 
     def end(self) -> None:
-        """Tell the sink that it has all there is, and how the run stands.
+        """Tell the sink that it has everything, and the run's state.
 
         Raises:
-            Exception: Whatever the logger raises, or writing the cursor.
+            Exception: Any error of the logger, or of writing the cursor.
         """
         cursor, status = self.cursor, read_status(self._run)
         told = f"{cursor.offset} {status.updated if status else 0}"
@@ -84,7 +83,7 @@ class Follower:
         self.cursor.write(self._path)
 
     def give_up(self, problem: str) -> None:
-        """Let go of the sink, of which nothing can be expected, and write down why.
+        """Close the failed sink, and write the problem to the cursor.
 
         Raises:
             OSError: The disk is full.
@@ -95,10 +94,10 @@ class Follower:
             self.cursor.write(self._path)
 
     def close(self) -> None:
-        """Let go of the sink."""
+        """Close the sink."""
         sink, self._sink = self._sink, None
         if sink is not None:
-            with suppress(Exception):  # all that counts was committed
+            with suppress(Exception):  # everything that matters was committed
                 sink.close()
 
     def _build(self, state: Mapping[str, Any] | None) -> Sink:
@@ -121,7 +120,7 @@ class Follower:
         return sink
 
     def _pass_on(self, events: list[Event], sink: Sink) -> Cursor:
-        """Hand over the metrics of records; the cursor behind them."""
+        """Hand the metrics of records to the sink, and return the cursor after them."""
         before = self.cursor
         reading = CurveReader(before.attempt, before.step, before.points)
         waiting: list[Point] = []

@@ -1,4 +1,4 @@
-"""From records to metrics: one name for each, the same with every logger."""
+"""Metrics of records: one name for each, the same with every logger."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ EVALUATION = {
     "values": "evaluation",
 }
 KINDS = {"step": ("train", TRAIN), "evaluation": ("evaluation", EVALUATION)}
-"""Kinds of records that have metrics: the kind of the points that they become, and their fields
-with the names of the metrics; a field that is a mapping or a list gives one for each of its
-entries: `seconds/total`."""
+"""Kinds of records that have metrics: the kind of their points, and their fields with the names of
+the metrics. A field that is a mapping or a list gives one metric per entry, such as
+`seconds/total`.
+"""
 
 
 def point_of(event: Event, place: int) -> Point | None:
-    """Return the metrics of a record; None of one that has none.
+    """Return the point with the metrics of a record; None if it has no metrics.
 
     Args:
-        place: The point's number, should it be one.
+        place: Number of the point.
     """
     if event["event"] not in KINDS or not isinstance(event.get("step"), int):
         return None
@@ -59,8 +60,7 @@ def point_of(event: Event, place: int) -> Point | None:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a field, NaN and infinities too; what is none, or not known, is left
-    out."""
+    """Yield names and numbers in a field, NaN and infinities included; omit other values."""
     if isinstance(value, Mapping):
         for part, item in value.items():
             yield from _numbers(f"{name}/{part}", item)

@@ -1,4 +1,4 @@
-"""The process that sends a run's metrics to a logger: how it is started, and run to its end."""
+"""The process that sends a run's metrics to a logger: its command line, and a run to its end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainctl.runs.access import ensure_folder
 from trainctl.runs.layout import RunPaths
 
 ALERTS = "alerts"
-"""The process that tells people, and no logger."""
+"""Name of the process that sends alerts, in place of a logger's."""
 
 
 def command(run: RunPaths, name: str, *options: str, config: RunConfig) -> list[str]:
     """Return the command line of the process.
 
     Args:
-        config: The configuration, which may name another Python.
+        config: The configuration, which may name another Python for this logger.
     """
     python = sys.executable if name == ALERTS else python_of(name, config)
     ours = ["-P", "-m", "trainctl.monitor.loggers"]
@@ -29,10 +29,10 @@ def command(run: RunPaths, name: str, *options: str, config: RunConfig) -> list[
 
 
 def send(run: RunPaths, name: str, *, config: RunConfig, again: bool = False) -> int:
-    """Send what is not sent yet, in a process of its own; its exit code.
+    """Send everything that is not sent yet, in a process of its own, and return its exit code.
 
     Args:
-        again: Whether what was sent before is sent too.
+        again: Whether to send everything from the beginning.
 
     Raises:
         TrainctlError: The run directory cannot be written (exit code 4).

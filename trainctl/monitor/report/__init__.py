@@ -1,1 +1,1 @@
-"""What people look at rather than read: charts of plans, and a page of runs."""
+"""Visual reports: charts of plans, and a page of runs."""

@@ -1,4 +1,4 @@
-"""Where the time of a run went, what it cost, and what the rest will take."""
+"""Account of a run: the use of its time, its cost, and estimates for the rest."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.history import AttemptTimes, History
 
 RECENT_STEPS = 200
-"""Whose mean time the rest is expected to take."""
+"""Number of last steps whose mean time predicts the rest."""
 
 
 def account_of(
     history: History, *, stop_step: int | None, now: float | None, price: float | None
 ) -> dict[str, Any]:
-    """Seconds by what they went to, device hours and price so far and to come.
+    """Return seconds by use, and device hours and price, so far and to come.
 
     Args:
-        stop_step: Where its newest attempt ends; None where no plan says.
-        now: Unix seconds, of a run that goes on; None takes its last record for its end.
-        price: Of a device for an hour, in whatever currency; None: no prices.
+        stop_step: Last step of the newest attempt; None if no plan tells.
+        now: Current time in Unix seconds, for a live run; None ends the run at its last record.
+        price: Price of one device for an hour, in any currency; None leaves prices out.
     """
     attempts = [history.attempts[number] for number in sorted(history.attempts)]
     steps = history.steps
@@ -78,7 +78,7 @@ def _seconds(steps: GrowingColumns) -> float:
 
 
 def _repeated_hours(history: History) -> float:
-    """Device hours of the steps that do not count: each with the ranks of its attempt."""
+    """Return the device hours of repeated steps: their seconds times their attempt's ranks."""
     ranks = {number: attempt.ranks or 0 for number, attempt in history.attempts.items()}
     return sum(
         float(seconds) * ranks[int(number)] / 3600
@@ -91,7 +91,7 @@ def _repeated_hours(history: History) -> float:
 
 
 def _starting(attempt: AttemptTimes) -> float:
-    """Of an attempt that never came to a step all of it."""
+    """Return the seconds before an attempt's first step; all of its time if it made no step."""
     until = attempt.last if attempt.first_step_began is None else attempt.first_step_began
     return max(0.0, until - attempt.launched)
 
@@ -110,7 +110,7 @@ def _tokens_left(steps: GrowingColumns, left: int | None) -> float | None:
 
 
 def _parts(steps: GrowingColumns) -> dict[str, float]:
-    """Seconds of the steps that count by the part of a step, what none of them took last."""
+    """Return the seconds of the steps that count, by part of a step, with `other` last."""
     names = [name for name in steps.names if name.startswith("seconds/")]
     sums = {name.removeprefix("seconds/"): float(np.nansum(steps[name])) for name in names}
     total = sums.pop("total", None)

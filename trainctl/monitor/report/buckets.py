@@ -1,4 +1,4 @@
-"""Curves made shorter without losing what stands out: smallest, largest and mean of each bucket."""
+"""Downsampling of curves that keeps outliers: minimum, maximum and mean of each bucket."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Edges: TypeAlias = NDArray[np.int64]
 """Index of the first row of each bucket, ascending from 0."""
 
 LATEST = 1 / 8
-"""Of all buckets: those for the newest rows, one each."""
+"""Share of all buckets that hold one of the newest rows each."""
 AROUND_MARKS = 1 / 8
-"""And those for what lies around marks."""
+"""Share of all buckets that hold one row each around marks."""
 
 MANTISSA_BITS = 15
-"""Kept of a number that is drawn: five digits. What is left compresses."""
+"""Mantissa bits kept of a drawn number: five digits, which compress well."""
 
 LEVEL = 7
-"""Of zlib."""
+"""Compression level of zlib."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +39,20 @@ class Reduced:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each bucket holds one number only, which all three then are."""
+        """Whether each bucket holds a single number: mean, minimum and maximum are equal."""
         finite = np.isfinite(self.mean)
         return bool(np.array_equal(self.min[finite], self.max[finite]))
 
 
 def edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
-    """Buckets of `length` rows, about `most` at the most.
+    """Return buckets of `length` rows, about `most` at the most.
 
-    They are of one size, but for the newest rows and those around marks, which are whole: there
-    people look closest.
+    Buckets have one size, except that the newest rows and the rows around marks have a bucket each:
+    people look closest there.
 
     Args:
-        most: Buckets; at least 64.
-        marks: Rows, the most important first.
+        most: Number of buckets; at least 64.
+        marks: Rows of marks, the most important first.
     """
     if length <= most:
         return np.arange(length, dtype=np.int64)
@@ -68,7 +68,7 @@ def edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
 
 
 def reduce(values: Numbers, at: Edges) -> Reduced:
-    """Mean, smallest and largest number of each bucket, of those that are finite.
+    """Return the mean, minimum and maximum of each bucket's finite numbers.
 
     Args:
         values: Shape (rows,).
@@ -89,21 +89,23 @@ def reduce(values: Numbers, at: Edges) -> Reduced:
 
 
 def last_of(values: Numbers, at: Edges) -> Numbers:
-    """Return the last number of each bucket: of a column that only grows."""
+    """Return the last number of each bucket, for a column that only grows."""
     ends = np.append(at[1:], len(values)) if len(at) else at
     last: Numbers = values[ends - 1]
     return last
 
 
 def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
-    """Return a column as text: 32-bit floats, the first bytes of all before the second, deflated,
-    base64.
+    """Return a column as text for the page's script.
+
+    The bytes of 32-bit floats, the first bytes of all numbers before the second ones, are deflated
+    and base64-encoded.
 
     Args:
         values: Shape (n,).
-        exactly: Keep all 24 bits of each; else `MANTISSA_BITS` of its mantissa.
+        exactly: Keep all 24 bits of each mantissa instead of `MANTISSA_BITS`.
     """
-    with np.errstate(over="ignore"):  # what is no 32-bit float is drawn as no number
+    with np.errstate(over="ignore"):  # overflows of 32 bits are not drawn
         bits = values.astype("<f4").view("<u4")
     if not exactly:
         drop = 23 - MANTISSA_BITS
@@ -116,5 +118,5 @@ def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
 
 
 def plain(values: Numbers) -> list[float | None]:
-    """Return a column as a list; None where there is no number."""
+    """Return a column as a list; None where a number is not finite."""
     return [float(value) if math.isfinite(value) else None for value in values]

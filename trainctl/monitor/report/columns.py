@@ -1,4 +1,4 @@
-"""Numbers of a run's records as columns, which grow record by record: eight bytes a number."""
+"""Columns of numbers from a run's records, which grow record by record: eight bytes per number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 class GrowingColumns:
-    """One array a field, all of one length; NaN where a record had no such field."""
+    """One array per field, all of the same length; NaN where a record lacks the field."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, array[float]] = {}
@@ -29,14 +29,13 @@ class GrowingColumns:
         return name in self._arrays
 
     def __getitem__(self, name: str) -> Numbers:
-        """Return a copy of a field's numbers, shape (length,); NaN everywhere if no record had
-        it."""
+        """Return a copy of a field's numbers, shape (length,); all NaN for an unknown field."""
         found = self._arrays.get(name)
         return np.full(self._length, NAN) if found is None else np.array(found, dtype=np.float64)
 
     @property
     def names(self) -> list[str]:
-        """Of the fields, in the order in which they were first seen."""
+        """Names of the fields, in the order in which they were first seen."""
         return list(self._arrays)
 
     def append(self, values: Mapping[str, float]) -> None:
@@ -54,16 +53,16 @@ class GrowingColumns:
                     found.append(NAN)
 
     def first_not_below(self, name: str, value: float) -> int:
-        """Index of the first record whose field is at least `value`, of a field that only grows."""
+        """Return the first record whose field is at least `value`; the field must ascend."""
         return bisect_left(self._arrays[name], value) if self._length else 0
 
     def last(self, name: str) -> float:
-        """Of the last record; NaN if there is none, or it had no such field."""
+        """Return the field of the last record; NaN if there is no record, or it lacks the field."""
         found = self._arrays.get(name)
         return found[-1] if found else NAN
 
     def cut(self, index: int, keep: Collection[str] | None = None) -> GrowingColumns:
-        """Take the records from `index` on away; these, with the fields in `keep` only."""
+        """Remove the records from `index` on, and return them with only the fields in `keep`."""
         tail = GrowingColumns()
         tail._length = self._length - index
         for name, found in self._arrays.items():

@@ -1,4 +1,4 @@
-"""The documents of a run's sources, as a chart."""
+"""Chart of the documents of a run's sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def chart(found: Mapping[str, SourceStatistics], title: str) -> Figure:
-    """Documents of each source by their length, and below the tokens and copies of each."""
+    """Draw document lengths of each source, and below them its tokens and copies."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

@@ -1,4 +1,4 @@
-"""In what several plans differ, by configuration key: of runs, or of a run's attempts."""
+"""Differences between plans, of runs or of a run's attempts, by configuration key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ABSENT = "not set"
 
 
 def differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
-    """Return each key that does not mean the same in all plans, with its values as they are shown.
+    """Return each key that differs in meaning between plans, with its values as text.
 
-    A null stands for the value that is derived for it.
+    A null means the value that is derived for it.
     """
     sides = [_Side(plan) for plan in plans]
-    keys = dict.fromkeys(key for side in sides for key in side.values)  # a kind may have its own
+    keys = dict.fromkeys(key for side in sides for key in side.values)  # keys depend on kinds
     found = []
     for key in keys:
         meanings = [repr(side.meaning(key)) for side in sides]

@@ -1,4 +1,4 @@
-"""Everything that is shown of runs, as one JSON document: for the page, `--json` and `--csv`."""
+"""The report of runs as one JSON document: for the page, `--json` and `--csv`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DOCUMENT_SCHEMA = 1
 """Version of the document."""
 
 BUCKETS = 9000
-"""Of all runs of a file together: about 1.5 MB."""
+"""Buckets of all runs of a file together: about 1.5 MB."""
 LEAST_BUCKETS = 600
-"""Of each run, however many there are."""
+"""Fewest buckets of each run, however many runs there are."""
 
 BRANCHES, BRANCH_BUCKETS = 60, 128
-"""The newest that are drawn, and points of each."""
+"""Most branches that are drawn, the newest ones, and points of each."""
 EVALUATION_BUCKETS = 2000
 
 CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "straggler")
-"""Marks around which every step is kept."""
+"""Kinds of marks around which every step is kept."""
 
 NOT_SERIES = ("step", "time", "attempt", "tokens")
 
@@ -55,9 +55,9 @@ def report_document(
 
     Args:
         histories: The runs; at least one.
-        price: Of a device for an hour.
-        most: Buckets of a run; None: as many as a file of 2 MB bears; 0: every step.
-        is_packed: GrowingColumns as text for the page's script; else as lists.
+        price: Price of one device for an hour.
+        most: Buckets of each run; None takes as many as a file of 2 MB holds, 0 keeps every step.
+        is_packed: Columns as text for the page's script; else as lists.
 
     Raises:
         TrainctlError: A run's `run.json` is damaged (exit code 5).
@@ -161,14 +161,14 @@ class _Run:
         }
 
     def _plan_of(self, number: int) -> RunPlan | None:
-        """Return the plan of an attempt; None where there is none, or another version's."""
+        """Return the plan of an attempt; None if there is none that this version can read."""
         try:
             return read_plan(self._history.run.attempt(number).plan)
         except TrainctlError:
             return None
 
     def _rows_to_look_at(self) -> list[int]:
-        """Rows of marks around which every step is kept, the newest first."""
+        """Return the rows of marks around which every step is kept, the newest first."""
         steps = self._history.steps
         marks = [mark for mark in reversed(self._history.marks) if mark.kind in CLOSE_TO]
         return [steps.first_not_below("step", mark.step) for mark in marks if len(steps)]
@@ -179,7 +179,7 @@ class _Run:
         return placement(self.plan, self._history.run.attempt(self._standing))
 
     def _attempts(self) -> dict[str, Any]:
-        """Return the attempts, and in what their plans differ."""
+        """Return the numbers of the attempts, and the differences between their plans."""
         known = {number: self._plan_of(number) for number in sorted(self._history.attempts)}
         plans = {number: plan for number, plan in known.items() if plan is not None}
         return {
@@ -199,7 +199,7 @@ class _Run:
 
 
 def _drawn(steps: GrowingColumns, name: str) -> Numbers:
-    """Return a field; a part of a step that only some have (a save) took no time in the others."""
+    """Return a field; a part that only some steps have (a save) took no time in the others."""
     values = steps[name]
     if name.startswith("seconds/"):
         values[np.isnan(values) & np.isfinite(steps["seconds/total"])] = 0.0
@@ -207,7 +207,7 @@ def _drawn(steps: GrowingColumns, name: str) -> Numbers:
 
 
 def _axes(steps: GrowingColumns, at: Edges, column: Column) -> dict[str, Any]:
-    """What the curves can be drawn over, at the last step of each bucket: ascending."""
+    """Return the axes to draw curves over, at the last step of each bucket: ascending."""
     hours = np.cumsum(np.nan_to_num(steps["seconds/total"])) / 3600
     first, last = steps["step"][at], buckets.last_of(steps["step"], at)
     return {
@@ -219,7 +219,7 @@ def _axes(steps: GrowingColumns, at: Edges, column: Column) -> dict[str, Any]:
 
 
 def _series(found: Reduced, column: Column) -> dict[str, Any]:
-    """Of exact buckets the numbers alone: they are their own extremes."""
+    """Return the columns of a curve; exact buckets need no minimum and maximum."""
     if found.is_exact:
         return {"mean": column(found.mean), "min": None, "max": None}
     return {"mean": column(found.mean), "min": column(found.min), "max": column(found.max)}
@@ -257,8 +257,7 @@ def _branch(branch: Branch, column: Column) -> dict[str, Any]:
 
 
 def rows(document: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield the curves of an unpacked document as the rows of a table, a bucket each; its heads
-    first."""
+    """Yield the curves of an unpacked document as a table: its header, then a row per bucket."""
     names = dict.fromkeys(name for run in document["runs"] for name in run["series"])
     heads = ["run", "first_step", "last_step", "tokens", "hours"]
     yield [*heads, *(f"{name}_{part}" for name in names for part in ("mean", "min", "max"))]

@@ -1,4 +1,4 @@
-"""Which numbers of a record are drawn, and under which names."""
+"""Fields of records that are drawn, and the names of their curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = (
     "loss_scale",
     "z_loss",
 )
-"""Fields of a `step` record that are a number each."""
+"""Fields of a `step` record that are single numbers."""
 
 PARTS = {
     "seconds": "seconds",
@@ -26,22 +26,21 @@ PARTS = {
     "objective": "objective",
     "values": "values",
 }
-"""Fields that are numbers by name, and what stands before it: `seconds/forward`."""
+"""Fields that map names to numbers, with the prefix of the curve's name: `seconds/forward`."""
 
 _NAMES: dict[str, dict[str, str]] = {field: {} for field in PARTS}
-"""Whole names of the parts that have been seen."""
+"""Cache of the full names of the parts seen so far."""
 
 OTHER_RATES = "learning_rates"
-"""Of parameter groups; drawn where they differ from the run's."""
+"""Learning rates of parameter groups; drawn where they differ from the run's."""
 
 EVALUATION = ("loss", "ema_loss")
 
 
 def of_step(event: Event) -> dict[str, float]:
-    """Return the numbers of a `step` record, `step` and `time` among them; what it lacks is left
-    out."""
+    """Return the numbers of a `step` record, with `step` and `time`; omit missing ones."""
     found = _placed(event)
-    # Of a million records: what is a number, as nearly all is, goes the shortest way.
+    # Fast path for plain floats: there may be a million records.
     for name in STEP:
         value = event.get(name)
         if type(value) is float:
@@ -64,7 +63,7 @@ def of_step(event: Event) -> dict[str, float]:
 
 
 def of_evaluation(event: Event) -> dict[str, float]:
-    """Return the numbers of an `evaluation` record, of each source too: `loss/NAME`."""
+    """Return the numbers of an `evaluation` record, each source's included: `loss/NAME`."""
     found = _placed(event)
     for name in EVALUATION:
         if event.get(name) is not None:
@@ -77,7 +76,7 @@ def of_evaluation(event: Event) -> dict[str, float]:
 
 
 def _placed(event: Event) -> dict[str, float]:
-    """When and where it was; what no record lacks, but a person may have changed."""
+    """Return step and time; every record has a time, unless a person has edited it."""
     time = event.get("time")
     return {"step": event["step"], "time": time if isinstance(time, int | float) else 0.0}
 
@@ -88,7 +87,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _add(found: dict[str, float], name: str, value: Any) -> None:
-    """Take a number, or the word that stands for one; what another version wrote is passed over."""
+    """Add a number, or the string that stands for one; ignore values of other types."""
     if type(value) is float:
         found[name] = value
     elif type(value) is int or value in ("NaN", "Infinity", "-Infinity"):

@@ -1,4 +1,4 @@
-"""Charts as files, by matplotlib: PNG, SVG, or one HTML page that needs nothing else."""
+"""Charts as files, drawn with matplotlib: PNG, SVG, or one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INK, QUIET, GRID = "#15181c", "#545b65", "#e3e6ea"
 COLOURS = (
     "#0b57d0", "#c2410c", "#0f766e", "#8b3fbf", "#b0215f", "#5f6b00", "#0e7490", "#7c4a12",
 )  # fmt: skip
-"""Of lines and points, in this order; dark enough on white for everybody."""
+"""Colours of lines and points, in this order; all have enough contrast on white."""
 
 _STYLE = {
     "axes.axisbelow": True,
@@ -57,7 +57,7 @@ svg {{ width: 100%; height: auto; }}</style>
 
 
 def check_target(path: Path) -> None:
-    """What would keep a chart from being written, before the work that it shows.
+    """Raise if a chart cannot be written to this path, before the work for it is done.
 
     Raises:
         TrainctlError: The suffix is none of `SUFFIXES`, or there is no such folder.
@@ -83,14 +83,14 @@ def save_chart(draw: Callable[[], Figure], path: Path, *, title: str) -> None:
 
 
 def save_figure(figure: Figure, path: Path, *, title: str) -> None:
-    """Write a figure; the suffix of `path` says in which form.
+    """Write a figure in the format of the suffix of `path`.
 
     Args:
-        figure: Made without pyplot, so that nothing global keeps it.
-        path: Of the file: .png, .svg or .html (the chart as SVG in a page of its own).
+        figure: Made without pyplot, so that no global state keeps it.
+        path: File to write: .png, .svg or .html (the chart as SVG in a page of its own).
 
     Raises:
-        TrainctlError: As `check_target`, or the file cannot be written.
+        TrainctlError: Like `check_target`, or the file cannot be written.
     """
     check_target(path)
     suffix = path.suffix.lower()
@@ -114,13 +114,13 @@ def _png(figure: Figure) -> bytes:
 
 def _svg(figure: Figure) -> bytes:
     stream = io.BytesIO()
-    # Without a date and with ids that are not random: the same chart is the same file.
+    # No date and no random ids: the same chart gives the same file.
     with rc_context({"svg.hashsalt": "trainctl"}):
         figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
     return stream.getvalue()
 
 
 def _element(svg: bytes) -> str:
-    """Return the svg element, without the declarations of a file."""
+    """Return the svg element without the XML declarations of a file."""
     text = svg.decode()
     return text[text.index("<svg") :]

@@ -1,7 +1,7 @@
 """A run's records, read once and as they grow, into columns and marks.
 
-What `runs.records.step_curve` does with all records in hand is done here as they come: a step that
-is done again takes the place of what was there, and of all behind it; that is kept as a branch.
+`runs.records.step_curve` computes the same curve from all records at once. Here, a step that is
+repeated replaces the old step and all steps after it; the replaced steps are kept as a branch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainctl.runs.lock import holder
 from trainctl.runs.records import Event, events_after
 
 BATCH_BYTES = 4 << 20
-"""Read and taken apart at a time: about 7,000 steps."""
+"""Bytes that are read and parsed at a time: about 7,000 steps."""
 
 OF_A_BRANCH = (
     "step",
@@ -30,52 +30,46 @@ OF_A_BRANCH = (
     "tokens_per_second",
     "seconds/total",
 )
-"""Fields of steps that do not count any more."""
+"""Fields that are kept of steps that do not count any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Steps that were done and do not count: after a rewind, or a resume from before them."""
+    """Steps that were made and do not count: after a rewind, or a resume from before them."""
 
     attempt: int
-    """The one that did them."""
+    """Attempt that made them."""
     steps: GrowingColumns
-    """The fields in `OF_A_BRANCH`."""
+    """Steps with the fields in `OF_A_BRANCH`."""
     evaluations: GrowingColumns
-    """Evaluations on the way."""
+    """Evaluations between these steps."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AttemptTimes:
-    """When an attempt did what, by the clock of its records (unix seconds; None: it did not).
-
-    Attributes:
-        world_size: Ranks that trained.
-    """
+    """Times of an attempt from its records, in Unix seconds; None if it did not get there."""
 
     number: int
-    """Its number."""
     launched: float
     last: float
     ranks: int | None = None
     first_step_began: float | None = None
-    """When its first step began."""
+    """Start of its first step."""
 
 
 class History:
-    """One run, from its files alone.
+    """History of one run, from its files alone.
 
     Args:
         run: The run. Its records need not exist yet.
 
     Attributes:
-        run: The run.
         version: Grows whenever something new was read.
-        steps: The run as it stands, a row a step, ascending.
-        evaluations: Those of it, a row each.
-        branches: What does not count any more, oldest first.
-        marks: What happened beside the steps, in the order of the records.
-        attempts: What is known of each, by its number.
+        steps: The steps that count, one row per step, ascending.
+        evaluations: The evaluations that count, one row each.
+        branches: Steps that do not count any more, oldest first.
+        marks: Other events, in the order of the records.
+        attempts: Times of each attempt, by its number.
         memory: The last `memory` record; None before the first.
         start: The last `start` record; None before the first.
     """
@@ -97,13 +91,13 @@ class History:
         self.start: Event | None = None
 
     def read(self, most_bytes: int | None = None) -> bool:
-        """Take in what has been appended; whether there was anything, or the run's state changed.
+        """Read what has been appended. Return True if records or the run's state are new.
 
-        A file system that fails for a moment has nothing to say; a file that has become shorter is
-        another one, and is read from its beginning.
+        A read error counts as nothing new: a file system may fail for a moment. A file that has
+        become shorter is a new one, and is read from its beginning.
 
         Args:
-            most_bytes: How much at most, but always a whole record; None reads to the end.
+            most_bytes: Bytes to read at most, but at least one record; None reads to the end.
         """
         is_new = self._look()
         try:
@@ -127,11 +121,11 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """Of the run as it stands; 0 before the first."""
+        """Last step that counts; 0 before the first."""
         return int(self.steps.last("step")) if len(self.steps) else 0
 
     def _look(self) -> bool:
-        """Whether state or attempt changed since the last look."""
+        """Return True if the run's state or newest attempt changed since the last call."""
         try:
             changed = self.run.status.stat().st_mtime_ns
         except OSError:
@@ -143,14 +137,14 @@ class History:
 
     def _take(self, event: Event) -> None:
         if event["attempt"] < self._attempt:
-            return  # an attempt that is over has nothing to say on the run as it stands
+            return  # a late record of an earlier attempt does not count
         self._attempt = event["attempt"]
         attempt = self._account(event)
         kind = event["event"]
         if kind == "step":
             self._take_step(event, attempt)
         elif kind == "evaluation" and isinstance(event.get("step"), int):
-            # One that is made again takes the place of the last, as a step does.
+            # A repeated evaluation replaces the old one, as a repeated step does.
             self.evaluations.cut(self.evaluations.first_not_below("step", event["step"]), ())
             self.evaluations.append(fields.of_evaluation(event))
         elif kind == "memory" and isinstance(event.get("measured"), Mapping):
@@ -183,7 +177,7 @@ class History:
             attempt.first_step_began = values["time"] - values.get("seconds/total", 0.0)
 
     def _leave(self, step: int) -> None:
-        """Put everything from a step on aside."""
+        """Move everything from a step on into a branch."""
         index = self.steps.first_not_below("step", step)
         number = int(self.steps.last("attempt"))
         steps = self.steps.cut(index, OF_A_BRANCH)

@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: one mark on its curves, one line of its table, each."""
+"""Events of a run besides its steps: each is a mark on the curves and a line of the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.runs.stragglers import account
 
 MOST = {"checkpoint": 250, "weights": 100}
 MOST_OF_OTHERS = 500
-"""Marks of a kind that are kept, the newest; the others are counted."""
+"""Most marks of a kind that are shown, the newest ones; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,27 +21,27 @@ class Mark:
     """One event."""
 
     kind: str
-    """Kind of the record that it comes from: failure, restart, intervention, checkpoint, ..."""
+    """Kind of its record: failure, restart, intervention, checkpoint, ..."""
     step: int
-    """Where it stands on the curves: its own, or the last one before it."""
+    """Step at which it is drawn: its own, or the last one before it."""
     attempt: int
     time: float
     """Unix seconds."""
     text: str
-    """What it was, in a sentence."""
+    """Sentence about the event."""
     cause: str = ""
-    """Why, in a few words; empty where there is nothing to say."""
+    """Cause in a few words; may be empty."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the page and for `--json`."""
+        """Return the mark as plain JSON, for the page and for `--json`."""
         return asdict(self)
 
 
 def mark_of(event: Event, last_step: int) -> Mark | None:
-    """Return the mark of a record; None of one that has none.
+    """Return the mark of a record; None if its kind has no marks, or it is malformed.
 
     Args:
-        last_step: The step of the last `step` record before it; 0 before the first.
+        last_step: Step of the last `step` record before it; 0 before the first.
     """
     tell = _TELL.get(event["event"])
     if tell is None:
@@ -50,7 +50,7 @@ def mark_of(event: Event, last_step: int) -> Mark | None:
         text, cause = tell(event)
         step, time = int(event.get("step", last_step)), float(event.get("time", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # of another version, or changed by hand: the others are shown all the same
+        return None  # another version's, or edited: show the other marks
     if not text:
         return None
     kind = event["event"]
@@ -60,7 +60,7 @@ def mark_of(event: Event, last_step: int) -> Mark | None:
 
 
 def thinned(marks: list[Mark]) -> tuple[list[Mark], dict[str, int]]:
-    """Return the newest of each kind, in order, and how many of each kind were left out."""
+    """Return the newest marks of each kind, in order, and the number left out of each kind."""
     room: dict[str, int] = {}
     left_out: dict[str, int] = {}
     kept = []

@@ -1,4 +1,4 @@
-"""Memory of a device as it was planned, beside what was measured."""
+"""Memory of a device, planned and measured, side by side."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ MEASURED_AS = {
     "backward_end": "backward",
     "step": "optimizer",
 }
-"""Phases of a budget, and the part of a step in which each is measured."""
+"""Part of a step in which each phase of a budget is measured."""
 
 
 def memory_beside(plan: RunPlan | None, record: Event | None) -> dict[str, Any] | None:
-    """Return the plan's peak with its bounds and what each phase holds, and the measured peaks;
-    bytes.
+    """Return planned and measured memory, in bytes: peaks, bounds, and parts of each phase.
 
     Args:
-        plan: Of the run; None where it cannot be read.
-        record: Its last `memory` record; None before the first.
+        plan: The run's plan; None if it cannot be read.
+        record: The run's last `memory` record; None before the first.
 
     Returns:
-        None where neither is known.
+        None if neither is known.
     """
     found: dict[str, Any] = {}
     phases = (record or {}).get("phases")
@@ -56,7 +55,7 @@ def memory_beside(plan: RunPlan | None, record: Event | None) -> dict[str, Any] 
             ],
         }
     elif record is not None and isinstance(record.get("planned"), Mapping):
-        # What the ranks counted with, on a machine that had the trace of the model.
+        # The ranks' prediction, from a machine that had the model's trace.
         said = record["planned"]
         found = {
             "planned_bytes": said.get("device_peak_bytes"),
@@ -69,9 +68,9 @@ def memory_beside(plan: RunPlan | None, record: Event | None) -> dict[str, Any] 
 
 
 def _budget(plan: RunPlan) -> MemoryBudget | None:
-    """Of a model that needs a trace, only where it is in this user's cache."""
+    """Return the memory budget; None if it needs a trace that is not in this user's cache."""
     try:
         traced = traced_already(plan.config)
         return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
     except (TrainctlError, OSError, ValueError, ArithmeticError, LookupError):
-        return None  # of another version, or its model is not here any more
+        return None  # another version's plan, or its model is gone

@@ -1,4 +1,4 @@
-"""The memory budget to look at: a stacked bar for each phase of each configuration."""
+"""Chart of a memory budget: a stacked bar for each phase of each configuration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainctl.memory.constants import GIB
 from trainctl.monitor.report.figure import save_chart
 
 LEAST_SHARE = 0.002
-"""Of the highest bar: smaller parts are not in the legend."""
+"""Share of the highest bar below which a part is not in the legend."""
 
 MOST_CONFIGURATIONS = 12
-"""More would not be readable side by side."""
+"""Most configurations that are readable side by side."""
 
 PANEL_INCHES = (3.8, 4.6)
 
@@ -27,11 +27,11 @@ def save_memory_chart(budgets: Mapping[str, MemoryBudget], path: Path) -> None:
     """Write a chart with a panel for each configuration.
 
     Args:
-        budgets: By the name that a panel carries; at least one.
-        path: Of the file; its suffix is its form, PNG, SVG or HTML.
+        budgets: Budgets by the title of their panel; at least one.
+        path: File to write; its suffix is the format: PNG, SVG or HTML.
 
     Raises:
-        TrainctlError: As `trainctl.monitor.report.figure.save_figure`.
+        TrainctlError: Like `trainctl.monitor.report.figure.save_figure`.
     """
     save_chart(lambda: _chart(budgets), path, title=f"Memory: {', '.join(budgets)}")
 
@@ -52,7 +52,7 @@ def _chart(budgets: Mapping[str, MemoryBudget]) -> Figure:
 
 
 def _parts(bars: Sequence[Mapping[str, Components]]) -> list[str]:
-    """Return the parts that can be seen in any bar, from the bottom to the top."""
+    """Return the parts that are visible in any bar, from the bottom to the top."""
     moments = [moment for bar in bars for moment in bar.values()]
     least = LEAST_SHARE * max(moment.total for moment in moments)
     sizes = [moment.to_json() for moment in moments]
@@ -66,7 +66,7 @@ def _draw(
     parts: Sequence[str],
     colours: Mapping[str, tuple[float, float, float, float]],
 ) -> None:
-    """One configuration: a bar a phase on the fullest pipeline stage."""
+    """Draw the panel of one configuration: a bar per phase, on the fullest pipeline stage."""
     moments = {phase: moment.to_json() for phase, moment in budget.worst_stage.moments.items()}
     labels = [phase.replace("_", "\n") for phase in moments]
     bottom = [0.0] * len(moments)

@@ -1,4 +1,4 @@
-"""The sources of a run over its steps, as a chart."""
+"""Chart of a run's sources over its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def chart(found: DataPlan, title: str) -> Figure:
-    """Shares of the sources over the steps, and below the passes over each, as they add up."""
+    """Draw the share of each source over the steps, and below it the cumulative epochs of each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,7 +1,7 @@
-"""The page of runs: one HTML file with style, scripts and data in it, or with a server's data.
+"""The page of runs: one HTML file that contains style, scripts and data, or asks a server for data.
 
-It runs under a content security policy that allows the scripts and styles in it, by their hashes,
-and nothing else: no request leaves a page that has its data.
+Its content security policy allows only the scripts and styles in it, by their hashes: a page that
+contains its data sends no request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ STYLES = ("uplot/uPlot.min.css", "page.css")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a page gets its data from."""
+    """Server that a page gets its data from."""
 
     url: str
-    """Address of the same origin; it answers with a document, or with 204 where `after` is its
-    version."""
+    """Address on the same origin; it answers a document, or 204 if `after` is its version."""
     seconds: float = 2.0
-    """Time between two questions."""
+    """Pause between two requests."""
 
 
 def page(
@@ -40,9 +39,9 @@ def page(
     """Return the HTML of a page.
 
     Args:
-        document: Of `trainctl.monitor.report.document`, packed; None where the source has it.
-        title: Of the page, until it has its data.
-        source: Asked for newer documents as long as the page is open.
+        document: Packed document of `trainctl.monitor.report.document`; None if the source has it.
+        title: Title until the page has its data.
+        source: Server for newer documents while the page is open.
     """
     (uplot, script), (uplot_css, css) = map(_assets, (SCRIPTS, STYLES))
     filled = {
@@ -56,17 +55,17 @@ def page(
         "data": "" if document is None else _inline(document),
         "source": "" if source is None else _inline(asdict(source)),
     }
-    # In one pass, so that nothing that is filled in is taken for a place to fill.
+    # In one pass, so that no inserted text is taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], asset("page.html"))
 
 
 def content_security_policy(*, has_source: bool) -> str:
-    """What the page may do, for its `meta` element, or a server's header."""
+    """Return the content security policy, for the page's `meta` element or a server's header."""
     return policy_of(SCRIPTS, STYLES, has_source=has_source)
 
 
 def policy_of(scripts: tuple[str, ...], styles: tuple[str, ...], *, has_source: bool) -> str:
-    """Return the policy of a page that has these assets in it, and may ask its server or not."""
+    """Return the policy of a page with these assets; `has_source` permits asking its server."""
     allowed_scripts, allowed_styles = (
         " ".join(f"'sha256-{_digest(text)}'" for text in _assets(names))
         for names in (scripts, styles)
@@ -93,6 +92,6 @@ def _digest(text: str) -> str:
 
 
 def _inline(value: Any) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Return JSON that cannot end the HTML element that contains it."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")

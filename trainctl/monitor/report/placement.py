@@ -1,4 +1,4 @@
-"""Which rank has which stage, shard and data: a plan's mesh, rank by rank."""
+"""Placement of stages, shards and data on ranks: a plan's mesh, rank by rank."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.layout import AttemptPaths
 
 MOST_RANKS = 1024
-"""That are listed; more would only be looked at as a number."""
+"""Most ranks that are listed; beyond that, only their number is shown."""
 
 AXES = ("data", "tensor", "sequence", "pipeline", "expert")
 
 SHARDED_FROM = {"optimizer states": 1, "gradients": 2, "parameters": 3}
-"""What is shared out among the data ranks, and from which ZeRO stage on (arXiv:1910.02054, 5)."""
+"""Tensors that data ranks shard, with the lowest ZeRO stage that does (arXiv:1910.02054, 5)."""
 
 
 def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
-    """Return the mesh, the hosts, and for each rank its place: `[node, data, tensor, sequence,
-    stage]`.
+    """Return the mesh, the hosts, and the coordinates of each rank.
 
-    Tensor is the fastest axis, then sequence, data and stage, as `trainctl.plan.types.Mesh` has it.
+    A rank's coordinates are `[node, data, tensor, sequence, stage]`. Tensor is the fastest axis,
+    then sequence, data and stage, as in `trainctl.plan.types.Mesh`.
 
     Args:
-        attempt: Whose `command.json` names the hosts, if it is there.
+        attempt: Attempt whose `command.json`, if it exists, names the hosts.
     """
     mesh, batch = plan.mesh, plan.batch
     world = mesh.world_size

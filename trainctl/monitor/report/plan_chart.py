@@ -1,4 +1,4 @@
-"""The variants of a search: how long a step takes against the memory that it needs."""
+"""Chart of a search's variants: step time against memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.search.space import Candidate
 from trainctl.search.traces import traced_model
 
 HIGHEST = 6.0
-"""Times the fastest step: slower variants are left out, and counted."""
+"""Largest multiple of the fastest step time that is drawn; slower variants are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +25,19 @@ class Variant:
     """A point of the chart."""
 
     seconds: float
-    """Predicted length of a step, of as many tokens as the fastest plan's."""
+    """Predicted time of a step with as many tokens as the fastest plan's."""
     gibibytes: float
-    """Predicted peak of the fullest device."""
+    """Predicted peak memory of the fullest device, in GiB."""
     stage: int
     fits: bool
-    """Whether the device surely holds it, or its size is not known."""
+    """Whether it surely fits on the device, or the device's memory is unknown."""
 
 
 def variants_of(candidates: Sequence[Candidate], tokens: int) -> list[Variant]:
-    """Time and memory of variants.
+    """Return step time and memory of variants.
 
     Args:
-        tokens: Of a step: their batches differ by up to a tenth.
+        tokens: Tokens of a step to compare at: batches of variants differ by up to a tenth.
     """
     found = []
     for candidate in candidates:
@@ -55,7 +55,7 @@ def variants_of(candidates: Sequence[Candidate], tokens: int) -> list[Variant]:
 
 
 def frontier(variants: Sequence[Variant]) -> list[Variant]:
-    """Those that no other variant beats in both, by memory."""
+    """Return the Pareto-optimal variants in time and memory, by memory."""
     best: list[Variant] = []
     for variant in sorted(variants, key=lambda each: (each.gibibytes, each.seconds)):
         if not best or variant.seconds < best[-1].seconds:
@@ -67,12 +67,12 @@ def save_plan_chart(result: Search, hardware: Hardware, path: Path, *, is_absolu
     """Write the chart of a search that found something.
 
     Args:
-        hardware: Where the plans are to run.
-        path: Of the file; its suffix is its form, as for `save_figure`.
-        is_absolute: Whether the hardware says how fast it is; else times are shares of the fastest.
+        hardware: Hardware that the plans are for.
+        path: File to write; its suffix is the format, as in `save_figure`.
+        is_absolute: Whether the hardware's speed is known; else times are multiples of the fastest.
 
     Raises:
-        TrainctlError: As `save_figure`.
+        TrainctlError: Like `save_figure`.
     """
     first = result.found[0].plan
     title = f"{first.config.model.name} on {hardware.name}"

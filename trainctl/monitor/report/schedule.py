@@ -1,4 +1,4 @@
-"""The learning rate of a plan, step by step: as data and as a chart."""
+"""The learning-rate schedule of a plan, step by step: as data and as a chart."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_POINTS = 2000
-"""Of a curve: more than a chart can show."""
+"""Most points of a curve: more than a chart can show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """An optimizer step."""
+    """One optimizer step of the schedule."""
 
     step: int
-    """Its number, from 1."""
+    """Number of the step, from 1."""
     tokens: int
     learning_rate: float
-    """The peak times the schedule; groups may scale it further."""
+    """Peak learning rate times the schedule's factor; parameter groups may scale it further."""
     global_batch_size: int
 
 
 def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[CurvePoint]:
-    """Return every step of a run, or about `most` of a longer one, with all that are corners."""
+    """Return every step, or about `most` steps of a longer run, with all corners of the curve."""
     curve, total = Curve.of(plan), plan.total_steps
     steps = set(range(0, total, -(-total // most))) if total else set()
     corners = [phase.first_step + side for phase in plan.ramp for side in (-1, 0)]
@@ -47,12 +47,12 @@ def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[CurvePoint]:
 
 
 def title_of(plan: RunPlan) -> str:
-    """Of a chart: what was planned."""
+    """Return the chart's title."""
     return f"Learning rate of {plan.config.recipe or plan.config.model.name}"
 
 
 def chart(plan: RunPlan, points: list[CurvePoint]) -> Figure:
-    """Return the learning rate over the steps; with a batch ramp the batch size below it."""
+    """Draw the learning rate over the steps, and the batch size below it if the plan has a ramp."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5 if plan.ramp else 4), layout="constrained")

@@ -1,5 +1,5 @@
-/* The page of a folder of runs: asks its server for the table (#source), again and again. Which column sorts,
- * what is filtered and what is chosen stay when newer numbers come. */
+/* The page of a folder of runs. It polls its server for the table (#source). Sorting, filter and selection
+ * survive newer data. */
 "use strict";
 (() => {
   const $ = (selector) => document.querySelector(selector);
@@ -9,7 +9,7 @@
   const LEAST_GAP = 0.055;
   const state = { document: null, sort: null, down: false, filter: "", chosen: new Set(), rows: new Map(), paths: new Map() };
 
-  /** An element with attributes and children; texts are texts, whatever is in them. */
+  /** Create an element with attributes and children; text is never parsed as HTML. */
   function make(name, attributes = {}, ...children) {
     const made = attributes.ns ? document.createElementNS(SVG, name) : document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
@@ -66,7 +66,7 @@
     return words.every((word) => text.includes(word));
   };
 
-  /** What has no number stands at the end, whichever way is sorted. */
+  /** Return the runs sorted by a column; runs without a value come last, in either direction. */
   function ordered(runs, column) {
     if (!column) return runs;
     const way = state.down ? -1 : 1;
@@ -115,7 +115,7 @@
     if (run) state.paths.get(id)?.parentNode.append(state.paths.get(id));
   }
 
-  /** Where values of a column stand on its axis, from 0 at the foot to 1: numbers by size (by logarithm where they spread), words in their order. */
+  /** Return the scale of a column's axis, from 0 at the foot to 1: numbers by size (logarithmic if they span a factor above 20), words in their order. */
   function scale(values) {
     const numbers = values.map((value) => typeof value === "number" ? value : asNumber(value));
     if (numbers.every((value) => value !== null)) {
@@ -132,7 +132,7 @@
     return { at, ticks: distinct.filter((_, index) => index % every === 0).map((value) => [at(value), value]) };
   }
 
-  /** Ticks whose texts do not lie on each other; the ends are always there. */
+  /** Return ticks whose labels do not overlap, the ends always included. */
   function apart(ticks) {
     const [low, high] = [Math.min(...ticks.map(([at]) => at)), Math.max(...ticks.map(([at]) => at))];
     const kept = [];
@@ -202,7 +202,7 @@
 
   const notice = (text) => { $("#notice").hidden = !text; $("#notice").textContent = text; };
 
-  /** Ask for newer numbers, for ever; a page that nobody sees does not. */
+  /** Poll for newer data while the page is visible. */
   async function follow({ url, seconds }) {
     let since = null;
     for (;;) {
@@ -227,7 +227,7 @@
   const THEMES = { auto: null, light: "light", dark: "dark" };
   const dark = matchMedia("(prefers-color-scheme: dark)");
   let theme = "auto";
-  try { theme = localStorage.getItem("trainctl-theme") ?? "auto"; } catch { /* a browser that keeps nothing */ }
+  try { theme = localStorage.getItem("trainctl-theme") ?? "auto"; } catch { /* a browser without storage */ }
   function applyTheme() {
     document.documentElement.dataset.theme = THEMES[theme] ?? (dark.matches ? "dark" : "light");
     $("#theme").textContent = `Theme: ${theme}`;
@@ -235,7 +235,7 @@
   function nextTheme() {
     const names = Object.keys(THEMES);
     theme = names[(names.indexOf(theme) + 1) % names.length];
-    try { localStorage.setItem("trainctl-theme", theme); } catch { /* the same */ }
+    try { localStorage.setItem("trainctl-theme", theme); } catch { /* a browser without storage */ }
     applyTheme();
   }
 

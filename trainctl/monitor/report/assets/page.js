@@ -1,7 +1,7 @@
 /* The page of `trainctl report` and `trainctl watch`.
  *
- * It draws the document that trainctl/monitor/report/document.py makes: inside the page (#data), or asked for
- * again and again (#source). What it shows stays as it was set when a newer document comes.
+ * It draws the document of trainctl/monitor/report/document.py: contained in the page (#data), or fetched
+ * again and again (#source). The viewer's settings survive a newer document.
  */
 "use strict";
 (() => {
@@ -19,7 +19,7 @@
   };
 
   const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
-  const POINTS = 2.2; // pixels of width for a point of a curve
+  const POINTS = 2.2; // pixels per point of a curve
   const GIB = 2 ** 30;
 
   const MARKS = {
@@ -54,7 +54,7 @@
 
   const $ = (selector, root = document) => root.querySelector(selector);
 
-  /** An element with attributes (`on…` listens, `text` is text) and children. */
+  /** Create an element with attributes (`on…` adds a listener, `text` sets its text) and children. */
   function make(tag, attributes = {}, ...children) {
     const made = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) {
@@ -67,7 +67,7 @@
     return made;
   }
 
-  /** The colour behind a variable of the style sheet: canvases know no variables. */
+  /** Return the colour of a CSS variable, which a canvas cannot use itself. */
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function faded(hex, share) {
@@ -75,7 +75,7 @@
     return `rgba(${r},${g},${b},${share})`;
   }
 
-  /** Four digits, without noise: 0.0003, 2.318, 5,470. */
+  /** Format a number with four digits: 0.0003, 2.318, 5,470. */
   function short(value, digits = 4) {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
     const size = Math.abs(value);
@@ -84,7 +84,7 @@
     return String(Number(value.toPrecision(digits)));
   }
 
-  /** With a unit of thousands: 1.23M. */
+  /** Format a number with a suffix for thousands: 1.23M. */
   function big(value) {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
     for (const [size, unit] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
@@ -108,14 +108,14 @@
   const bytes = (size) =>
     !Number.isFinite(size) ? "–" : size >= 0.1 * GIB ? `${(size / GIB).toFixed(2)} GiB` : `${short(size / 2 ** 20, 3)} MiB`;
   const clock = (time) => (Number.isFinite(time) ? new Date(time * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" }) : "–");
-  /** Parts of a step: their order, and a colour that is theirs everywhere. */
+  /** Parts of a step: their order, and the colour of each in all charts. */
   const PARTS = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint"];
   const partRank = (name) => (PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 99 : 50);
   const partColour = (name) => `--part-${PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 8 : 6}`;
   const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–");
   const say = (text) => { $("#spoken").textContent = text; };
 
-  /** The first index whose value is above `wanted`, of ascending values. */
+  /** Return the first index of ascending values whose value is above `wanted`. */
   function above(values, wanted) {
     let low = 0, high = values.length;
     while (low < high) {
@@ -126,7 +126,7 @@
     return low;
   }
 
-  /** A number below which this share of the values lies. */
+  /** Return the quantile of the values for a share. */
   function quantile(values, part) {
     if (!values.length) return NaN;
     if (part === 0 || part === 1) return values.reduce((one, other) => (other < one === (part === 0) ? other : one));
@@ -136,7 +136,7 @@
 
   // ---------------------------------------------------------------- the document
 
-  /** A column: a list, or 32-bit floats as byte planes, deflated, in base64. */
+  /** Decode a column: a list, or byte planes of 32-bit floats, deflated, in base64. */
   async function decode(column) {
     if (column === null || column === undefined) return null;
     if (Array.isArray(column)) return Float64Array.from(column, (value) => (value === null ? NaN : value));
@@ -175,7 +175,7 @@
     return { ...run, axes, evaluations, branches, series: await decodeSeries(run.series), colour: `--run-${number % 8}` };
   }
 
-  /** Where a step lies on the axis that is shown. */
+  /** Return the position of a step on the current axis. */
   function place(run, step) {
     if (state.axis === "step") return step;
     const steps = run.axes.step, values = run.axes[state.axis];
@@ -190,7 +190,7 @@
   const shownRuns = () => state.runs.filter(isShown);
   const selectedRun = () => state.runs.find((run) => run.id === state.selected) || state.runs[0];
 
-  /** The whole range of the axis, of the runs that are shown. */
+  /** Return the range of the axis over all visible runs. */
   function everything() {
     let low = Infinity, high = -Infinity;
     for (const run of shownRuns()) {
@@ -205,8 +205,8 @@
   const shownRange = () => state.range || everything();
 
   /**
-   * A series between two places of the axis, in at most so many points: mean, smallest and largest
-   * of the buckets that fall into each. `count` gives the steps of a bucket, its weight.
+   * Reduce a series between two positions to a number of points: mean, minimum and maximum
+   * of the buckets in each. `count` gives the number of steps in a bucket, its weight.
    */
   function reduced(xs, series, count, [low, high], most) {
     const first = Math.max(0, above(xs, low - 1e-12) - 1);
@@ -226,7 +226,7 @@
     const width = (high - low) / most;
     let at = first;
     while (at < end) {
-      // Cells lie at multiples of their width, so that a curve does not flicker while it is moved.
+      // Cells begin at multiples of their width, so that a curve does not flicker while it is panned.
       const until = (Math.floor(xs[at] / width) + 1) * width;
       let total = 0, weight = 0, min = Infinity, max = -Infinity, last = at;
       for (; at < end && (xs[at] < until || at === last); at++) {
@@ -243,7 +243,7 @@
     return made;
   }
 
-  /** The mean of each value and its neighbours, as many on either side; of fewer at the ends. */
+  /** Return centred moving averages, of fewer values at the ends. */
   function smoothed(values, radius) {
     const sums = [0], counts = [0];
     values.forEach((value, at) => {
@@ -268,7 +268,7 @@
       this.isFull = Boolean(spec.full);
       this.isSmooth = !spec.full && !spec.stacked;
       this.plot = null;
-      this.row = this.x = null; // where the keys have put the cursor
+      this.row = this.x = null; // cursor set by the keyboard
       this.signature = "";
       this.height = spec.wide ? 330 : 220;
       const name = `chart-${spec.id.replace(/\W/g, "-")}`;
@@ -302,7 +302,7 @@
       this.tell();
     }
 
-    /** What is drawn: a list of lines, each of a run, a series of it, and how. */
+    /** Return the lines to draw: for each a run, a series, and its style. */
     lines() {
       const { spec } = this, lines = [];
       if (spec.stacked) return this.layers();
@@ -329,7 +329,7 @@
       return lines;
     }
 
-    /** Of the selected run: the parts of a step, one on the other. */
+    /** Return the stacked parts of a step, for the selected run. */
     layers() {
       const run = selectedRun();
       const names = Object.keys(run.series).filter((name) => name.startsWith("seconds/") && name !== "seconds/total");
@@ -341,11 +341,11 @@
     }
 
     points() {
-      this.width ||= this.box.clientWidth; // asked for once: it costs a layout
+      this.width ||= this.box.clientWidth; // read once: it forces a layout
       return Math.max(120, Math.round((this.width || 800) / POINTS));
     }
 
-    /** The lines as one table for uPlot, and how each of its columns is drawn. */
+    /** Return the lines as one table for uPlot, and the style of each column. */
     assemble(lines, range) {
       const most = this.points(), scale = this.spec.scale || 1;
       if (this.spec.stacked) return this.assembleStack(lines, range, most);
@@ -381,7 +381,7 @@
       return { data, columns, bands };
     }
 
-    /** How many steps to each side the bold line is a mean of: none where a point is many steps. */
+    /** Return the half-width of the bold line's moving average, in steps; 0 if a point is many steps. */
     radius(line, found) {
       if (!this.isSmooth || found.x.length < 60) return 0;
       const steps = found.count / found.x.length;
@@ -406,12 +406,12 @@
         sums = x.map((_, at) => (sums ? sums[at] : 0) + own(at));
         ys.push(sums);
       }
-      // The highest is drawn first, and each one below covers what is under it.
+      // The highest layer is drawn first, and each lower layer covers it.
       columns.reverse();
       return { data: [x, ...ys.reverse()], columns, bands: [] };
     }
 
-    /** Draw anew: what changed is the document, the range, what is shown, or the theme. */
+    /** Redraw after a change of the document, the range, the visible lines, or the theme. */
     draw() {
       const lines = this.lines();
       this.card.hidden = !lines.some((line) => line.kind !== "constant");
@@ -437,7 +437,7 @@
       if (this.x !== null) this.point(this.rowAt(this.x));
     }
 
-    /** All that stands around the picture and in place of it. */
+    /** Update the text around the chart, and the text in place of it. */
     tell() {
       if (this.card.hidden) return;
       this.describe(this.lineList, this);
@@ -446,7 +446,7 @@
       if (this.numbers.open) this.tabulate();
     }
 
-    /** Limits of the vertical axis: what stands far out is left outside, unless it is asked for. */
+    /** Return the limits of the vertical axis, without far outliers unless the viewer wants them. */
     vertical({ data, columns }, [low, high]) {
       const lows = [], highs = [], limits = [];
       columns.forEach(({ line, part, points }, at) => {
@@ -462,12 +462,12 @@
         });
       });
       if (!highs.length) return [0, 1];
-      // Of many steps a point, spikes are in many points; of one, the first steps are the highest.
+      // With many steps per point, many points have spikes; with one, the first steps are the highest.
       const isThinned = columns.some(({ part }, at) => part === "max" && data[at + 1].filter((value, row) => value > data[at + 2][row]).length > 100);
       const robust = !this.isFull && !this.spec.stacked && highs.length > 40;
       let bottom = quantile(lows, robust ? 0.002 : 0), top = quantile(highs, robust ? (isThinned ? 0.93 : 0.985) : 1);
       const most = quantile(highs, 1);
-      if (robust && most - top < 0.6 * (top - bottom)) top = most; // nothing stands out
+      if (robust && most - top < 0.6 * (top - bottom)) top = most; // no outliers
       if (this.spec.stacked) { bottom = 0; top = quantile(highs, 0.99) * 1.05; }
       for (const limit of limits) if (limit > top && limit < 2.5 * top) top = limit;
       if (this.spec.band) [bottom, top] = this.withBudget(bottom, top);
@@ -552,7 +552,7 @@
       return size >= 1e4 ? big(value) : short(value, 4);
     }
 
-    /** Below the curves: the budget, abandoned branches, and lines of marks. */
+    /** Draw what lies below the curves: the budget, abandoned branches, and lines of marks. */
     underneath(plot) {
       const context = plot.ctx, ratio = devicePixelRatio, box = plot.bbox;
       context.save();
@@ -617,7 +617,7 @@
       line(memory.capacity_bytes, colour("--bad"));
     }
 
-    /** What the lines of the budget are: below the chart, where a text covers no line. */
+    /** Return the legend of the budget's lines, for below the chart, where it covers no line. */
     budgetKey() {
       const run = selectedRun(), memory = run.memory;
       if (!memory || !isShown(run)) return [];
@@ -628,14 +628,14 @@
       return words.map((text) => make("li", { text }));
     }
 
-    /** The marks of the selected run that are not switched off, with where they lie. */
+    /** Return the visible marks of the selected run, with their positions. */
     marks() {
       const run = selectedRun();
       if (!run || !isShown(run)) return [];
       return run.marks.filter((mark) => MARKS[mark.kind] && !state.silent.has(mark.kind)).map((mark) => ({ ...mark, x: place(run, mark.step) }));
     }
 
-    /** Above the curves: the signs of the marks, those in one place beside each other. */
+    /** Draw the signs of the marks above the curves, side by side where they coincide. */
     ontop(plot) {
       const context = plot.ctx, box = plot.bbox, ratio = devicePixelRatio;
       const taken = new Map();
@@ -665,7 +665,7 @@
       zoomTo(range);
     }
 
-    /** What the cursor is on; where there is none, the newest values. */
+    /** Show the values at the cursor, or the newest values without a cursor. */
     read(plot) {
       const row = plot.cursor.idx;
       const at = row === null || row === undefined || plot.cursor.left < 0 ? null : row;
@@ -702,7 +702,7 @@
       this.reading.replaceChildren(...parts);
     }
 
-    /** The values of a line at a row of the table, or a few rows before it; without one, the newest. */
+    /** Return the values of a line at a row, or a few rows before it; the newest without a row. */
     valueOf(line, row) {
       const data = this.plot.data, own = { mean: null, min: null, max: null };
       const [low, high] = shownRange();
@@ -714,13 +714,13 @@
         while (found >= stop && (values[found] === null || values[found] === undefined || data[0][found] > high)) found--;
         if (found < stop) return;
         let value = values[found];
-        if (line.kind === "layer" && at + 1 < this.columns.length) value -= data[at + 2][found]; // of the sum
+        if (line.kind === "layer" && at + 1 < this.columns.length) value -= data[at + 2][found]; // the layer alone, without the sum below it
         own[column.part] = value;
       });
       return own;
     }
 
-    /** The text that stands for the picture. */
+    /** Return the text alternative of the chart. */
     describe(lines, { data }) {
       if (!data) return;
       const [low, high] = shownRange();
@@ -756,7 +756,7 @@
       this.key.replaceChildren(...items);
     }
 
-    /** A table of what is shown, some thirty rows of it. */
+    /** Fill the table of numbers: about thirty rows of what is visible. */
     tabulate() {
       if (!this.numbers.open || !this.plot) return;
       const data = this.plot.data, rows = [];
@@ -783,7 +783,7 @@
 
     // -------- keys and wheel
 
-    /** The row of the table that is nearest to a place that is shown; null for none. */
+    /** Return the row nearest to a visible position; null if there is none. */
     rowAt(x) {
       const xs = this.plot.data[0], [low, high] = shownRange();
       if (x === null || x < low || x > high || !xs.length) return null;
@@ -902,7 +902,7 @@
     return NaN;
   };
 
-  /** Of several runs: a row each. */
+  /** Return a table with a row for each of several runs. */
   function comparison() {
     const money = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
     const priced = state.runs.some((run) => run.account.price);
@@ -973,7 +973,7 @@
     $("#footer").textContent = `trainctl ${state.document.trainctl}, ${clock(state.document.made)}. ${runs.map((each) => each.path).join(", ")}`;
   }
 
-  /** The row of controls; made once, and again when other runs or kinds of marks have come. */
+  /** Build the controls; again only when runs or kinds of marks have changed. */
   function bar() {
     const box = $("#bar"), run = selectedRun();
     const kinds = [...new Set(run.marks.map((mark) => mark.kind))].filter((kind) => MARKS[kind]);
@@ -1041,13 +1041,13 @@
       if (state.charts.some((chart) => chart.spec.id === spec.id)) continue;
       const chart = new Chart(spec);
       state.charts.push(chart);
-      $("#charts").append(chart.card); // all of them, before the first one measures its width
+      $("#charts").append(chart.card); // all cards, before the first one measures its width
     }
   }
 
   /**
-   * Draw the curves anew: those that are seen in the next frame, however often this is asked for
-   * before it, and the others, with all that is said about them, when nothing has changed for a while.
+   * Redraw the curves. Visible charts are drawn in the next frame, however often this is called
+   * before it; other charts and all texts follow when nothing has changed for a while.
    */
   let frame = 0, rest = 0;
   function drawCharts() {
@@ -1079,7 +1079,7 @@
     delete document.documentElement.dataset.busy;
   }
 
-  /** The last card of an odd number takes the whole row. */
+  /** Give the last card the whole row if their number is odd. */
   function widen() {
     const shown = state.charts.filter((chart) => !chart.card.hidden && !chart.spec.wide);
     shown.forEach((chart, at) => chart.card.classList.toggle("wide", shown.length % 2 === 1 && at === shown.length - 1));
@@ -1115,7 +1115,7 @@
     state.charts[0].box.focus();
   }
 
-  /** A bar of parts, and what each of them is. */
+  /** Return a stacked bar with its legend. */
   function stack(parts, total, format) {
     const bar = make("div", { class: "stack", "aria-hidden": "true" });
     const key = make("ul", { class: "keyline" });
@@ -1208,7 +1208,7 @@
     return card("memory", "Memory of a device, phase by phase", false, ...parts);
   }
 
-  /** On an accelerator bytes in tensors are measured: what lies outside of them is as planned. */
+  /** On an accelerator only bytes of tensors are measured; the rest is taken from the plan. */
   const measuredOf = (phase, onDevice) =>
     Number.isFinite(phase.measured_bytes) && phase.measured_bytes > 0 ? phase.measured_bytes + (onDevice ? phase.components.runtime || 0 : 0) : null;
 
@@ -1319,7 +1319,7 @@
     else if (/^[1-9]$/.test(event.key) && state.runs.length > 1 && state.runs[event.key - 1]) toggleRun(state.runs[event.key - 1].id);
   }
 
-  const PAPER = 700; // pixels of width of what is printed
+  const PAPER = 700; // width of a printed page, in pixels
   function print(begins) {
     document.body.style.width = begins ? `${PAPER}px` : "";
     for (const each of document.querySelectorAll("#details details")) if (begins) each.open = true;
@@ -1356,7 +1356,7 @@
     $("#notice").textContent = text;
   };
 
-  /** Ask for a newer document, for ever; a page that nobody sees does not. */
+  /** Poll for newer documents while the page is visible. */
   async function follow({ url, seconds }) {
     let since = null;
     for (;;) {

@@ -1,4 +1,4 @@
-"""A folder of runs as a table: what was set, how each stands, which one is best."""
+"""A folder of runs as a table: their settings, their states, the best one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainctl.runs.status import State
 from trainctl.runs.sweeps import RECORD, read_sweep
 
 LEAST_SECONDS = 1.0
-"""Between two looks at the files, however many pages ask."""
+"""Shortest pause between two looks at the files, however many pages ask."""
 
 MOST_KEYS = 12
-"""Columns of what differs between runs that are no sweep."""
+"""Most columns of settings, for runs that are not a sweep."""
 
 _TAIL_BYTES = 4 << 20
-"""In which the last evaluation is looked for."""
+"""End of the records in which the last step and evaluation are searched."""
 
 _ENDED = (State.finished.value, State.failed.value, State.stopped.value, NEW, LOST)
 _OF_A_MACHINE = ("hardware.", "launcher.")
@@ -35,28 +35,28 @@ _OF_A_MACHINE = ("hardware.", "launcher.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderRow:
-    """A run of the folder."""
+    """Row of the table: a run of the folder."""
 
     id: str
-    """What its page is asked for by."""
+    """Id of the run in the address of its page."""
     name: str
     """Name of its directory."""
     run: RunPaths | None = None
-    """Its directory; None while a sweep has not made it."""
+    """The run; None while a sweep has not made it."""
     settings: Mapping[str, str]
     """Values of configuration keys."""
     summary: RunSummary | None = None
     held_out: float | None = None
-    """Loss of its last evaluation, nats a token; None before the first."""
+    """Loss of its last evaluation, in nats per token; None before the first."""
     tokens_per_second: float | None = None
-    """Speed of its last step."""
+    """Throughput of its last step."""
 
 
 class RunsFolder:
-    """Looks at the runs of a folder again and again, and only at those whose files have changed.
+    """Table of a folder's runs, which reads only runs whose files have changed.
 
     Args:
-        root: Of runs, or of a sweep.
+        root: Folder of runs, or of a sweep.
     """
 
     def __init__(self, root: Path) -> None:
@@ -68,8 +68,7 @@ class RunsFolder:
         self._document: dict[str, Any] = {}
 
     def look(self) -> tuple[str, dict[str, Any]]:
-        """Return the document of the table, and its version, which changes when anything of it
-        does."""
+        """Return the document of the table, and its version, which changes with the document."""
         with self._lock:
             if time.monotonic() - self._looked > LEAST_SECONDS:
                 self._look()
@@ -77,7 +76,7 @@ class RunsFolder:
             return str(self._version), {**self._document, "version": str(self._version)}
 
     def runs_of(self, ids: str) -> list[RunPaths]:
-        """The runs with these ids, separated by commas; none if one is not there."""
+        """Return the runs with these comma-separated ids; empty if any of them is unknown."""
         self.look()
         with self._lock:
             runs = {row.id: row.run for row in self._rows}
@@ -109,7 +108,7 @@ class RunsFolder:
             return []
 
     def _row(self, path: Path, values: Mapping[str, str] | None) -> FolderRow | None:
-        """A run; None for a directory that is none, or is removed meanwhile."""
+        """Return the row of a run; None if the directory is no run, or is removed meanwhile."""
         run, name = RunPaths(path), path.name
         signature = (_signature(run), time.monotonic() // 5 if self._may_be_lost(name) else 0)
         known = self._seen.get(name)
@@ -121,7 +120,7 @@ class RunsFolder:
         return row
 
     def _may_be_lost(self, name: str) -> bool:
-        """Whether it may end without a file that changes: its launcher is killed."""
+        """Return True if the run may end without a change of its files (a killed launcher)."""
         known = self._seen.get(name)
         summary = known[1].summary if known else None
         return summary is not None and summary.state not in _ENDED
@@ -150,7 +149,7 @@ def _read(run: RunPaths, values: Mapping[str, str] | None) -> FolderRow | None:
 
 
 def _signature(run: RunPaths) -> tuple[object, ...]:
-    """What changes whenever anything of a run that is shown does."""
+    """Return sizes and times of files, one of which changes whenever the run's row does."""
     found: list[object] = []
     for path in (run.events, run.status, run.attempts):
         try:
@@ -184,7 +183,7 @@ def _shown(value: Any) -> str:
 
 
 def _different(rows: Sequence[FolderRow]) -> list[str]:
-    """Keys that have several values, those of few values first: they are what was compared."""
+    """Return the keys that differ between runs; keys with another value in every run come last."""
     made = [row.settings for row in rows if row.settings]
     counts = {
         key: len({settings.get(key, "not set") for settings in made})
@@ -197,7 +196,7 @@ def _different(rows: Sequence[FolderRow]) -> list[str]:
 def _document(
     root: Path, rows: Sequence[FolderRow], keys: Sequence[str], *, is_sweep: bool
 ) -> dict[str, Any]:
-    """What the page is given."""
+    """Return the JSON document of the table."""
     measure = "held-out loss" if any(_is_finite(row.held_out) for row in rows) else "loss"
     results = {row.id: _result(row, measure) for row in rows}
     finite = {id: result for id, result in results.items() if result is not None}
@@ -235,7 +234,7 @@ def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict
 
 
 def _result(row: FolderRow, measure: str) -> float | None:
-    """What runs are compared by."""
+    """Return the number by which runs are compared."""
     if measure == "loss":
         return _finite(row.summary.loss if row.summary else None)
     return _finite(row.held_out)
@@ -253,5 +252,5 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """Return the number, or None if it is not finite: JSON has no NaN."""
     return value if _is_finite(value) else None

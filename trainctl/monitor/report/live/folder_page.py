@@ -1,4 +1,4 @@
-"""The page of a folder of runs: a table, and each run as a line over what was set."""
+"""The page of a folder of runs: a table, and parallel coordinates of the settings and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def folder_page(name: str, seconds: float) -> str:
     """Return the HTML of the page.
 
     Args:
-        seconds: Between two questions for newer data.
+        seconds: Pause between two requests for newer data.
     """
     filled = {
         "title": html.escape(name),
@@ -32,5 +32,5 @@ def folder_page(name: str, seconds: float) -> str:
 
 
 def folder_policy() -> str:
-    """What the page may do, for its `meta` element and the server's header."""
+    """Return the content security policy, for the page's `meta` element and the server's header."""
     return policy_of(SCRIPTS, STYLES, has_source=True)

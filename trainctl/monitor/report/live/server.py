@@ -1,9 +1,9 @@
-"""A small HTTP server for documents that are made on demand, and for nothing else.
+"""A small HTTP server for documents that are made on demand.
 
-It knows its few addresses and reads no path from a request, so there is no file that it could give
-away. Whoever asks has to know the token: it is in the address that is printed, then in a cookie.
-The `Host` of a request has to be a number or a name of this machine, so that no other site can have
-a browser ask here under a name of its own (DNS rebinding).
+It knows its few addresses and reads no path from a request, so it cannot give away a file. A
+request must know the token: it is in the address that is printed, then in a cookie. The `Host` of a
+request must be an IP address or a name of this machine, so that no other site can have a browser
+send requests here under a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 TIMEOUT_SECONDS = 20.0
-"""For a request to come in, and for an answer to be taken."""
+"""Longest time for receiving a request, and for sending an answer."""
 MOST_THREADS = 32
 
 HEADERS = {
@@ -39,10 +39,9 @@ NOTHING_ALLOWED = "default-src 'none'; base-uri 'none'; form-action 'none'; fram
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request gets."""
+    """Response to a request."""
 
     body: bytes = b""
-    """Its bytes."""
     kind: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
     policy: str = NOTHING_ALLOWED
@@ -51,23 +50,23 @@ class Answer:
 
     @classmethod
     def problem(cls, status: HTTPStatus, text: str, **headers: str) -> Answer:
-        """Return a line that says why there is nothing else."""
+        """Return an error response with a line of text."""
         return cls(f"{text}\n".encode(), status=status, headers=headers)
 
 
 Respond = Callable[[str, Mapping[str, str]], Answer | None]
-"""From the path of a request and its query to the answer; None where there is no such document."""
+"""Returns the answer for a request's path and query; None if there is no such document."""
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves until `shutdown`.
+    """HTTP server, which serves until `shutdown`.
 
     Args:
         host: Name or address to listen on.
-        port: To listen on; 0 takes a free one.
+        port: Port to listen on; 0 takes a free one.
         respond: Makes the documents; called by several threads.
-        names: Names, besides those of this machine, that a request may ask for.
-        token: What a request has to know; None makes one.
+        names: Host names that requests may use, besides those of this machine.
+        token: Secret that a request must know; None makes one.
 
     Raises:
         OSError: It cannot listen there.
@@ -87,7 +86,7 @@ class PageServer(ThreadingHTTPServer):
         token: str | None = None,
     ) -> None:
         self.token = token or secrets.token_urlsafe(24)
-        # Cookies know no port: the servers of a machine would take each other's.
+        # Cookies ignore ports: servers of one machine would overwrite each other's.
         self.cookie = f"trainctl-{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
         self.respond = respond
         own = {host, "localhost", socket.gethostname(), socket.getfqdn(), *names}
@@ -99,7 +98,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds it, with the token."""
+        """Address for a browser on this machine, with the token."""
         host, port = self.server_address[:2]
         address = ipaddress.ip_address(str(host))
         if address.is_unspecified:
@@ -109,7 +108,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{name}:{port}/?token={self.token}"
 
     def knows_name(self, host: str) -> bool:
-        """Whether a request came for this server: its `Host` is an address, or a name of it."""
+        """Return True if the `Host` of a request is an IP address, or a name of this server."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
@@ -121,7 +120,7 @@ class PageServer(ThreadingHTTPServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, of which there are only so many."""
+        """Handle a request in a thread; close it if `MOST_THREADS` are busy."""
         if not self._free.acquire(timeout=1.0):
             self.shutdown_request(request)
             return
@@ -134,7 +133,7 @@ class PageServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no news."""
+        """Ignore errors: browsers often drop connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -146,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # nobody reads a body, and it is no next request
+            self.close_connection = True  # an unread body would be parsed as a request
         self._send(self._answer())
 
     do_HEAD = do_GET
@@ -157,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _refuse(self) -> None:
-        self.close_connection = True  # a body may follow, which nobody reads
+        self.close_connection = True  # a body may follow, which is not read
         text = "only GET and HEAD"
         self._send(Answer.problem(HTTPStatus.METHOD_NOT_ALLOWED, text, Allow="GET, HEAD"))
 
@@ -182,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         try:
             found = self.server.respond(asked.path, query)
-        except Exception:  # a bug, which is to be seen where the server runs, and ends nothing
+        except Exception:  # a bug: print it here, and keep serving
             traceback.print_exc()
             text = "this is a bug; the terminal of the server says more"
             return Answer.problem(HTTPStatus.INTERNAL_SERVER_ERROR, text)
@@ -192,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
             return True
-        # Other servers of this machine have set cookies too, of whatever form.
+        # Other servers of this machine may have set cookies of any form.
         cookies = self.headers.get("Cookie", "").split(";")
         pairs = (cookie.strip().partition("=") for cookie in cookies)
         return any(name == self.server.cookie and self._is_token(value) for name, _, value in pairs)
@@ -214,19 +213,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """For what is no request at all."""
+        """Answer a malformed request."""
         self.close_connection = True
         self.command = self.command or "GET"
         self._send(Answer.problem(HTTPStatus(code), message or "no request"))
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Not kept: an address has the token in it."""
+        """Log nothing: addresses contain the token."""
 
 
 def _own_path(path: str) -> str:
-    """Return a path that no browser reads as another host; `/` in place of one that some do.
+    r"""Return a path that no browser reads as another host, or `/` in place of one that some do.
 
-    To a browser `\\` is `/`, so that `/\\host/` and `//host/` are the same.
+    A browser reads `\\` as `/`, so that `/\\host/` and `//host/` are the same.
     """
     is_own = path.startswith("/") and path[1:2] not in ("/", "\\")
     return quote(path, safe="/%:@!$&'()*+,;=~") if is_own else "/"

@@ -1,4 +1,4 @@
-"""The documents of `trainctl watch`: pages of runs and of folders of runs, made of their files."""
+"""Documents of `trainctl watch`: pages of runs and of folders of runs, made from their files."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from trainctl.monitor.report.page import Source, content_security_policy, page
 from trainctl.runs.layout import RunPaths
 
 BUCKETS = 2000
-"""Points of a run: about 150 KB a document."""
+"""Points of each run's curves: about 150 KB per document."""
 
 READING_SECONDS = 1.5
-"""Of an answer: of a long run the rest comes with the next one."""
+"""Longest time to read records for one answer; the rest of a long run comes with the next answer.
+"""
 _PIECE_BYTES = 4 << 20
 
 POLL_SECONDS = 2.0
 FOLDER_POLL_SECONDS = 4.0
 
 MOST_OPEN = 24
-"""Pages whose runs are kept in memory, the last ones that were looked at."""
+"""Most pages whose runs are kept in memory: the last ones that were looked at."""
 
 _NO_FRAMES = "; frame-ancestors 'none'"
 
@@ -39,8 +40,7 @@ class RunsPage:
     """A page of some runs, and its data.
 
     Args:
-        runs: The runs.
-        price: Of a device for an hour.
+        price: Price of one device for an hour.
     """
 
     def __init__(self, runs: Sequence[RunPaths], price: float | None = None) -> None:
@@ -51,13 +51,13 @@ class RunsPage:
         self.title = ", ".join(run.root.name for run in runs)
 
     def html(self) -> Answer:
-        """Return the page, which asks for its data."""
+        """Return the page, which requests its data itself."""
         text = page(title=self.title, source=Source("data.json", POLL_SECONDS))
         policy = content_security_policy(has_source=True) + _NO_FRAMES
         return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
 
     def data(self, after: str | None) -> Answer:
-        """Return the newest document; 204 where that is the one that is there already."""
+        """Return the newest document; 204 if its version is `after`."""
         with self._lock:
             self._read()
             version = ".".join(str(history.version) for history in self._histories)
@@ -79,12 +79,12 @@ class RunsPage:
 
 
 class Watching:
-    """What is served: some runs on one page, or a folder of runs with a page of each.
+    """Site of `trainctl watch`: some runs on one page, or a folder of runs with a page for each.
 
     Args:
-        runs: The runs; empty: those of `folder`.
-        folder: Of runs, or of a sweep.
-        price: Of a device for an hour.
+        runs: Runs of the one page; empty serves `folder`.
+        folder: Folder of runs, or of a sweep.
+        price: Price of one device for an hour.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Watching:
         self._open: dict[str, RunsPage] = {}
 
     def respond(self, path: str, query: Mapping[str, str]) -> Answer | None:
-        """Return the document at an address; None where there is none."""
+        """Return the document at an address; None if there is none."""
         after = query.get("after")
         if self._only is not None:
             return _of_page(self._only, path.removeprefix("/"), after)
@@ -115,28 +115,28 @@ class Watching:
             if after == version:
                 return Answer(status=HTTPStatus.NO_CONTENT)
             return Answer(_json(document), "application/json")
-        parts = path.split("/")  # "", "run", NAMES, "" or "data.json"
+        parts = path.split("/")  # "", "run", IDS, "" or "data.json"
         if len(parts) != 4 or parts[1] != "run":
             return None
         opened = self._page(parts[2])
         return None if opened is None else _of_page(opened, parts[3], after)
 
     def _page(self, numbers: str) -> RunsPage | None:
-        """Return the page of runs of the folder, by their numbers in its table, such as ``3,5``."""
+        """Return the page of runs of the folder, by their comma-separated ids."""
         assert self._folder is not None
         with self._lock:
             runs = self._folder.runs_of(numbers)
             if not runs:
                 return None
             opened = self._open.pop(numbers, None) or RunsPage(runs, self._price)
-            self._open[numbers] = opened  # now the last one that was looked at
+            self._open[numbers] = opened  # moved to the end: the most recent one
             while len(self._open) > MOST_OPEN:
                 del self._open[next(iter(self._open))]
             return opened
 
 
 def _of_page(opened: RunsPage, name: str, after: str | None) -> Answer | None:
-    """Return the page, or its data."""
+    """Return the page or its data; None for another name."""
     if name == "":
         return opened.html()
     return opened.data(after) if name == "data.json" else None
@@ -148,5 +148,5 @@ def _json(value: Any) -> bytes:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8; bytes of a path that are none become escapes, as JSON has them."""
+    """Return UTF-8; bytes of a path that are not UTF-8 become JSON escapes."""
     return text.encode(errors="backslashreplace")
