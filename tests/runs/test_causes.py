@@ -47,6 +47,8 @@ def test_an_error_while_reading_the_data() -> None:
         '  File "/env/numpy/core.py", line 3, in take',
     ]
     assert cause_of(1, "IndexError: out of bounds", frames) is Cause.data
+    deeper = [frames[0], frames[1].replace("train/data", "data/streaming/reader")]
+    assert cause_of(1, "IndexError: out of bounds", deeper) is Cause.data
     assert cause_of(1, "IndexError: out of bounds", frames[:1]) is Cause.code
     assert cause_of(1, "OSError: [Errno 28] No space left on device", frames) is Cause.disk_full
 

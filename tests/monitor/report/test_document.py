@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ from trainctl.monitor.report.live.watching import Watching
 from trainctl.monitor.report.page import Source, page
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.provenance import git_state
 from trainctl.runs.sweeps import new_sweep
+
+AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
 
 
 def read(*runs: RunPaths) -> list[History]:
@@ -73,6 +77,18 @@ def test_what_is_said_of_a_run(tmp_path: Path) -> None:
     assert found["memory"]["measured"] == {"device_peak_bytes": 7}
     assert found["memory"]["planned_bytes"] > 0 and found["memory"]["phases"]
     assert found["layout"]["ranks"] == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+
+
+def test_the_revision_that_a_run_came_from_is_on_its_page(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    for words in (["init", "-q"], [*AUTHOR, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    state, _ = git_state(tmp_path)
+    assert state is not None
+    record = run.root / "run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "git": state}))
+    (found,) = report_document(read(run))["runs"]
+    assert found["provenance"]["git"] == {"revision": state["revision"], "changed": False}
 
 
 def test_ranks_lie_as_the_mesh_has_them(tmp_path: Path) -> None:

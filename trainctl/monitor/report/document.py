@@ -193,7 +193,7 @@ class _Run:
         git = record.get("git") or {}
         return {
             "argv": list(record.get("argv") or ()),
-            "git": {name: git.get(name) for name in ("commit", "dirty") if name in git},
+            "git": {name: git.get(name) for name in ("revision", "changed") if name in git},
             "packages": {name: packages[name] for name in PACKAGES if name in packages},
         }
 

@@ -1266,7 +1266,7 @@
     row("Command", argv.join(" "));
     row("Folder", run.path);
     row("Launcher", [run.launcher, run.host && `from ${run.host}`].filter(Boolean).join(" "));
-    row("Git", git.commit ? `${git.commit}${git.dirty ? ", with changes" : ""}` : "");
+    row("Git", git.revision ? `${git.revision}${git.changed ? ", with changes" : ""}` : "");
     row("Packages", Object.entries(packages).map(([name, version]) => `${name} ${version}`).join(", "));
     return rows.length ? card("origin", "Where it comes from", true, make("table", {}, make("tbody", {}, ...rows))) : null;
   }
