@@ -44,7 +44,9 @@ def test_every_word_has_an_entry_and_nothing_else_has() -> None:
         node
         for tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.name == "Kind" and "loss" in ast.dump(node)
+        if isinstance(node, ast.ClassDef)
+        and node.name == "BadStepKind"
+        and "loss" in ast.dump(node)
     )
     named = {item.targets[0].id for item in kinds.body if isinstance(item, ast.Assign)}
     assert set(INTERVENTIONS) == named

@@ -218,7 +218,9 @@ def test_blocks_of_one_kind_are_traced_once(
     lora = {"q_lora_rank": 64, "kv_lora_rank": 32, "num_key_value_heads": 8}
     model = _directory(tmp_path, "deepseek_v3", first_k_dense_replace=1, **sparse, **lora)
     once = trace.trace(_config(model))
-    monkeypatch.setattr(trace, "one_of_each_kind", lambda built: dict.fromkeys(blocks(built), 1))
+    monkeypatch.setattr(
+        trace, "skip_duplicate_blocks", lambda built: dict.fromkeys(blocks(built), 1)
+    )
     assert trace.trace(_config(model)).block == once.block
     assert [block.experts for block in once.anatomy.blocks] == [0, 8, 8]
     again = TracedModel.from_json(json.loads(json.dumps(once.to_json())))

@@ -17,7 +17,7 @@ from rank_processes import Case
 from torch import nn
 
 from trainctl.config import registry
-from trainctl.engines.fragments import Fragment, Place
+from trainctl.engines.fragments import ElementRange, Fragment
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.engines.process import Process
@@ -54,7 +54,7 @@ class PlainStates(States):
     def updater(self, index: int) -> Updater:
         return Updater(self.optimizer)
 
-    def catch_up(self, scalars: Mapping[str, float]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
         pass
 
     def check_readable(self) -> None:
@@ -69,10 +69,10 @@ class PlainStates(States):
     def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         pass
 
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         pass
 
     @property
@@ -86,7 +86,7 @@ class PlainStates(States):
 
     def change(self, change: Change) -> None:
         for fragment, parameter in zip(self.fragments, self.tensors, strict=True):
-            place = Place(fragment.name, fragment.shard, 0, fragment.numel)
+            place = ElementRange(fragment.name, fragment.shard, 0, fragment.numel)
             change(place, parameter.grad.view(-1))
 
 

@@ -134,7 +134,7 @@ def _strike(session: Session, what: str, name: str) -> None:
             if fragment.name == f"{name}.weight" and is_first:
                 with state.resident(fragment.tensor, changes=True):
                     fragment.of(state.tensor(fragment.tensor, MASTER)).view(-1)[0] = NAN
-        state.publish()
+        state.copy_masters_to_parameters()
         return
 
     def hook(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor | None:
@@ -185,7 +185,7 @@ def _weights(session: Session) -> tuple[str, bool]:
 def _whole(engine: Any) -> Iterator[torch.Tensor]:
     """Each parameter, gathered while it is looked at."""
     if not hasattr(engine, "deepspeed"):
-        engine.states.publish()
+        engine.states.copy_masters_to_parameters()
         yield from (parameter.full_tensor() for parameter in engine.module.parameters())
         return
     for parameter in engine.pieces:

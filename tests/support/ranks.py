@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
-from trainctl.engines.choose import engine_room
+from trainctl.engines.choose import engine_backend
 from trainctl.engines.narrow_products import widen_narrow_products
 from trainctl.engines.process import Process, stop_process
 from trainctl.plan.batches import Batch
@@ -86,7 +86,7 @@ def probe(work: tuple[list[Case], str]) -> Any:
 @contextmanager
 def _joined(case: Case) -> Iterator[Process]:
     torch.set_num_threads(1)
-    yield engine_room(case.plan).start_process(case.plan)
+    yield engine_backend(case.plan).start_process(case.plan)
     stop_process()
 
 

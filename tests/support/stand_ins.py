@@ -50,7 +50,7 @@ class PlainState:
     def numel(self, index: int) -> int:
         return NUMEL
 
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         pass
 
     def tensor(self, index: int, name: str) -> torch.Tensor:

@@ -28,12 +28,12 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.runs.records import read_events
 from trainctl.train.adapters.export import export_adapter, peft_config
-from trainctl.train.adapters.layers import Adapted, attach, choose_trained, initial_adapter
+from trainctl.train.adapters.layers import LoraLayer, apply_adapter, attach, initial_adapter
 from trainctl.train.checkpoint.export import export
 from trainctl.train.data import held_out_data
 from trainctl.train.evaluation import evaluate_sources
 from trainctl.train.models.build import materialise
-from trainctl.train.models.frozen_base import Layered, Whole, recorded_base
+from trainctl.train.models.frozen_base import FullModel, Layered, recorded_base
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import TORCH_TYPES, skeleton, transformers_config
 from trainctl.train.models.weights import SeedWeights
@@ -135,9 +135,9 @@ def test_dora_starts_as_its_base_in_the_format_that_it_computes_in(precision: st
     config = config_of(Adapting("dora", precision=precision), STEPS)
     dtype = TORCH_TYPES[formats(config.precision).weights]
     plain, model = (skeleton(config.model, dtype) for _ in range(2))
-    shapes = Whole.of(config.model, plain).shapes
+    shapes = FullModel.of(config.model, plain).shapes
     drawn = SeedWeights.of(config.model, plain, 7)
-    choose_trained(model, config)
+    apply_adapter(model, config)
     added = [name for name, each in model.named_parameters() if each.requires_grad]
     source = Layered(initial_adapter(7, config, drawn, shapes), added, drawn)
     materialise(plain, drawn, torch.device("cpu"))
@@ -163,7 +163,7 @@ def test_layers_compute_what_peft_s_do(base: Path, kind: str) -> None:
     ours = AutoModelForCausalLM.from_pretrained(base)
     attach(ours, section, adapted_layers(config.model, section))
     for name, module in ours.named_modules():
-        if isinstance(module, Adapted):
+        if isinstance(module, LoraLayer):
             their = theirs.get_submodule(f"base_model.model.{name}")
             module.lora_A = torch.nn.Parameter(their.lora_A.default.weight.detach().clone())
             module.lora_B = torch.nn.Parameter(their.lora_B.default.weight.detach().clone())
@@ -174,7 +174,7 @@ def test_layers_compute_what_peft_s_do(base: Path, kind: str) -> None:
         model(IDS, labels=IDS).loss.backward()
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-6)
     for name, module in ours.named_modules():
-        if isinstance(module, Adapted):
+        if isinstance(module, LoraLayer):
             their = theirs.get_submodule(f"base_model.model.{name}").lora_B.default.weight.grad
             torch.testing.assert_close(module.lora_B.grad, their, rtol=1e-4, atol=1e-6)
 
@@ -314,9 +314,9 @@ def test_a_base_that_changed_is_refused(tmp_path: Path, base: Path) -> None:
 
 
 def test_a_seed_by_which_other_weights_are_drawn_is_refused() -> None:
-    def whole(**changes: float) -> Whole:
+    def whole(**changes: float) -> FullModel:
         shape = replace(config_of(Adapting(), STEPS).model, **changes)
-        return Whole.of(shape, skeleton(shape, torch.float32))
+        return FullModel.of(shape, skeleton(shape, torch.float32))
 
     first = whole()
     drawn = SeedWeights.of(first.config, first.skeleton, 7)

@@ -11,7 +11,7 @@ import torch
 
 from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.mixture import DataStage, StagedBatches
-from trainctl.train.prefetch import STEPS_AHEAD, BatchesAhead
+from trainctl.train.prefetch import STEPS_AHEAD, BatchPrefetcher
 
 STOP = 12
 
@@ -47,10 +47,10 @@ class Data:
         return [(first_sample, passes)]
 
 
-def ahead(data: Data, batches: Batches = RAMP) -> BatchesAhead:
+def ahead(data: Data, batches: Batches = RAMP) -> BatchPrefetcher:
     stage = DataStage(first_step=0, end_step=STOP, first_sample=0, batches=batches, weights=None)
     staged, device = StagedBatches((stage,)), torch.device("cpu")
-    return BatchesAhead(data, staged, stop_step=STOP, device=device)  # type: ignore[arg-type]
+    return BatchPrefetcher(data, staged, stop_step=STOP, device=device)  # type: ignore[arg-type]
 
 
 def settle(data: Data, count: int) -> None:

@@ -17,8 +17,8 @@ from trainctl.errors import TrainctlError
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
 from trainctl.train.models.anatomy import anatomy, structure
-from trainctl.train.models.fake import way_out
-from trainctl.train.models.initial import Undrawn
+from trainctl.train.models.fake import failure_hint
+from trainctl.train.models.initial import SkipInit
 from trainctl.train.models.model import skeleton
 
 SHAPE = {
@@ -86,7 +86,7 @@ def test_an_anatomy_says_what_the_model_has(kind: str, tmp_path) -> None:
     told = anatomy(model)
     table = told.to_table()
     read = anatomy_of(table)
-    with torch.device("meta"), Undrawn():
+    with torch.device("meta"), SkipInit():
         real = AutoModelForCausalLM.from_config(config)
     named = {name: tuple(tensor.shape) for name, tensor in real.named_parameters()}
     assert {each.name: each.shape for each in read.parameters} == named
@@ -194,5 +194,5 @@ def test_the_directorys_own_code_is_advised_only_where_its_config_names_it(
     model = ModelConfig(family="hf", path=str(tmp_path))
     content = {"auto_map": {"AutoModelForCausalLM": "convert.Model"}} if is_named else {}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert ("trust_remote_code=true" in way_out(model)) == is_named
-    assert "trust_remote_code" not in way_out(replace(model, trust_remote_code=True))
+    assert ("trust_remote_code=true" in failure_hint(model)) == is_named
+    assert "trust_remote_code" not in failure_hint(replace(model, trust_remote_code=True))

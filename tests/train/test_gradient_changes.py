@@ -16,7 +16,7 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
-from trainctl.engines.fragments import Place
+from trainctl.engines.fragments import ElementRange
 from trainctl.engines.shards import Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -160,7 +160,7 @@ def test_noise_belongs_to_an_element_whatever_rank_has_it():
     whole = normal("7/3/a.weight", torch.arange(24))
     shape = torch.Size((4, 6))
     shard, _ = Shard.split(shape, dim=1, index=1, count=3)
-    place = Place("a.weight", shard, start=3, numel=4)
+    place = ElementRange("a.weight", shard, start=3, numel=4)
     columns = whole.view(4, 6)[:, 2:4].reshape(-1)
     torch.testing.assert_close(
         normal("7/3/a.weight", place.indices(torch.device("cpu"))), columns[3:7], rtol=0, atol=0
@@ -182,7 +182,7 @@ def test_scaled_gradients_are_changed_as_if_they_were_not():
     config = GradientsConfig(clip_value=0.5, noise=0.01)
     values = torch.linspace(-1, 1, 9)
     scaled = values * 8
-    place = Place("a", None, 0, 9)
+    place = ElementRange("a", None, 0, 9)
     for tensor, scale in ((values, 1.0), (scaled, 8.0)):
         change = elementwise(config, seed=1, update=2, scale=scale)
         assert change is not None

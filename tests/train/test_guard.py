@@ -7,7 +7,7 @@ import pytest
 
 from trainctl.config.schema import OnBadLoss, StabilityConfig
 from trainctl.runs.interventions import divergence_account, still_diverged
-from trainctl.train.stability import Divergence, Guard, Kind
+from trainctl.train.stability import BadStepKind, Divergence, Guard
 
 
 def guard_of(policy=OnBadLoss.skip_batch, **settings):
@@ -24,13 +24,13 @@ def accept(guard, *losses, start=1):
 @pytest.mark.parametrize(
     ("loss", "norm", "kind", "limit"),
     [
-        (math.nan, math.nan, Kind.loss_not_finite, None),
-        (math.inf, 1.0, Kind.loss_not_finite, None),
-        (4.0, math.inf, Kind.norm_not_finite, None),
-        (4.0, math.nan, Kind.norm_not_finite, None),
-        (8.1, 1.0, Kind.loss_spike, 8.0),
-        (8.1, 9.0, Kind.loss_spike, 8.0),
-        (4.0, 3.1, Kind.norm_spike, 3.0),
+        (math.nan, math.nan, BadStepKind.loss_not_finite, None),
+        (math.inf, 1.0, BadStepKind.loss_not_finite, None),
+        (4.0, math.inf, BadStepKind.norm_not_finite, None),
+        (4.0, math.nan, BadStepKind.norm_not_finite, None),
+        (8.1, 1.0, BadStepKind.loss_spike, 8.0),
+        (8.1, 9.0, BadStepKind.loss_spike, 8.0),
+        (4.0, 3.1, BadStepKind.norm_spike, 3.0),
         (8.0, 3.0, None, None),
         (4.0, None, None, None),
     ],
@@ -47,18 +47,18 @@ def test_what_is_wrong_with_a_step(loss, norm, kind, limit):
 @pytest.mark.parametrize(
     ("loss", "norm", "kind", "limit"),
     [
-        (9.1, 1.0, Kind.loss_limit, 9.0),
-        (8.1, 1.0, Kind.loss_spike, 8.0),
-        (4.0, 2.6, Kind.norm_limit, 2.5),
-        (9.1, 2.6, Kind.loss_limit, 9.0),
-        (math.nan, 9.0, Kind.loss_not_finite, None),
+        (9.1, 1.0, BadStepKind.loss_limit, 9.0),
+        (8.1, 1.0, BadStepKind.loss_spike, 8.0),
+        (4.0, 2.6, BadStepKind.norm_limit, 2.5),
+        (9.1, 2.6, BadStepKind.loss_limit, 9.0),
+        (math.nan, 9.0, BadStepKind.loss_not_finite, None),
         (8.0, 2.5, None, None),
     ],
 )
 def test_a_limit_holds_whatever_came_before(loss, norm, kind, limit):
     guard = guard_of(loss_limit=9.0, norm_limit=2.5)
     first = guard.judge(loss, norm)  # when there is no mean yet
-    assert (first and first.kind) == (None if kind is Kind.loss_spike else kind)
+    assert (first and first.kind) == (None if kind is BadStepKind.loss_spike else kind)
     accept(guard, 4.0, 4.0)
     trouble = guard.judge(loss, norm)
     assert (trouble and trouble.kind) == kind

@@ -35,7 +35,7 @@ from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
-from trainctl.train.objectives.reference import identity, reference_of, write_reference
+from trainctl.train.objectives.reference import attach_saved_reference, identity, write_reference
 
 LENGTH, PAIRS, END = 64, 48, 256
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}
@@ -122,13 +122,13 @@ def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
         numbers = {"train": PAIRS - count, "held_out": count}
         zeros = {side: np.zeros((size, 2), np.float32) for side, size in numbers.items()}
         write_reference(run, zeros, identity(corpora, numbers))
-        reference_of(run, corpora, held_out)
+        attach_saved_reference(run, corpora, held_out)
         assert held_out[SOLE].reference.shape == (count, 2)
         kept.append((run, corpora, held_out))
     (own, corpora, held_out), (other, *_) = kept
     own.reference.write_bytes(other.reference.read_bytes())
     with pytest.raises(TrainctlError, match=r"no reference\.npz of these pairs"):
-        reference_of(own, corpora, held_out)
+        attach_saved_reference(own, corpora, held_out)
 
 
 def test_messages_are_written_by_the_chat_template(tmp_path):

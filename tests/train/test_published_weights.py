@@ -29,7 +29,7 @@ from trainctl.train.checkpoint.tensor_file import write_tensors
 from trainctl.train.groups import parameter_groups as rank_groups
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.build import materialise, whole_pieces
-from trainctl.train.models.initial import initial_laws
+from trainctl.train.models.initial import parameter_initializers
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.tensors import persistent_buffers
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights
@@ -101,7 +101,7 @@ def test_what_transformers_saves_is_read_and_what_is_exported_is_loaded(kind, tm
     theirs.save_pretrained(tmp_path / "from")
     config = of_directory(tmp_path / "from", kind)
     ours = skeleton(config, torch.float32)
-    laws = initial_laws(ours)
+    laws = parameter_initializers(ours)
     assert set(laws) == {name for name, _ in ours.named_parameters()}
     materialise(ours, SafetensorsWeights(tmp_path / "from", ours), CPU)
     assert float((logits(ours) - logits(theirs)).abs().max()) <= 1e-6

@@ -18,7 +18,7 @@ from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.restore import newest_intact, weights_of
 from trainctl.train.checkpoint.saver import Saver
-from trainctl.train.models.frozen_base import Whole, initial_base, recorded_base, whole_weights
+from trainctl.train.models.frozen_base import FullModel, initial_base, recorded_base, whole_weights
 from trainctl.train.replay import Replay
 
 
@@ -99,7 +99,7 @@ def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
     with pytest.raises(TrainctlError, match="lacks another and 1 more tensors"):
         found.check(ModelConfig(), shapes | {"another": [1], "third": [1]})
     with pytest.raises(TrainctlError, match=r"model\.initial_weights: .* the model has no "):
-        whole_weights(found, Whole(ModelConfig(), None, fewer), is_start=True)
+        whole_weights(found, FullModel(ModelConfig(), None, fewer), is_start=True)
 
 
 def test_what_frozen_weights_lie_in_is_looked_at_whenever_they_are_read(run, process, tmp_path):
@@ -107,7 +107,7 @@ def test_what_frozen_weights_lie_in_is_looked_at_whenever_they_are_read(run, pro
     folder, kept = file_of(run, 2).parent, tmp_path / "base.json"
     of_manifest = digest(read_manifest(folder))
     base = {"kind": "checkpoint", "path": str(folder), "sha256": of_manifest}
-    whole = Whole(ModelConfig(initial_weights=str(folder)), None, facts(3)["shapes"])
+    whole = FullModel(ModelConfig(initial_weights=str(folder)), None, facts(3)["shapes"])
     recorded_base(base, whole, kept=kept, process=process)
     config = tiny_config()
     config.training.freeze = ["norm"]
@@ -140,9 +140,9 @@ def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process
     del found.manifest["model"]["name"]  # of before manifests had it
     with pytest.raises(TrainctlError, match="of a llama of 4 blocks of width 128, and asked for"):
         found.check(wider, shapes)
-    whole_weights(found, Whole(longer, None, shapes), is_start=True)
+    whole_weights(found, FullModel(longer, None, shapes), is_start=True)
     with pytest.raises(TrainctlError, match="num_attention_heads was 4, and is 2"):
-        whole_weights(found, Whole(other, None, shapes), is_start=True)
+        whole_weights(found, FullModel(other, None, shapes), is_start=True)
 
 
 def test_states_of_another_optimizer_are_not_taken_for_one_s_own(run, process):

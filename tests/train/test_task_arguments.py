@@ -9,7 +9,7 @@ from chat_files import UNMARKED, write_tokenizer
 from test_new_tokens import write_base
 
 from trainctl.errors import TrainctlError
-from trainctl.train.tasks import Asked, evaluate_tasks, manager_of
+from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of
 
 TASK = """task: say
 dataset_path: json
@@ -38,7 +38,7 @@ def test_the_template_is_given_its_arguments(
     (tmp_path / "tasks" / "say.yaml").write_text(TASK.format(file=file))
 
     def found(**arguments: bool) -> int:
-        asked = Asked(
+        asked = TaskRequest(
             ["say"], tmp_path / "tasks", batch_size=2, chat=True, template_arguments=arguments
         )
         return evaluate_tasks(

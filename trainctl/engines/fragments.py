@@ -70,7 +70,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ElementRange:
     """Position of some gradient elements in the whole parameter."""
 
     name: str

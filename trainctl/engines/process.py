@@ -60,14 +60,14 @@ class Process:
         # `dist.barrier` would allocate a tensor on the device that NCCL's groups are bound to.
         self.sum(0.0)
 
-    def apart(self) -> Process:
+    def with_own_group(self) -> Process:
         """Return the same rank with another control group, for another thread; on all ranks
         together.
         """
         return replace(self, control=dist.new_group(backend="gloo", timeout=self.timeout))
 
 
-def meeting_place() -> dict[str, Any]:
+def rendezvous_arguments() -> dict[str, Any]:
     """Return arguments that initialise process groups through a file (`launch.agent.rendezvous`).
 
     Empty if the ranks meet through the environment. The scheme is trainctl's own: torch's `file://`

@@ -1,6 +1,6 @@
 """Interface between the trainer and an engine.
 
-A new engine implements `Room`, which joins the ranks and builds one `Engine`. The engine's `States`
+A new engine implements `EngineBackend`, which joins the ranks and builds one `Engine`. Its `States`
 tell where the optimizer keeps its tensors. The trainer sees nothing else of an engine.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainctl.config.schema import Packing
-from trainctl.engines.fragments import Fragment, Place
+from trainctl.engines.fragments import ElementRange, Fragment
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
@@ -33,7 +33,7 @@ from trainctl.runs.layout import RunPaths
 CLIPPING_EPSILON = 1e-6
 """Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
 
-Change = Callable[[Place, torch.Tensor], None]
+Change = Callable[[ElementRange, torch.Tensor], None]
 """Function that changes some elements of a gradient in place: flat, in any floating-point type."""
 
 MakeParameter = Callable[[nn.Parameter, ParameterPiece, Read], nn.Parameter]
@@ -120,7 +120,7 @@ class States(ABC):
         """
 
     @abstractmethod
-    def catch_up(self, scalars: Mapping[str, float]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
         """Bring the optimizer's internal values, beyond its states, to the step of a checkpoint.
 
         Args:
@@ -152,11 +152,11 @@ class States(ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         """Bring the master weights up to date before they are saved."""
 
     @abstractmethod
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Copy the master weights to the model's parameters, as an update does; on all ranks
         together.
         """
@@ -348,7 +348,7 @@ class Engine(ABC):
         """
 
 
-class Room(Protocol):
+class EngineBackend(Protocol):
     """Entry point of an engine."""
 
     def start_process(self, plan: RunPlan) -> Process:

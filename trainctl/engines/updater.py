@@ -28,7 +28,7 @@ class Updater:
         """Return the dtype of the states that have the tensor's size."""
         return tensor.dtype
 
-    def catch_up(self, scalars: Mapping[str, float]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
         """Bring the optimizer's internal values, beyond its states, to the step of a checkpoint.
 
         Args:

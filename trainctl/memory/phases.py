@@ -304,7 +304,7 @@ def _casts(rank: RankMemory) -> int:
 
 def _merged(rank: RankMemory) -> int:
     """Return bytes of W + s B A and its two parts, of which DoRA takes the lengths of rows, while a
-    block is computed again (`WithMagnitude`, train/adapters.py)."""
+    block is computed again (`DoraLayer`, train/adapters.py)."""
     has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
     if not (has_magnitudes and rank.recomputes):
         return 0

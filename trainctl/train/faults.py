@@ -16,7 +16,7 @@ the save (default any).
 """
 
 
-def reach(phase: str, *, rank: int, step: int) -> None:
+def inject_fault(phase: str, *, rank: int, step: int) -> None:
     """Kill this process by SIGKILL if the environment asks for it at this point."""
     wanted = os.environ.get(VARIABLE)
     if wanted is None:

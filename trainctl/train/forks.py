@@ -63,7 +63,7 @@ def _import(plan: RunPlan) -> None:
     with suppress(TrainctlError), uncollected():
         import trainctl.train.rank  # noqa: F401
         from trainctl.engines import declared
-        from trainctl.engines.choose import engine_room
+        from trainctl.engines.choose import engine_backend
 
-        engine_room(plan)
+        engine_backend(plan)
         declared.require_unchanged(plan.config)

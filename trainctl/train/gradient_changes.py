@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.schema import GradientsConfig
-from trainctl.engines.fragments import Place
+from trainctl.engines.fragments import ElementRange
 from trainctl.engines.mesh import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces
 
@@ -65,7 +65,7 @@ def _centralized(
 
 def elementwise(
     config: GradientsConfig, *, seed: int, update: int, scale: float
-) -> Callable[[Place, torch.Tensor], None] | None:
+) -> Callable[[ElementRange, torch.Tensor], None] | None:
     """Return the function that changes every gradient element at one update; None without changes.
 
     Args:
@@ -77,7 +77,7 @@ def elementwise(
         return None
     deviation = math.sqrt(config.noise / (1 + update) ** config.noise_decay)
 
-    def change(place: Place, values: torch.Tensor) -> None:
+    def change(place: ElementRange, values: torch.Tensor) -> None:
         if config.clip_value > 0:
             values.clamp_(-config.clip_value * scale, config.clip_value * scale)
         for first in range(0, place.numel if config.noise > 0 else 0, _AT_ONCE):

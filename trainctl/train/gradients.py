@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from trainctl.config.schema import RunConfig
-from trainctl.engines.fragments import Place
+from trainctl.engines.fragments import ElementRange
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Change, Engine
 from trainctl.train.groups import group_key
@@ -90,7 +90,7 @@ class Gradients:
     def scale_groups(self, factors: Mapping[str, float]) -> None:
         """Multiply the gradients of parameter groups by `factors`; other groups keep theirs."""
 
-        def scale(place: Place, values: torch.Tensor) -> None:
+        def scale(place: ElementRange, values: torch.Tensor) -> None:
             factor = factors.get(self._group_of[place.name])
             if factor is not None:
                 values.mul_(factor)

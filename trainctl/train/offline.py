@@ -185,13 +185,13 @@ def _evaluate(
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.models.loaded import load
-    from trainctl.train.objectives.reference import reference_of
+    from trainctl.train.objectives.reference import attach_saved_reference
 
     corpora = corpora_of(plan, run)
     datasets = held_out_data(plan, corpora)
     objective = objective_of(plan.config.objective)
     if objective.needs_reference:
-        reference_of(run, corpora, datasets)
+        attach_saved_reference(run, corpora, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(
@@ -293,7 +293,7 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
     from trainctl.train.models.loaded import choose_device
     from trainctl.train.models.model import TORCH_TYPES
     from trainctl.train.prompts import first_source
-    from trainctl.train.tasks import Asked, evaluate_tasks, manager_of
+    from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of
 
     choose_device(arguments.device, 0)  # before the export, which may take long
     if spec_of(plan.config.tokenizer).published is None:
@@ -304,7 +304,7 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
             "the model has code of its own, and --tasks runs none of it",
             hint="trainctl export, and lm_eval --trust_remote_code on that folder",
         )
-    asked = Asked(
+    asked = TaskRequest(
         arguments.name,
         arguments.include,
         arguments.shots,

@@ -32,7 +32,7 @@ class _Wanted:
     batch: Batch
 
 
-class BatchesAhead:
+class BatchPrefetcher:
     """Micro-batches of each step, prefetched by a thread; a context manager.
 
     The thread makes one step after the other, in the order in which they are taken. Leaving the
@@ -63,7 +63,7 @@ class BatchesAhead:
             initializer=partial(torch.cuda.set_device, device) if self._pins else None,
         )
 
-    def __enter__(self) -> BatchesAhead:
+    def __enter__(self) -> BatchPrefetcher:
         return self
 
     def __exit__(self, *exception: object) -> None:

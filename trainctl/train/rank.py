@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from trainctl.engines import declared
-from trainctl.engines.choose import engine_room
+from trainctl.engines.choose import engine_backend
 from trainctl.engines.process import not_deterministic, stop_process
 from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
@@ -27,7 +27,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     heartbeat.beat(Phase.start, doing="joining the other ranks")
     with uncollected():  # this imports the engine
         declared.require_unchanged(plan.config)
-    process = engine_room(plan).start_process(plan)
+    process = engine_backend(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:
         session = assemble(plan, run, process)

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.registry import function_of
 from trainctl.data.corpora import Corpora, load_corpora, others_than
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
-from trainctl.engines.choose import engine_room
+from trainctl.engines.choose import engine_backend
 from trainctl.engines.mesh import ProcessMesh, join_mesh
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine, Job
@@ -30,7 +30,7 @@ from trainctl.plan.precision import formats
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
-from trainctl.train.adapters.layers import choose_trained, initial_adapter
+from trainctl.train.adapters.layers import apply_adapter, initial_adapter
 from trainctl.train.adapters.quantized import dequantized, quantize, quantized
 from trainctl.train.checkpoint.average import WeightAverage
 from trainctl.train.checkpoint.content import Checkpoint, RunProgress
@@ -44,8 +44,8 @@ from trainctl.train.groups import parameter_groups
 from trainctl.train.learning_rate import LearningRate
 from trainctl.train.models import build
 from trainctl.train.models.frozen_base import (
+    FullModel,
     Layered,
-    Whole,
     facts_of,
     initial_base,
     recorded_base,
@@ -169,7 +169,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
 
     All ranks call it together.
     """
-    config, room = plan.config, engine_room(plan)
+    config, room = plan.config, engine_backend(plan)
     plan = room.settle_plan(plan, run, process)
     corpora = load_corpora(run.corpus, config.data)
     checkpoint = _newest(run, process, corpora)
@@ -179,7 +179,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     require_all_to_train(model)
     routers = Routers(model, config)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
-    whole = Whole.of(config.model, model)
+    whole = FullModel.of(config.model, model)
     source, beside, shapes = _weights(plan, run, process, whole, checkpoint)
     frozen = sum(math.prod(whole.shapes[name]) for name in whole.shapes.keys() - shapes.keys())
     buffers = persistent_buffers(model)
@@ -332,7 +332,7 @@ def _weights(
     plan: RunPlan,
     run: RunPaths,
     process: Process,
-    whole: Whole,
+    whole: FullModel,
     checkpoint: Checkpoint | None,
 ) -> tuple[WeightSource, dict[str, Any], dict[str, list[int]]]:
     """Return the source of the weights; give the whole skeleton the run's adapter.
@@ -350,7 +350,7 @@ def _weights(
         check_trained(config, checkpoint.path.name, checkpoint.manifest)
         facts = checkpoint.manifest["base"]
         base = recorded_base(facts, whole, kept=run.base, process=process)
-    choose_trained(model, config)
+    apply_adapter(model, config)
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     source = base.source
     if checkpoint is not None:

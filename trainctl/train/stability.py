@@ -16,7 +16,7 @@ from typing import Any
 from trainctl.config.schema import OnBadLoss, StabilityConfig
 
 
-class Kind(StrEnum):
+class BadStepKind(StrEnum):
     """Reason why a step is bad."""
 
     loss_not_finite = "loss_not_finite"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
     @property
     def is_finite(self) -> bool:
-        return self not in (Kind.loss_not_finite, Kind.norm_not_finite)
+        return self not in (BadStepKind.loss_not_finite, BadStepKind.norm_not_finite)
 
     @property
     def quantity(self) -> str:
@@ -37,10 +37,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class BadStep:
     """Verdict that a step should not be made."""
 
-    kind: Kind
+    kind: BadStepKind
     value: float
     """Loss or gradient norm of the step."""
     limit: float | None
@@ -90,7 +90,7 @@ class Guard:
         """Number of interventions in a row."""
         return self._in_a_row
 
-    def judge(self, loss: float, norm: float | None) -> Trouble | None:
+    def judge(self, loss: float, norm: float | None) -> BadStep | None:
         """Return what is wrong with a step; None if nothing is.
 
         Args:
@@ -98,22 +98,26 @@ class Guard:
             norm: Gradient norm; None if it is not known before the update.
         """
         if not math.isfinite(loss):
-            return Trouble(Kind.loss_not_finite, loss, None)
+            return BadStep(BadStepKind.loss_not_finite, loss, None)
         if norm is not None and not math.isfinite(norm):
-            return None if self._norm_may_overflow else Trouble(Kind.norm_not_finite, norm, None)
+            return (
+                None
+                if self._norm_may_overflow
+                else BadStep(BadStepKind.norm_not_finite, norm, None)
+            )
         config = self._config
         spikes = (
-            (Kind.loss_limit, loss, config.loss_limit),
-            (Kind.loss_spike, loss, self._limit(self._loss, config.spike_factor)),
-            (Kind.norm_limit, norm, config.norm_limit),
-            (Kind.norm_spike, norm, self._limit(self._norm, config.norm_spike_factor)),
+            (BadStepKind.loss_limit, loss, config.loss_limit),
+            (BadStepKind.loss_spike, loss, self._limit(self._loss, config.spike_factor)),
+            (BadStepKind.norm_limit, norm, config.norm_limit),
+            (BadStepKind.norm_spike, norm, self._limit(self._norm, config.norm_spike_factor)),
         )
         for kind, value, limit in spikes:
             if value is not None and limit is not None and value > limit:
-                return Trouble(kind, value, limit)
+                return BadStep(kind, value, limit)
         return None
 
-    def policy(self, trouble: Trouble) -> OnBadLoss:
+    def policy(self, trouble: BadStep) -> OnBadLoss:
         """Return the policy to apply now: `stop` after too many interventions in a row.
 
         `warn` also becomes `stop` if the value is not finite.

@@ -29,9 +29,9 @@ from trainctl.train.gradients import Norms
 from trainctl.train.models.build import fill_buffers
 from trainctl.train.not_finite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.parallel.routers import Load
-from trainctl.train.prefetch import BatchesAhead
+from trainctl.train.prefetch import BatchPrefetcher
 from trainctl.train.session import Session, seed_step
-from trainctl.train.stability import Kind, Trouble
+from trainctl.train.stability import BadStep, BadStepKind
 
 LISTED_SAMPLES = 64
 """Most suspected samples that a record lists."""
@@ -92,7 +92,7 @@ class Stepper:
     def __init__(
         self,
         session: Session,
-        batches: BatchesAhead,
+        batches: BatchPrefetcher,
         record: Callable[..., None],
         wait_for_save: Callable[[], None],
     ) -> None:
@@ -178,7 +178,7 @@ class Stepper:
                 session.routers.balance(self._load)
             if session.average is not None:
                 with engine.times.part("optimizer"):
-                    session.average.follow()
+                    session.average.update_average()
             session.guard.accept(session.progress.step, loss, norms.total if norms else None)
             if norm is not None:
                 session.norms.add(norm)
@@ -215,7 +215,7 @@ class Stepper:
         return step
 
     def _intervene(
-        self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]
+        self, trouble: BadStep, batch: Batch, batches: Sequence[MicroBatch]
     ) -> OnBadLoss:
         """Apply the policy to a step that should not be made; return the policy."""
         session = self._session
@@ -269,7 +269,7 @@ class Stepper:
         return policy
 
     def _discard(
-        self, trouble: Trouble, policy: OnBadLoss, batches: Sequence[MicroBatch]
+        self, trouble: BadStep, policy: OnBadLoss, batches: Sequence[MicroBatch]
     ) -> NotFinite | None:
         """Clear the gradients unless they are used; return what holds values that are not finite.
 
@@ -282,7 +282,9 @@ class Stepper:
             session.engine.discard()
         if not searches:
             return None
-        return locate(session, batches, gradients, in_loss=trouble.kind is Kind.loss_not_finite)
+        return locate(
+            session, batches, gradients, in_loss=trouble.kind is BadStepKind.loss_not_finite
+        )
 
     def _shared_document(self) -> dict[str, Any] | None:
         """Return the document that all batches of interventions in a row contain, if there is one.
@@ -324,7 +326,7 @@ class Stepper:
         return {"to_step": checkpoint.progress.step, **cut}
 
     def _seen_by(
-        self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]
+        self, trouble: BadStep, batch: Batch, batches: Sequence[MicroBatch]
     ) -> tuple[list[int], list[int]]:
         """Find the ranks whose own loss is bad, and their sample counters. Both are often empty."""
         session = self._session
@@ -342,7 +344,7 @@ class Stepper:
 
     def _stopped(
         self,
-        trouble: Trouble,
+        trouble: BadStep,
         number: int,
         first: int,
         end: int,
@@ -381,6 +383,6 @@ def _go_back(session: Session, checkpoint: Checkpoint) -> None:
     checkpoint.load_into(session.state)
     fill_buffers(session.buffers, checkpoint)
     checkpoint.close()
-    session.state.publish()
+    session.state.copy_masters_to_parameters()
     if session.engine.loss_scale is not None:
         session.engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))

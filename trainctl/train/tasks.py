@@ -21,7 +21,7 @@ _PARTS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TaskRequest:
     """Evaluation tasks requested on the command line, with their settings."""
 
     tasks: Sequence[str]
@@ -40,7 +40,7 @@ class Asked:
     """Arguments of the chat template besides the messages, by name."""
 
 
-def manager_of(asked: Asked) -> Any:
+def manager_of(asked: TaskRequest) -> Any:
     """Return lm-eval's task manager, with the tasks of the folder `asked.include`.
 
     lm-eval's own tasks are 14,000 YAML files, read only if the folder does not define all tasks.
@@ -79,7 +79,7 @@ def require_known(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def evaluate_tasks(
-    folder: Path, manager: Any, asked: Asked, *, device: str, dtype: str, progress: Progress
+    folder: Path, manager: Any, asked: TaskRequest, *, device: str, dtype: str, progress: Progress
 ) -> dict[str, Any]:
     """Evaluate an exported model on tasks.
 

@@ -33,8 +33,8 @@ from trainctl.train.evaluation import (
     sampled_ids,
 )
 from trainctl.train.models.model import TORCH_TYPES
-from trainctl.train.objectives.reference import give_reference
-from trainctl.train.prefetch import BatchesAhead
+from trainctl.train.objectives.reference import attach_reference
+from trainctl.train.prefetch import BatchPrefetcher
 from trainctl.train.profiler import Profiler
 from trainctl.train.prompts import Prompts, prompts_of
 from trainctl.train.session import Session
@@ -101,7 +101,7 @@ class Trainer:
             "multipliers": multipliers(config.model),
             **session.beside,
         }
-        self._batches = BatchesAhead(
+        self._batches = BatchPrefetcher(
             session.training,
             StagedBatches(stages_of_plan(session.plan)),
             stop_step=session.plan.stop_step,
@@ -125,7 +125,7 @@ class Trainer:
         if training.sample_tokens:  # a prompt that the template refuses fails before the first step
             self._prompts = prompts_of(plan.config.data, session.tokenizer)
             self._asked = [(text, self._prompts.ids(text)) for text in training.sample_prompts]
-        reference = give_reference(session, partial(self._beat, Phase.start))
+        reference = attach_reference(session, partial(self._beat, Phase.start))
         self._record_start()
         if reference is not None:
             self._record("reference", step=progress.step, **reference)
@@ -204,7 +204,7 @@ class Trainer:
             loss = found.loss
             self._metrics = {"loss": loss}
             if session.average is not None:
-                with session.average.in_place():
+                with session.average.average_parameters():
                     of_average = self._held_out_loss()
                 assert of_average is not None
                 self._metrics[METRIC] = of_average.loss
@@ -350,14 +350,14 @@ class Trainer:
         self._beat(Phase.end, "sampling text")
         if not training.sample_prompts:
             ids = session.tokenizer.encode(training.sample_prompt).tolist() or [0]
-            drawn = self._said(ids, temperature=0.8)
+            drawn = self._generate(ids, temperature=0.8)
             text = session.tokenizer.decode([*ids, *drawn])
             self._record("sample", step=session.progress.step, text=text)
         for prompt, ids in self._asked:  # greedy decoding
-            text = session.tokenizer.decode(self._said(ids))
+            text = session.tokenizer.decode(self._generate(ids))
             self._record("sample", step=session.progress.step, prompt=prompt, text=text)
 
-    def _said(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
+    def _generate(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
         """Generate a continuation of the prompt `ids`; on all ranks together."""
         session = self._session
         training = session.plan.config.training

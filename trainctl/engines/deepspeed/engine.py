@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainctl.config.schema import CompileKind
-from trainctl.engines.deepspeed.experts import tell_of_experts
+from trainctl.engines.deepspeed.experts import register_experts
 from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
 from trainctl.engines.deepspeed.model_parallel_unit import unit_of
 from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttention
@@ -44,7 +44,7 @@ class DeepSpeedEngine(Engine):
             parameter.model_parallel = not (piece.shard.is_whole or piece.is_expert)
         module = self._wrap(job)
         if mesh.expert.size > 1:
-            tell_of_experts(module, job)
+            register_experts(module, job)
         self.deepspeed, *_ = deepspeed.initialize(
             model=module,
             optimizer=job.optimizer,

@@ -21,8 +21,8 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 
-class DeepSpeedRoom:
-    """Entry point of the DeepSpeed engine (`trainctl.engines.protocol.Room`)."""
+class DeepSpeedBackend:
+    """Entry point of the DeepSpeed engine (`trainctl.engines.protocol.EngineBackend`)."""
 
     def start_process(self, plan: RunPlan) -> Process:
         return start_process(plan)

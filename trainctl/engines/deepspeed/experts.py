@@ -39,7 +39,7 @@ def partition_over(parameter: Any, group: dist.ProcessGroup) -> None:
     parameter.ds_zero_partition_process_group = group
 
 
-def tell_of_experts(module: nn.Module, job: Job) -> None:
+def register_experts(module: nn.Module, job: Job) -> None:
     """Mark the experts among a job's parameters, and enter their groups in DeepSpeed's tables.
 
     DeepSpeed looks the groups up by the name of a parameter group.

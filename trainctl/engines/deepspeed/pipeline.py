@@ -131,7 +131,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
         logits = self._forward(batch)
-        return None if logits is None else self._stage.of_all_tokens(logits)[0, position]
+        return None if logits is None else self._stage.full_vocab_logits(logits)[0, position]
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the logits on the last stage, None on the other stages."""

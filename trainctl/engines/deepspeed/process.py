@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from trainctl.engines import declared
 from trainctl.engines.narrow_products import widen_narrow_products
-from trainctl.engines.process import Process, compute_deterministically, meeting_place
+from trainctl.engines.process import Process, compute_deterministically, rendezvous_arguments
 from trainctl.plan.types import RunPlan
 
 
@@ -30,7 +30,7 @@ def start_process(plan: RunPlan) -> Process:
     deepspeed.init_distributed(
         dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl",
         timeout=timeout,
-        **meeting_place(),
+        **rendezvous_arguments(),
     )
     if accelerator.device_name() == "cpu":
         # Without LOCAL_SIZE (ranks of a node), DeepSpeed starts a program that counts them at each

@@ -35,7 +35,7 @@ class _CPUAdam(_CountsInInt):
             return torch.float32  # also under bf16 master weights
         return tensor.dtype
 
-    def catch_up(self, scalars: Mapping[str, float]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
         """Repeat the steps of the kernel's counters, on a tensor of one element.
 
         CPUAdam keeps the powers of its betas as running products in fp32 (csrc/includes/cpu_adam.h,

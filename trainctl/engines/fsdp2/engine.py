@@ -111,4 +111,4 @@ class Fsdp2Engine(Engine):
 
     def close(self) -> None:
         """Free the gathered parameters; the engine has no threads or files."""
-        self.states.publish()
+        self.states.copy_masters_to_parameters()

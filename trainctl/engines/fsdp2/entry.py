@@ -16,8 +16,8 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 
-class Fsdp2Room:
-    """Entry point of the FSDP2 engine (`trainctl.engines.protocol.Room`)."""
+class Fsdp2Backend:
+    """Entry point of the FSDP2 engine (`trainctl.engines.protocol.EngineBackend`)."""
 
     def start_process(self, plan: RunPlan) -> Process:
         return start_process(plan)

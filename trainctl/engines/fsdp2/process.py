@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainctl.config.schema import Accelerator
 from trainctl.engines import declared
 from trainctl.engines.narrow_products import widen_narrow_products
-from trainctl.engines.process import Process, compute_deterministically, meeting_place
+from trainctl.engines.process import Process, compute_deterministically, rendezvous_arguments
 from trainctl.plan.types import RunPlan
 
 
@@ -27,7 +27,7 @@ def start_process(plan: RunPlan) -> Process:
     widen_narrow_products(plan.config.precision, device)
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, timeout=timeout, **meeting_place())
+    dist.init_process_group(backend, timeout=timeout, **rendezvous_arguments())
     return Process(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from trainctl.engines.fragments import Fragment, Place, square
+from trainctl.engines.fragments import ElementRange, Fragment, square
 from trainctl.engines.fsdp2.shards import Sharded, start_of
 from trainctl.engines.mesh import Axis
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, States
@@ -57,7 +57,7 @@ class Shards(States):
     def updater(self, index: int) -> Updater:
         return self._updater
 
-    def catch_up(self, scalars: Mapping[str, float]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
         """Do nothing: the optimizer keeps no values beyond its states."""
 
     def check_readable(self) -> None:
@@ -72,10 +72,10 @@ class Shards(States):
     def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         """Do nothing: the shards are the master weights."""
 
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Free the gathered parameters, which hold the old values, so that torch gathers them
         again.
         """
@@ -93,7 +93,7 @@ class Shards(States):
 
     def change(self, change: Change) -> None:
         for fragment, gradient in self._gradients():
-            change(Place(fragment.name, None, fragment.start, fragment.numel), gradient)
+            change(ElementRange(fragment.name, None, fragment.start, fragment.numel), gradient)
 
     def _gradients(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
         for fragment in self.fragments:

@@ -11,7 +11,7 @@ from trainctl.options.activation_checkpointing import (
 SPEC = ActivationCheckpointing(
     name="selective",
     keys=Recomputing,
-    build="trainctl.train.models.recompute:keep_products",
+    build="trainctl.train.models.recompute:selective_dispatch_modes",
     keeps_products=True,
     why_not={
         "blocks": "operations are not told apart in a compiled block, where the compiler decides "

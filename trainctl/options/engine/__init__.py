@@ -1,6 +1,6 @@
 """Specification of an engine, which runs a run's steps: its settings and its limits.
 
-`build` makes the `trainctl.engines.protocol.Room`.
+`build` makes the `trainctl.engines.protocol.EngineBackend`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from trainctl.options.optimizer import Maker
 
 SPEC = EngineSpec(
     name="deepspeed",
-    build="trainctl.engines.deepspeed.entry:DeepSpeedRoom",
+    build="trainctl.engines.deepspeed.entry:DeepSpeedBackend",
     settings="trainctl.plan.deepspeed:derived_settings",
     takes_json=True,
     makers=tuple(Maker),

@@ -23,12 +23,12 @@ from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
-from trainctl.train.models.initial import ZERO, Law, Laws, Stretch
+from trainctl.train.models.initial import ZERO, InitializedRange, Initializer, Initializers
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.models.weights import SeedWeights, WeightSource
 
 
-class Adapted(nn.Module):
+class LoraLayer(nn.Module):
     """Mixin of a layer with an adapter, placed before the layer's class."""
 
     lora_A: nn.Parameter
@@ -48,21 +48,21 @@ class Adapted(nn.Module):
         return F.dropout(inputs, self.lora_dropout, self.training)
 
 
-class LoraLinear(Adapted, nn.Linear):
+class LoraLinear(LoraLayer, nn.Linear):
     """Linear layer with LoRA: W x + b + s B A x."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self.weight, self.bias) + self.added(self.dropped(input))
 
 
-class LoraConv1D(Adapted, Conv1D):
+class LoraConv1D(LoraLayer, Conv1D):
     """gpt2's Conv1D with LoRA; its weight is (inputs, outputs)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.added(self.dropped(x))
 
 
-class WithMagnitude(Adapted):
+class DoraLayer(LoraLayer):
     """DoRA mixin: the rows of W + s B A are scaled to trainable magnitudes (arXiv:2402.09353).
 
     The rows' own lengths are constants for the gradient (section 4.3 there).
@@ -96,7 +96,7 @@ class WithMagnitude(Adapted):
         return F.linear(inputs, weight)
 
 
-class DoraLinear(WithMagnitude, nn.Linear):
+class DoraLinear(DoraLayer, nn.Linear):
     """Linear layer with DoRA."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class DoraLinear(WithMagnitude, nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-class DoraConv1D(WithMagnitude, Conv1D):
+class DoraConv1D(DoraLayer, Conv1D):
     """gpt2's Conv1D with DoRA."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,10 +117,10 @@ _CLASSES: dict[tuple[type, bool], type] = {
     (nn.Linear, True): DoraLinear,
     (Conv1D, True): DoraConv1D,
 }
-"""Adapted class by the class of a layer and by whether magnitudes train."""
+"""LoraLayer class by the class of a layer and by whether magnitudes train."""
 
 
-def choose_trained(model: PreTrainedModel, config: RunConfig) -> None:
+def apply_adapter(model: PreTrainedModel, config: RunConfig) -> None:
     """Add a run's adapter to a whole skeleton, and set `requires_grad` as the plan says.
 
     Raises:
@@ -197,14 +197,14 @@ def initial_adapter(
         base: Source of the model's own weights.
         shapes: Shapes of the model's own weights, by canonical name.
     """
-    laws: Laws = {}
+    laws: Initializers = {}
     lengths: dict[str, LinearLayer] = {}
     for layer in trainable(config).adapted:
         bound = 1 / math.sqrt(layer.inputs)
-        uniform = Law(((torch.ops.aten.uniform_.default, (-bound, bound)),))
+        uniform = Initializer(((torch.ops.aten.uniform_.default, (-bound, bound)),))
         rank = getattr(config.adapter, "rank", 0)
-        laws[f"{layer.name}.{LORA_A}"] = [Stretch(0, rank * layer.inputs, uniform)]
-        laws[f"{layer.name}.{LORA_B}"] = [Stretch(0, rank * layer.outputs, ZERO)]
+        laws[f"{layer.name}.{LORA_A}"] = [InitializedRange(0, rank * layer.inputs, uniform)]
+        laws[f"{layer.name}.{LORA_B}"] = [InitializedRange(0, rank * layer.outputs, ZERO)]
         lengths[f"{layer.name}.{MAGNITUDE}"] = layer
     dtype = TORCH_TYPES[formats(config.precision).weights]
     return _Initial(SeedWeights(seed, std=0.0, laws=laws), base, lengths, shapes, dtype)

@@ -19,7 +19,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank
 from trainctl.plan.quantized import quantized_layers
 from trainctl.train.adapters.codecs import Codec, codec_of
-from trainctl.train.adapters.layers import Adapted, DoraLinear, LoraLinear, WithMagnitude
+from trainctl.train.adapters.layers import DoraLayer, DoraLinear, LoraLayer, LoraLinear
 from trainctl.train.models.weights import WeightSource
 
 CHUNK = 1 << 24
@@ -41,14 +41,14 @@ class QuantizedLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-class LoraQuantized(Adapted, QuantizedLinear):
+class LoraQuantized(LoraLayer, QuantizedLinear):
     """Quantized linear layer with LoRA: W x + b + s B A x."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + self.added(self.dropped(input))
 
 
-class DoraQuantized(WithMagnitude, QuantizedLinear):
+class DoraQuantized(DoraLayer, QuantizedLinear):
     """Quantized linear layer with DoRA."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

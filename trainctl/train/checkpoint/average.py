@@ -46,7 +46,7 @@ class WeightAverage:
         return {"steps": self.steps}
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def update_average(self) -> None:
         """Count an accepted optimizer step; every `every_steps` steps, update the average."""
         self.steps += 1
         if self.steps % self._every_steps:
@@ -57,7 +57,7 @@ class WeightAverage:
             average.mul_(decay).add_(self._state.tensor(index, MASTER), alpha=1 - decay)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def average_parameters(self) -> Iterator[None]:
         """Swap the average into the model within the context; do not update or save there."""
         self._change_places()
         try:
@@ -74,4 +74,4 @@ class WeightAverage:
                 held = master.clone()
                 master.copy_(average)
                 average.copy_(held)
-        self._state.publish()
+        self._state.copy_masters_to_parameters()

@@ -159,7 +159,7 @@ class Checkpoint:
                     self._load_fragment(state, fragment, names)
                     for name, side in state.sides(fragment).items() if self.was_updated else ():
                         side.values.copy_(self._read_side(fragment.name, name, side))
-        state.catch_up(self.manifest["scalars"])
+        state.restore_scalars(self.manifest["scalars"])
 
     def _load_fragment(self, state: OptimizerState, fragment: Fragment, names: list[str]) -> None:
         end = fragment.start + fragment.numel

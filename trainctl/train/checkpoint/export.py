@@ -33,7 +33,7 @@ from trainctl.train.adapters.layers import Merged
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.tensor_file import write_stream
-from trainctl.train.models.frozen_base import Whole, base_file, whole_weights
+from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import portable, skeleton
 from trainctl.train.models.mup import folded
 from trainctl.train.models.published_names import Read, Unit, published_units
@@ -95,7 +95,7 @@ def export(
     units = list(published_units(model))
     total = sum(_bytes(unit, dtype) for unit in units)
     saved = Checkpoint(checkpoint, weights=weights)
-    source = whole_weights(saved, Whole.of(config.model, model), kept=base_file(checkpoint))
+    source = whole_weights(saved, FullModel.of(config.model, model), kept=base_file(checkpoint))
     with new_folder(out, total) as folder:
         shards = _split(units, dtype, shard_bytes)
         read = _reader(config.model, model, source)

@@ -52,13 +52,13 @@ class OptimizerState:
         """Keep an average of the master weights from now on: one more state of each tensor."""
         self._averages = [tensor.detach().to(torch.float32, copy=True) for tensor in self.tensors]
 
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         """Bring the master weights up to date, before they are saved."""
-        self._states.settle()
+        self._states.sync_master_weights()
 
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Copy the master weights to the model's parameters, as an update does; on all ranks."""
-        self._states.publish()
+        self._states.copy_masters_to_parameters()
 
     def saved(self, index: int, state: str) -> torch.Tensor:
         """Return an optimizer tensor, or one of its states, as a checkpoint stores it; flat."""
@@ -155,9 +155,9 @@ class OptimizerState:
             **{name: torch.zeros_like(tensor, dtype=kind).detach() for name, kind in kinds.items()},
         }
 
-    def catch_up(self, scalars: dict[str, float]) -> None:
+    def restore_scalars(self, scalars: dict[str, float]) -> None:
         """Bring the optimizer to where its steps would have brought it, apart from the states."""
-        self._states.catch_up(scalars)
+        self._states.restore_scalars(scalars)
 
     def _parts(self) -> dict[torch.Tensor, list[ParameterPart]]:
         """Return the parameter parts in each tensor; all replicas call this together."""

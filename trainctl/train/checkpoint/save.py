@@ -70,7 +70,7 @@ def part_of(
         buffers: Buffers of the model that this rank writes, unchanged.
         weights_in: Type of a weights-only checkpoint; None saves everything in its own type.
     """
-    state.settle()
+    state.sync_master_weights()
     fragments = [fragment for fragment in state.fragments if fragment.owned]
     indices = sorted({fragment.tensor for fragment in fragments})
     everything = weights_in is None
@@ -148,7 +148,7 @@ def write_checkpoint(
     weights_only: bool = facts["weights_only"]
     states = process.gather(part.states)  # a pipeline stage may have fewer than another
     folder = checkpoints.temporary_path(run, step, weights_only=weights_only)
-    reached = partial(faults.reach, rank=process.rank, step=step)
+    reached = partial(faults.inject_fault, rank=process.rank, step=step)
     (needed,) = process.sum(part.num_bytes)
 
     def prepare() -> None:

@@ -63,7 +63,7 @@ class Saver:
         self._run, self._state, self._config = run, state, config
         self._weights_in, self._buffers = weights_in, buffers
         self._asynchronous = config.asynchronous and not process.any(state.is_swapped)
-        self._process = process.apart() if self._asynchronous else process
+        self._process = process.with_own_group() if self._asynchronous else process
         self._copies: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -40,8 +40,8 @@ from trainctl.data.user_functions import own_code
 from trainctl.engines import declared
 from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
-from trainctl.train.models.fake import has_own_code, in_words, way_out
-from trainctl.train.models.initial import NotInParts, initial_laws
+from trainctl.train.models.fake import failure_hint, has_own_code, in_words
+from trainctl.train.models.initial import NonShardableInit, parameter_initializers
 from trainctl.train.models.model import blocks, transformers_config, users_model
 from trainctl.train.parallel.experts import expert_modules, routers_of
 from trainctl.train.parallel.shard_plan import shares_of
@@ -142,7 +142,7 @@ def require_blocks(built: PreTrainedModel, model: ModelConfig) -> None:
     if not decoder_blocks(built):
         raise TrainctlError(
             f"{type(built).__name__} has no decoder blocks that transformers knows of",
-            hint=way_out(model),
+            hint=failure_hint(model),
         )
 
 
@@ -178,7 +178,7 @@ def _run(built: PreTrainedModel, seen: ForwardNotes) -> Any:
     """Run one forward pass and return its output."""
     for module in _experts(built):
         module.register_forward_pre_hook(seen.choose)
-    one_of_each_kind(built)
+    skip_duplicate_blocks(built)
     return built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
 
 
@@ -217,7 +217,7 @@ def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not model.trust_remote_code:
         raise TrainctlError(
             f"{what} has no causal language model in transformers",
-            hint=way_out(model) if has_own_code(model) else "an architecture with one",
+            hint=failure_hint(model) if has_own_code(model) else "an architecture with one",
         )
 
 
@@ -314,7 +314,7 @@ class _Reader:
                     return found
         raise TrainctlError(
             f"{self._modules[experts]} has experts, and nothing says how many a token goes to",
-            hint=way_out(self._model),
+            hint=failure_hint(self._model),
         )
 
     def _attention_by_settings(self) -> tuple[Attention, ...]:
@@ -351,8 +351,8 @@ class _Reader:
 def _drawn_whole(built: PreTrainedModel) -> str:
     """Return the first parameter that cannot be drawn in parts, or an empty string."""
     try:
-        initial_laws(built)
-    except NotInParts as found:
+        parameter_initializers(built)
+    except NonShardableInit as found:
         return found.name
     except Exception:  # the run may start from weights; else its rank reports this
         return ""
@@ -390,7 +390,7 @@ def _is_number_of_block(key: str) -> bool:
     return "idx" in key or "index" in key or key in ("layer_id", "layer_number")
 
 
-def one_of_each_kind(built: PreTrainedModel) -> dict[nn.Module, int]:
+def skip_duplicate_blocks(built: PreTrainedModel) -> dict[nn.Module, int]:
     """Let only the first block of each kind compute. The other blocks pass their input on.
 
     Returns:

@@ -41,7 +41,7 @@ def in_words(model: ModelConfig, done: str) -> Iterator[None]:
     except Exception as error:
         where = f"{model.path}/config.json: " if model.is_directory else ""
         where = where if model.factory is None else f"model.factory={model.factory}: "
-        what, hint = user_code.in_words(error), way_out(model)
+        what, hint = user_code.in_words(error), failure_hint(model)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             what = f"its code goes by values, and there are none ({_place_outside_torch(error)})"
             hint = "an architecture whose code goes by shapes" if model.is_directory else hint
@@ -58,7 +58,7 @@ def _place_outside_torch(error: Exception) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}"
 
 
-def way_out(model: ModelConfig) -> str:
+def failure_hint(model: ModelConfig) -> str:
     """Return the hint for a model whose code fails."""
     if model.has_closed_form:
         return "leave --exact out: the budget then follows from the model's shape"

@@ -51,7 +51,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullModel:
     """A model whose weights are read: not sharded, not cut to a stage, without an adapter."""
 
     config: ModelConfig
@@ -60,8 +60,8 @@ class Whole:
     """Shapes of its parameters, by canonical name."""
 
     @classmethod
-    def of(cls, config: ModelConfig, skeleton: PreTrainedModel) -> Whole:
-        """Build a `Whole` from a whole skeleton."""
+    def of(cls, config: ModelConfig, skeleton: PreTrainedModel) -> FullModel:
+        """Build a `FullModel` from a whole skeleton."""
         shapes = {name: list(each.shape) for name, each in skeleton.named_parameters()}
         return cls(config, skeleton, shapes)
 
@@ -89,7 +89,7 @@ class Layered:
         return self._base.buffer(name) if values is None else values
 
 
-def initial_base(whole: Whole, config: RunConfig, run: RunPaths, process: Process) -> Base:
+def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Process) -> Base:
     """Return the weights that a run starts from; all ranks call this together.
 
     File digests are computed only if some of the base weights never reach a checkpoint.
@@ -118,7 +118,7 @@ def initial_base(whole: Whole, config: RunConfig, run: RunPaths, process: Proces
 
 def recorded_base(
     facts: Mapping[str, Any],
-    whole: Whole,
+    whole: FullModel,
     *,
     kept: Path | None = None,
     process: Process | None = None,
@@ -161,7 +161,7 @@ def recorded_base(
 
 def whole_weights(
     checkpoint: Checkpoint,
-    whole: Whole,
+    whole: FullModel,
     *,
     kept: Path | None = None,
     process: Process | None = None,

@@ -40,7 +40,7 @@ FURTHER = (
 """Elementwise in-place operations that may follow a draw; a truncated normal is made of them."""
 
 
-class NotInParts(TrainctlError):
+class NonShardableInit(TrainctlError):
     """Error: an initialisation cannot be repeated for a part of its parameter."""
 
     def __init__(self, name: str, operation: str) -> None:
@@ -56,7 +56,7 @@ NORMAL = "aten::normal_"
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class Initializer:
     """Initialisation of a range of elements: in-place operations in order."""
 
     operations: tuple[tuple[Any, tuple[Any, ...]], ...]
@@ -97,38 +97,38 @@ class Law:
         return float(value)
 
 
-ZERO = Law(((torch.ops.aten.zero_.default, ()),))
-ONE = Law(((torch.ops.aten.fill_.Scalar, (1.0,)),))
+ZERO = Initializer(((torch.ops.aten.zero_.default, ()),))
+ONE = Initializer(((torch.ops.aten.fill_.Scalar, (1.0,)),))
 
 
-def normal(std: float) -> Law:
+def normal(std: float) -> Initializer:
     """Return the law of a normal distribution around zero."""
-    return Law(((torch.ops.aten.normal_.default, (0.0, std)),))
+    return Initializer(((torch.ops.aten.normal_.default, (0.0, std)),))
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class InitializedRange:
     """Elements [start, stop) of a flattened parameter that share one law."""
 
     start: int
     stop: int
-    law: Law
+    law: Initializer
 
 
-Laws = dict[str, list[Stretch]]
+Initializers = dict[str, list[InitializedRange]]
 """Stretches of each parameter that the model's own code initialises. Later ones override earlier
 ones.
 """
 
 
-def initial_laws(model: PreTrainedModel) -> Laws:
+def parameter_initializers(model: PreTrainedModel) -> Initializers:
     """Return the initialisation laws of a whole skeleton, by canonical name.
 
     Args:
         model: The skeleton, with its parameters on the meta device.
 
     Raises:
-        NotInParts: A parameter is made by operations that cannot be repeated for a part of it.
+        NonShardableInit: Operations that make a parameter cannot be repeated for a part of it.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     recorder = _Recorder(names)
@@ -155,7 +155,7 @@ def _innermost_first(
     yield owner, module
 
 
-class Undrawn(TorchDispatchMode):
+class SkipInit(TorchDispatchMode):
     """Dispatch mode that skips the initialisation of meta parameters.
 
     Without it, torch runs these operations through Python decompositions, some milliseconds for
@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, names: dict[nn.Parameter, str]) -> None:
         super().__init__()
-        self.laws: Laws = {}
+        self.laws: Initializers = {}
         self._known = {_storage(parameter): (name, parameter) for parameter, name in names.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,18 +189,18 @@ class _Recorder(TorchDispatchMode):
         start, stop = target.storage_offset(), target.storage_offset() + target.numel()
         stretches = self.laws.setdefault(name, [])
         if not _repeatable(args) or not target.is_contiguous():
-            raise NotInParts(name, func.name())
+            raise NonShardableInit(name, func.name())
         step = (func, args)
         if func.name() in RANDOM + CONSTANT:
             if target.numel() == whole.numel():
                 stretches.clear()
-            stretches.append(Stretch(start, stop, Law((step,))))
+            stretches.append(InitializedRange(start, stop, Initializer((step,))))
             return
         last = stretches[-1] if stretches else None
         is_same = last is not None and (last.start, last.stop) == (start, stop)
         if func.name() not in FURTHER or last is None or not is_same:
-            raise NotInParts(name, func.name())
-        stretches[-1] = Stretch(start, stop, Law((*last.law.operations, step)))
+            raise NonShardableInit(name, func.name())
+        stretches[-1] = InitializedRange(start, stop, Initializer((*last.law.operations, step)))
 
 
 def _done(func: Any, args: Any, kwargs: Any) -> Any:

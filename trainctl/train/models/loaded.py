@@ -18,12 +18,12 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
-from trainctl.train.adapters.layers import choose_trained
+from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import inference
 from trainctl.train.models.build import materialise
-from trainctl.train.models.frozen_base import Whole, adapter_of, base_file, whole_weights
+from trainctl.train.models.frozen_base import FullModel, adapter_of, base_file, whole_weights
 from trainctl.train.models.model import TORCH_TYPES, has_flash_attention, portable, skeleton
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import ObjectiveLoss, loss_of
@@ -96,13 +96,13 @@ def load(
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
-    opened, whole = Checkpoint(checkpoint, weights=weights), Whole.of(shape, model)
+    opened, whole = Checkpoint(checkpoint, weights=weights), FullModel.of(shape, model)
     # Merging would round base plus adapter to the narrow format, which training never does.
     is_narrow = dtype is not torch.float32
     merges = not is_narrow or low_rank(adapter_of(opened.manifest)) is None
     saved = whole_weights(opened, whole, kept=base_file(checkpoint), merges=merges)
     if not merges:
-        choose_trained(model, plan.config)
+        apply_adapter(model, plan.config)
     elements = sum(parameter.numel() for parameter in model.parameters())
     source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:

@@ -22,7 +22,7 @@ from trainctl.data.user_functions import load
 from trainctl.errors import TrainctlError
 from trainctl.options.model import spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
-from trainctl.train.models.initial import Undrawn
+from trainctl.train.models.initial import SkipInit
 from trainctl.train.models.mup import apply_multipliers
 from trainctl.train.models.tensors import persistent_buffers
 from trainctl.train.parallel.experts import compute_in_fp32
@@ -71,7 +71,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     No rank holds a weight yet, whatever the model's size; `build` fills them in.
     """
-    with _parameters_on_meta(), Undrawn():
+    with _parameters_on_meta(), SkipInit():
         built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias

@@ -119,7 +119,7 @@ class Recompute:
     def __call__(self, forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:
         if self.inner is not None:
             forward = self.inner(forward)
-        with self._where_it_waits(hidden):
+        with self._input_hooks(hidden):
             return checkpoint(
                 forward,
                 hidden,
@@ -132,7 +132,7 @@ class Recompute:
         first, again = self.contexts()
         return first, _repeating(again)
 
-    def _where_it_waits(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
+    def _input_hooks(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """Return hooks that offload or slice the block's input.
 
         Other tensors that the checkpoint saves, such as a mask, are shared by all blocks and
@@ -143,12 +143,12 @@ class Recompute:
         # Do not capture the tensor: the hooks live as long as what they packed.
         address, shape = hidden.data_ptr(), hidden.shape
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Waiting:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _StoredInput:
             is_input = tensor.data_ptr() == address and tensor.shape == shape
-            return _Waiting.of(tensor, self) if is_input else tensor
+            return _StoredInput.of(tensor, self) if is_input else tensor
 
-        def unpack(packed: torch.Tensor | _Waiting) -> torch.Tensor:
-            return packed.back() if isinstance(packed, _Waiting) else packed
+        def unpack(packed: torch.Tensor | _StoredInput) -> torch.Tensor:
+            return packed.back() if isinstance(packed, _StoredInput) else packed
 
         return saved_tensors_hooks(pack, unpack)
 
@@ -164,7 +164,7 @@ def _repeating(inside: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _StoredInput:
     """A block's input between its forward and its backward pass."""
 
     values: torch.Tensor
@@ -173,7 +173,7 @@ class _Waiting:
     group: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, how: Recompute) -> _Waiting:
+    def of(cls, tensor: torch.Tensor, how: Recompute) -> _StoredInput:
         values = tensor.detach()
         if how.group is not None:
             values = _own_slice(values, how.group)
@@ -202,7 +202,7 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return own
 
 
-def keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def selective_dispatch_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the dispatch modes of forward pass and recomputation under `selective`."""
     kept: deque[_Kept] = deque()
     return _Keep(kept), _GiveBack(kept)

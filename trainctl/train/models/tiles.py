@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainctl.errors import TrainctlError
 from trainctl.plan.shapes import FEED_FORWARD
-from trainctl.train.adapters.layers import Adapted
+from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
 
 
@@ -69,7 +69,7 @@ def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callab
 def _drops(part: nn.Module) -> bool:
     """Return True if the module has dropout; an adapter may have its own."""
     share = part.p if isinstance(part, nn.Dropout) else 0.0
-    return max(share, part.lora_dropout if isinstance(part, Adapted) else 0.0) > 0
+    return max(share, part.lora_dropout if isinstance(part, LoraLayer) else 0.0) > 0
 
 
 def _cut(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, ...]:

@@ -36,7 +36,12 @@ from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, part_of
 from trainctl.options.precision import precision_of
 from trainctl.plan.precision import formats
-from trainctl.train.models.anatomy import attentions, one_of_each_kind, require_blocks, structure
+from trainctl.train.models.anatomy import (
+    attentions,
+    require_blocks,
+    skip_duplicate_blocks,
+    structure,
+)
 from trainctl.train.models.fake import in_words
 from trainctl.train.models.model import TORCH_TYPES, transformers_config, users_model
 from trainctl.train.models.recompute import KEPT_OPERATIONS
@@ -57,7 +62,7 @@ def trace(config: RunConfig) -> TracedModel:
     with FakeTensorMode(allow_non_fake_inputs=True):
         with in_words(config.model, "traced"):
             model = _fake_model(config.model, dtype)
-            recorder = Recorder(model, one_of_each_kind(model))
+            recorder = Recorder(model, skip_duplicate_blocks(model))
             _forward(model, config, recorder)
             return TracedModel(
                 anatomy=structure(model, config.model), block=_mean(recorder, config)

@@ -21,7 +21,15 @@ from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.plan import mup
-from trainctl.train.models.initial import ONE, ZERO, Law, Laws, Stretch, initial_laws, normal
+from trainctl.train.models.initial import (
+    ONE,
+    ZERO,
+    InitializedRange,
+    Initializer,
+    Initializers,
+    normal,
+    parameter_initializers,
+)
 from trainctl.train.models.stored import Converted, StoredModel
 
 CHUNK = 1 << 16
@@ -57,7 +65,7 @@ class SeedWeights:
         seed: int,
         *,
         std: float,
-        laws: Laws | None = None,
+        laws: Initializers | None = None,
         factor: Callable[[str, torch.Size], float] = lambda name, shape: 1.0,
     ) -> None:
         self._seed, self._std, self._laws, self._factor = seed, std, laws or {}, factor
@@ -68,7 +76,7 @@ class SeedWeights:
         return cls(
             seed,
             std=config.initializer_range,
-            laws=initial_laws(model),
+            laws=parameter_initializers(model),
             factor=lambda name, shape: mup.initial_factor(config, mup.kind_of(name, shape)),
         )
 
@@ -94,13 +102,13 @@ class SeedWeights:
     def buffer(self, name: str) -> torch.Tensor | None:
         return None
 
-    def _usual(self, name: str, shape: torch.Size) -> Stretch:
+    def _usual(self, name: str, shape: torch.Size) -> InitializedRange:
         law = normal(self._std) if len(shape) > 1 else ONE
         law = ZERO if name.endswith(".bias") else law
-        return Stretch(0, shape.numel(), law)
+        return InitializedRange(0, shape.numel(), law)
 
     def _draw(
-        self, values: torch.Tensor, law: Law, name: str, shape: torch.Size, start: int
+        self, values: torch.Tensor, law: Initializer, name: str, shape: torch.Size, start: int
     ) -> None:
         """Fill `values` with the elements of a parameter from index `start` on."""
         if not law.is_random:

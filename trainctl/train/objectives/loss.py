@@ -97,7 +97,7 @@ class WithLoss(nn.Module):
             return summed_cross_entropy(logits, labels, self._vocabulary)
         return summed_losses(logits, labels, self._vocabulary, z_loss=self._z_loss)
 
-    def of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+    def full_vocab_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary; without a gradient if it is split."""
         return logits if self._vocabulary is None else gather_vocabulary(logits, self._vocabulary)
 
@@ -145,7 +145,7 @@ class LanguageModel(WithLoss):
         """
         self.last_z_loss = None
         if labels is None:
-            return self.of_all_tokens(self.model(**inputs).logits)
+            return self.full_vocab_logits(self.model(**inputs).logits)
         if self._objective is not None:
             logits = self.model(**inputs).logits
             found = log_probabilities(logits, labels, self._vocabulary)

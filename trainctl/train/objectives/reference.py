@@ -35,7 +35,7 @@ and `held_out`.
 FORMAT = 1
 
 
-def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, Any] | None:
+def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str, Any] | None:
     """Attach the reference log-probabilities to the run's datasets; all ranks call this together.
 
     Args:
@@ -95,7 +95,9 @@ def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
     write_bytes(run.reference, stream.getvalue())
 
 
-def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]) -> None:
+def attach_saved_reference(
+    run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]
+) -> None:
     """Attach a run's reference to its held-out pairs, outside training.
 
     Args:

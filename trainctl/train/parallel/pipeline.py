@@ -17,7 +17,7 @@ from trainctl.engines.mesh import Axis, ProcessMesh
 from trainctl.engines.micro_batch import document_lengths
 from trainctl.train.models.model import has_flash_attention
 from trainctl.train.objectives.loss import WithLoss
-from trainctl.train.parallel.shard_plan import MULTIPLIERS, cut_of
+from trainctl.train.parallel.shard_plan import MULTIPLIERS, shard_plan_of
 from trainctl.train.parallel.tensor import vocabulary_of
 
 
@@ -28,7 +28,7 @@ def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
         blocks: Indices of the stage's blocks.
         axis: The pipeline axis of the mesh.
     """
-    where = cut_of(model)
+    where = shard_plan_of(model)
     decoder = getattr(model, where.decoder)
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = len(blocks)
@@ -69,7 +69,9 @@ class PipelineStage(WithLoss):
     def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, z_loss: float = 0.0) -> None:
         super().__init__(vocabulary_of(model, mesh.tensor), z_loss)
         # The last stage keeps the whole model, which may scale or cap the logits behind its head.
-        self.model = model if mesh.pipeline.is_last else getattr(model, cut_of(model).decoder)
+        self.model = (
+            model if mesh.pipeline.is_last else getattr(model, shard_plan_of(model).decoder)
+        )
         self._axis = mesh.pipeline
         self._has_flash_attention = has_flash_attention(model)
 
@@ -91,7 +93,7 @@ def tied_weight(model: PreTrainedModel, axis: Axis) -> nn.Parameter | None:
 
     The two are one tied parameter.
     """
-    where = cut_of(model)
+    where = shard_plan_of(model)
     if axis.is_first:
         return getattr(getattr(model, where.decoder), where.embedding).weight
     return getattr(model, where.head).weight if axis.is_last else None

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.mesh import Axis
-from trainctl.train.adapters.layers import Adapted, WithMagnitude
+from trainctl.train.adapters.layers import DoraLayer, LoraLayer
 from trainctl.train.parallel.collectives import Reduce, ReduceScatter
 
 
@@ -42,7 +42,7 @@ class RowConv1D(Conv1D):
         return _leave(self.product(x), self.axis, self.sequence_sharded) + self.bias
 
 
-class LoraRow(Adapted):
+class LoraRow(LoraLayer):
     """LoRA mixin of a layer split by inputs, placed before the layer's class.
 
     A is split by inputs, B is whole.
@@ -54,7 +54,7 @@ class LoraRow(Adapted):
         return plain + self.added(self.dropped(inputs))
 
 
-class DoraRow(WithMagnitude):
+class DoraRow(DoraLayer):
     """DoRA mixin of a layer split by inputs; row lengths are taken over all ranks' parts."""
 
     axis: Axis
@@ -73,9 +73,9 @@ class DoraRow(WithMagnitude):
 
 def row_class(row: nn.Module, kind: type) -> type:
     """Return the class of a layer split by inputs, with the mixin of its adapter if it has one."""
-    if not isinstance(row, Adapted):
+    if not isinstance(row, LoraLayer):
         return kind
-    adapter = DoraRow if isinstance(row, WithMagnitude) else LoraRow
+    adapter = DoraRow if isinstance(row, DoraLayer) else LoraRow
     return type(kind.__name__, (adapter, kind), {})
 
 

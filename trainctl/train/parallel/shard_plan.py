@@ -67,7 +67,7 @@ OWN: Mapping[str, OwnPlan] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ShardPlan:
     """Names of the modules of a model, and the regions in which it is cut."""
 
     decoder: str
@@ -88,7 +88,7 @@ class Cut:
     """Parts of a block that tensor ranks split. A block may lack some of them, such as experts."""
 
     @classmethod
-    def of_family(cls, family: Family) -> Cut:
+    def of_family(cls, family: Family) -> ShardPlan:
         """Build the cut from the facts of a family."""
         return cls(
             decoder=family.decoder,
@@ -117,7 +117,7 @@ class Cut:
             raise _refusal(model, "attention or feed-forward layers need the whole sequence")
 
 
-def cut_of(model: PreTrainedModel) -> Cut:
+def shard_plan_of(model: PreTrainedModel) -> ShardPlan:
     """Return the cut of a whole skeleton.
 
     Raises:
@@ -125,7 +125,7 @@ def cut_of(model: PreTrainedModel) -> Cut:
             understood.
     """
     family = of_type(model.config.model_type)
-    return from_plans(model) if family is None else Cut.of_family(family)
+    return from_plans(model) if family is None else ShardPlan.of_family(family)
 
 
 def shares_of(model: PreTrainedModel) -> dict[str, int]:
@@ -136,7 +136,7 @@ def shares_of(model: PreTrainedModel) -> dict[str, int]:
     cut has no entries.
     """
     try:
-        where = cut_of(model)
+        where = shard_plan_of(model)
     except TrainctlError:
         return {}
     decoder = getattr(model, where.decoder)
@@ -173,7 +173,7 @@ def _shares_in(module: Any, region: Region, heads: int) -> dict[nn.Parameter, in
     return found
 
 
-def from_plans(model: PreTrainedModel) -> Cut:
+def from_plans(model: PreTrainedModel) -> ShardPlan:
     """Build the cut from transformers' plans, and from the module tree where the plans are silent.
 
     Raises:
@@ -188,7 +188,7 @@ def from_plans(model: PreTrainedModel) -> Cut:
     before, after = order[: order.index(blocks)], order[order.index(blocks) + 1 :]
     looked_up = model.get_input_embeddings()
     embedding = _only(model, (name for name in before if parts[name] is looked_up))
-    return Cut(
+    return ShardPlan(
         decoder=model.base_model_prefix,
         embedding=embedding,
         entry=tuple(name for name in before if name != embedding),

@@ -26,7 +26,7 @@ from trainctl.engines.shards import ParameterPiece, Pieces, Shard
 from trainctl.errors import TrainctlError
 from trainctl.options.model import Region
 from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE
-from trainctl.train.adapters.layers import Adapted, added_parameters
+from trainctl.train.adapters.layers import LoraLayer, added_parameters
 from trainctl.train.parallel.collectives import (
     Copy,
     GatherSequence,
@@ -38,7 +38,7 @@ from trainctl.train.parallel.collectives import (
     sum_over,
 )
 from trainctl.train.parallel.row_layers import RowConv1D, RowLinear, row_class
-from trainctl.train.parallel.shard_plan import cut_of, has_parts
+from trainctl.train.parallel.shard_plan import has_parts, shard_plan_of
 
 
 def shard_model(
@@ -53,7 +53,7 @@ def shard_model(
     Returns:
         The pieces of the parameters that the model has now.
     """
-    where = cut_of(model)
+    where = shard_plan_of(model)
     where.check(model, sequence_sharded_norms=sequence_sharded_norms)
     decoder = getattr(model, where.decoder)
     blocks = getattr(decoder, where.blocks)
@@ -252,7 +252,7 @@ def _shard_region(
             if getattr(layer, parameter, None) is not None:
                 cut(layer, parameter, dim=0, fused=region.fused)
     row = getattr(module, region.row)
-    if isinstance(row, Adapted):
+    if isinstance(row, LoraLayer):
         cut(row, LORA_A, dim=1)
     # Change the class in place, so that the parameter keeps its place.
     if isinstance(row, Conv1D):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
 from trainctl.engines.deepspeed.wrappers.partitioned import (
-    BFloat16,
+    Bf16OptimizerWrapper,
     Partitioned,
     PartitionedOnHost,
     ZenFlow,
@@ -43,7 +43,7 @@ def adapter_of(wrapper: Any) -> type[Wrapper]:
         case DeepSpeedZeroOptimizer():
             return PartitionedOnHost if wrapper.cpu_offload else Partitioned
         case BF16_Optimizer():
-            return BFloat16
+            return Bf16OptimizerWrapper
         case FP16_UnfusedOptimizer():
             return MasterCopies
         case Optimizer():

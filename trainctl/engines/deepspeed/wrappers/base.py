@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainctl.engines.deepspeed.updaters import updater_of
-from trainctl.engines.fragments import Fragment, Place, cut, square
+from trainctl.engines.fragments import ElementRange, Fragment, cut, square
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.protocol import Change, States
 from trainctl.engines.shards import Pieces
@@ -65,8 +65,8 @@ class Wrapper(States):
     def updater(self, index: int) -> Updater:
         return updater_of(self.optimizer)
 
-    def catch_up(self, scalars: Mapping[str, float]) -> None:
-        updater_of(self.optimizer).catch_up(scalars)
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        updater_of(self.optimizer).restore_scalars(scalars)
 
     def check_readable(self) -> None:
         """Do nothing: this process holds the states."""
@@ -80,7 +80,7 @@ class Wrapper(States):
     def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         """Do nothing: the master weights follow every update."""
 
     @property
@@ -108,7 +108,7 @@ class Wrapper(States):
 
     def _change(self, index: int, change: Change) -> None:
         for fragment, start, values in self._cut(index):
-            change(Place(fragment.name, fragment.shard, start, values.numel()), values)
+            change(ElementRange(fragment.name, fragment.shard, start, values.numel()), values)
 
     def _cut(self, index: int) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
         """Return the gradient of a tensor as (fragment, start in the parameter's shard, values)."""

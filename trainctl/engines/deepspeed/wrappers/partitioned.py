@@ -11,7 +11,7 @@ from torch import nn
 
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
 from trainctl.engines.deepspeed.wrappers.on_host import OnHost
-from trainctl.engines.fragments import Fragment, Place, of_transposed
+from trainctl.engines.fragments import ElementRange, Fragment, of_transposed
 from trainctl.engines.protocol import Change
 
 
@@ -32,11 +32,11 @@ class _ByGroups(Wrapper):
                     piece = self._pieces[parameter]
                     yield Fragment.of_piece(piece, inside.start, inside.numel, index, place.start)
 
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         self._wrapper.update_lp_params()
 
 
-class BFloat16(_ByGroups):
+class Bf16OptimizerWrapper(_ByGroups):
     """Adapter of `BF16_Optimizer`: stage 1 with bf16 weights and fp32 gradients.
 
     Every replica holds the whole gradient in fp32; the update reads this rank's partition of it.
@@ -67,7 +67,7 @@ class BFloat16(_ByGroups):
             for parameter, gradient in zip(group, gradients, strict=True):
                 piece = self._pieces[parameter]
                 shard = None if piece.shard.is_whole else piece.shard
-                change(Place(piece.name, shard, 0, gradient.numel()), gradient.view(-1))
+                change(ElementRange(piece.name, shard, 0, gradient.numel()), gradient.view(-1))
 
 
 class Partitioned(_ByGroups):
@@ -127,7 +127,7 @@ class ZenFlow(PartitionedOnHost):
         for fragment in super()._find():
             yield from of_transposed(fragment, shapes[fragment.name])
 
-    def settle(self) -> None:
+    def sync_master_weights(self) -> None:
         self._wrapper.sync_fp32_param_from_gpu()
 
 

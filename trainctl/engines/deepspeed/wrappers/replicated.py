@@ -54,7 +54,7 @@ class Replicated(Wrapper):
             gradients.append(parameter.grad)
         return gradients
 
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         for fragment in self.fragments:
             values = fragment.of(self.tensors[fragment.tensor].detach().view(-1))
             flat = self._parameters[fragment.name].data.view(-1)

@@ -41,7 +41,7 @@ class Stage3(Wrapper):
     def _gradient(self, index: int) -> list[torch.Tensor]:
         return gradient_parts(self._wrapper.averaged_gradients[index])
 
-    def publish(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         wrapper = self._wrapper
         wrapper.parameter_offload.partition_all_parameters()
         for index in range(len(self.tensors)):
