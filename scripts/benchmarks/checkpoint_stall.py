@@ -66,7 +66,7 @@ class AdamState:
     def tensor(self, index: int, name: str) -> torch.Tensor:
         return self._tensors[index][name]
 
-    def resident(self, index: int) -> torch.no_grad:
+    def swapped_in(self, index: int) -> torch.no_grad:
         return torch.no_grad()
 
 

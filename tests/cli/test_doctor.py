@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.cli.main import run
-from trainctl.engines.declared import TABLES
+from trainctl.engines.patch_checks import TABLES
 from trainctl.errors import ExitCode
 from trainctl.hardware.health import CHECKS
 

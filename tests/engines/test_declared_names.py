@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainctl.engines.declared import TABLES
+from trainctl.engines.patch_checks import TABLES
 
 ROOT = Path(__file__).parents[2] / "trainctl"
 PACKAGES = {"torch", "deepspeed", "transformers", "torchao"}

@@ -18,7 +18,8 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
-from trainctl.engines import declared, source
+from trainctl.engines import patch_checks as declared
+from trainctl.engines import source
 from trainctl.engines.patches import At, How, Table, Use, difference
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
@@ -85,7 +86,7 @@ def test_changes_to_the_process_are_those_of_the_configuration(
     monkeypatch.setattr(declared, "load", lambda name: lambda: called.append(name))
     config = RunConfig()
     declared.apply(config)
-    always = ["do_without_shared_memory_operator", "leave_muon_uncompiled"]
+    always = ["disable_shm_allreduce", "leave_muon_uncompiled"]
     assert [name.partition(":")[2] for name in called] == always
     config.offload.parameters = OffloadDevice.nvme
     declared.apply(config)

@@ -201,14 +201,14 @@ def test_a_frozen_layer_keeps_no_input(family: str, name: str, attention: str) -
 def test_products_are_what_selective_keeps(family: str, attention: str) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trainctl.train.models.recompute import KEPT_OPERATIONS
+    from trainctl.train.models.recompute import SAVED_OPERATIONS
 
     sizes = []
 
     class Kept(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             output = func(*args, **(kwargs or {}))
-            if func.name() in KEPT_OPERATIONS:
+            if func.name() in SAVED_OPERATIONS:
                 results = output if isinstance(output, tuple) else (output,)
                 sizes.extend(result.untyped_storage().nbytes() for result in results)
             return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_cases import config_with, cpus, gpus
 
-from trainctl.engines.declared import TABLES
+from trainctl.engines.patch_checks import TABLES
 from trainctl.engines.patches import At
 from trainctl.hardware.builds import needed_operators
 from trainctl.rules.resolve import resolve

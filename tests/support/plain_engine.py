@@ -66,7 +66,7 @@ class PlainStates(States):
     def numel(self, index: int) -> int:
         return self.tensors[index].numel()
 
-    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def sync_master_weights(self) -> None:

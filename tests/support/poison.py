@@ -20,7 +20,7 @@ from trainctl.errors import TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.optimizer_state import MASTER
-from trainctl.train.not_finite import _module_paths
+from trainctl.train.nonfinite import _module_paths
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 
@@ -132,7 +132,7 @@ def _strike(session: Session, what: str, name: str) -> None:
         for fragment in state.fragments:
             is_first = fragment.start == 0 and (not fragment.shard or fragment.shard.start == 0)
             if fragment.name == f"{name}.weight" and is_first:
-                with state.resident(fragment.tensor, changes=True):
+                with state.swapped_in(fragment.tensor, changes=True):
                     fragment.of(state.tensor(fragment.tensor, MASTER)).view(-1)[0] = NAN
         state.copy_masters_to_parameters()
         return

@@ -17,7 +17,7 @@ from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
 from trainctl.engines.choose import engine_backend
-from trainctl.engines.narrow_products import widen_narrow_products
+from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.process import Process, stop_process
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
@@ -47,7 +47,7 @@ def train(cases: list[Case]) -> None:
     with _joined(cases[0]) as process:
         for case in cases:
             # As a process of its own would at its start: others of these may be in another format.
-            widen_narrow_products(case.plan.config.precision, process.device)
+            use_fp32_cpu_products(case.plan.config.precision, process.device)
             _train(case, process)
             for name, value in _GROUPS.items():  # else the next engine takes them for its own
                 setattr(groups, name, copy.copy(value))

@@ -58,7 +58,7 @@ class PlainState:
 
     saved = tensor
 
-    def resident(self, index: int) -> Any:
+    def swapped_in(self, index: int) -> Any:
         return nullcontext()
 
 

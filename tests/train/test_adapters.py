@@ -33,7 +33,7 @@ from trainctl.train.checkpoint.export import export
 from trainctl.train.data import held_out_data
 from trainctl.train.evaluation import evaluate_sources
 from trainctl.train.models.build import materialise
-from trainctl.train.models.frozen_base import FullModel, Layered, recorded_base
+from trainctl.train.models.frozen_base import FullModel, OverlayWeights, recorded_base
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import TORCH_TYPES, skeleton, transformers_config
 from trainctl.train.models.weights import SeedWeights
@@ -139,7 +139,7 @@ def test_dora_starts_as_its_base_in_the_format_that_it_computes_in(precision: st
     drawn = SeedWeights.of(config.model, plain, 7)
     apply_adapter(model, config)
     added = [name for name, each in model.named_parameters() if each.requires_grad]
-    source = Layered(initial_adapter(7, config, drawn, shapes), added, drawn)
+    source = OverlayWeights(initial_adapter(7, config, drawn, shapes), added, drawn)
     materialise(plain, drawn, torch.device("cpu"))
     materialise(model, source, torch.device("cpu"))
     assert torch.equal(logits_of(model), logits_of(plain))
@@ -320,7 +320,7 @@ def test_a_seed_by_which_other_weights_are_drawn_is_refused() -> None:
 
     first = whole()
     drawn = SeedWeights.of(first.config, first.skeleton, 7)
-    facts = {"kind": "seed", "seed": 7, "sha256": drawn.laws_digest}
+    facts = {"kind": "seed", "seed": 7, "sha256": drawn.initializers_digest}
     assert recorded_base(facts, first).facts == facts
     with pytest.raises(TrainctlError, match="draw other weights") as caught:
         recorded_base(facts, whole(initializer_range=0.5))

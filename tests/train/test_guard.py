@@ -7,12 +7,12 @@ import pytest
 
 from trainctl.config.schema import OnBadLoss, StabilityConfig
 from trainctl.runs.interventions import divergence_account, still_diverged
-from trainctl.train.stability import BadStepKind, Divergence, Guard
+from trainctl.train.stability import BadStepKind, Divergence, StepGuard
 
 
 def guard_of(policy=OnBadLoss.skip_batch, **settings):
     settings = {"spike_factor": 2.0, "norm_spike_factor": 3.0, "spike_after_steps": 2, **settings}
-    return Guard(StabilityConfig(on_bad_loss=policy, **settings))
+    return StepGuard(StabilityConfig(on_bad_loss=policy, **settings))
 
 
 def accept(guard, *losses, start=1):
@@ -102,7 +102,7 @@ def test_a_bad_step_does_not_move_the_means():
 
 
 def test_in_fp16_an_overflow_is_the_loss_scales_business():
-    guard = Guard(StabilityConfig(), norm_may_overflow=True)
+    guard = StepGuard(StabilityConfig(), norm_may_overflow=True)
     assert guard.judge(4.0, math.inf) is None
     assert guard.judge(math.nan, math.inf) is not None
     guard.accept(1, 4.0, math.inf)

@@ -20,7 +20,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.search.variants import with_values
 from trainctl.train.models.build import materialise
 from trainctl.train.models.model import blocks, skeleton
-from trainctl.train.models.recompute import KEPT_OPERATIONS, wrap_blocks
+from trainctl.train.models.recompute import SAVED_OPERATIONS, wrap_blocks
 from trainctl.train.models.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
@@ -139,7 +139,7 @@ class Products(TorchDispatchMode):
         self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func.name() in KEPT_OPERATIONS
+        self.calls += func.name() in SAVED_OPERATIONS
         return func(*args, **(kwargs or {}))
 
 

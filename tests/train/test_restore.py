@@ -16,7 +16,7 @@ from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint.restore import newest_intact, weights_of
+from trainctl.train.checkpoint.restore import newest_valid_checkpoint, weights_of
 from trainctl.train.checkpoint.saver import Saver
 from trainctl.train.models.frozen_base import FullModel, initial_base, recorded_base, whole_weights
 from trainctl.train.replay import Replay
@@ -51,7 +51,7 @@ def flip(path):
 def test_a_flipped_byte_is_found_and_the_next_older_one_is_read(run, process, capsys):
     flip(file_of(run, 3))
     file_of(run, 2).write_bytes(b"")
-    found = newest_intact(run, process)
+    found = newest_valid_checkpoint(run, process)
     assert found is not None and found.progress.step == 1
     said = capsys.readouterr().out
     assert "step-00000003: rank-00000.safetensors is damaged" in said
@@ -65,7 +65,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(run, proces
     for step in (1, 2, 3):
         flip(file_of(run, step))
     with pytest.raises(TrainctlError, match="no checkpoint of the run is intact") as failure:
-        newest_intact(run, process)
+        newest_valid_checkpoint(run, process)
     assert failure.value.exit_code is ExitCode.run_state
     assert len(checkpoints.list_checkpoints(run)) == 3
 
@@ -85,7 +85,7 @@ def test_weights_come_from_a_run_or_one_of_its_checkpoints(run, process, tmp_pat
 def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
     """Whichever of the two has more, and where the checkpoint does not say which model it is of."""
     shapes = facts(3)["shapes"]
-    found = newest_intact(run, process)
+    found = newest_valid_checkpoint(run, process)
     assert found is not None
     del found.manifest["model"]
     found.check(ModelConfig(), shapes)
@@ -126,7 +126,7 @@ def test_what_frozen_weights_lie_in_is_looked_at_whenever_they_are_read(run, pro
 
 
 def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process):
-    found, shapes = newest_intact(run, process), facts(3)["shapes"]
+    found, shapes = newest_valid_checkpoint(run, process), facts(3)["shapes"]
     assert found is not None
     longer, other = ModelConfig(rope_theta=5e5), ModelConfig(num_attention_heads=2, head_dim=32)
     for model in (longer, other):
@@ -146,7 +146,7 @@ def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process
 
 
 def test_states_of_another_optimizer_are_not_taken_for_one_s_own(run, process):
-    found = newest_intact(run, process)
+    found = newest_valid_checkpoint(run, process)
     assert found is not None and found.was_updated
     found.check_states({"exp_avg"})
     for wanted in ({"exp_avg", "exp_avg_sq"}, set(), {"momentum_buffer"}):
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_passed_over(run, proce
     """Of equal shapes; what the run's own record says counts."""
     write_json(run.record, {"id": "mine", "created": 0.0})
     with pytest.raises(TrainctlError, match="step-00000003: it is of another run"):
-        newest_intact(run, process)
+        newest_valid_checkpoint(run, process)
     assert len(checkpoints.checkpoint_folders(run)) == 3
 
 

@@ -21,7 +21,7 @@ from trainctl.train.checkpoint import saver as saver_module
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.save import write_checkpoint
 from trainctl.train.checkpoint.saver import Saver
-from trainctl.train.faults import VARIABLE
+from trainctl.train.faults import FAULT_VARIABLE
 
 BEHIND = CheckpointConfig(keep=1, asynchronous=True)
 
@@ -232,7 +232,7 @@ def _killed_at(run, phase, config):
     child = os.fork()
     if child == 0:
         try:
-            os.environ[VARIABLE] = f"phase:{phase}:0:2"
+            os.environ[FAULT_VARIABLE] = f"phase:{phase}:0:2"
             with only_rank() as process:
                 saver = Saver(run, process, PlainState(1.0), config)
                 for step in (1, 2):

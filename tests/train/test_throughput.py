@@ -18,7 +18,7 @@ from trainctl.plan.flops import flops_per_token
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.throughput import Throughput, peak_memory, resident_beside
+from trainctl.train.throughput import Throughput, host_bytes_in_device_peak, peak_memory
 
 PEAK_TFLOPS = 0.5
 STEPS = 5
@@ -93,7 +93,7 @@ def test_memory_is_compared_with_the_plan_s_when_it_is_steady_and_at_the_end(
     assert (early["step"], early["at_end"]) == (2, False)
     assert (last["step"], last["at_end"]) == (STEPS, True)
     planned = budget(plan(2, None))
-    beside = resident_beside(plan(2, None), planned)
+    beside = host_bytes_in_device_peak(plan(2, None), planned)
     assert last["planned"]["device_peak_bytes"] == planned.device_peak_bytes + beside
     assert last["planned"]["device_peak_high_bytes"] == planned.device_peak_high_bytes + beside
     own = of_kind(run, "step")[-1]["peak_bytes"]
@@ -109,14 +109,14 @@ def test_on_a_cpu_what_is_kept_on_the_host_is_resident_in_the_same_process() -> 
     config = tiny_config(steps=STEPS, zero_stage__stage=3, offload__nvme_path="/drive", **nvme)
     made = tiny_plan(config, 2)
     planned = budget(made)
-    beside = resident_beside(made, planned)
+    beside = host_bytes_in_device_peak(made, planned)
     buffers = config.offload.buffer_count * config.offload.buffer_size * 4
     assert buffers <= beside < buffers + 2**25
     assert planned.host.bytes_per_node == pytest.approx(
         2 * (planned.device_peak_bytes + beside), abs=2
     )
     on_gpus = replace(made, hardware=replace(made.hardware, accelerator=Accelerator.cuda))
-    assert resident_beside(on_gpus, planned) == 0
+    assert host_bytes_in_device_peak(on_gpus, planned) == 0
 
 
 def test_only_the_chosen_rank_is_profiled(run: RunPaths) -> None:

@@ -14,7 +14,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice
-from trainctl.engines.fragments import Fragment, of_transposed
+from trainctl.engines.fragments import Fragment, split_transposed
 from trainctl.engines.shards import Shard, read_whole
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
@@ -74,7 +74,7 @@ def test_ranges_of_a_transposed_matrix_come_back_from_their_shards(ranks):
     for start in range(0, 35, size):
         mine = flat[start : start + size]
         range_of_rank = Fragment("w", start, mine.numel(), 0, 0, owned=True)
-        for fragment in of_transposed(range_of_rank, shape):
+        for fragment in split_transposed(range_of_rank, shape):
             parts.setdefault(fragment.shard, []).append(
                 (fragment.start, fragment.of(mine).reshape(-1))
             )

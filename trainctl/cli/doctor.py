@@ -11,7 +11,7 @@ from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_ta
 from trainctl.cli.console import print_json, put
 from trainctl.cli.findings import findings_to_json, show_findings
 from trainctl.cli.planning import compose_target, name_sources
-from trainctl.engines.declared import examine, listed
+from trainctl.engines.patch_checks import examine, list_uses
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.health import Examined, examine_machine
@@ -34,7 +34,7 @@ def doctor(
         for check in (*examine_machine(composed.config, hardware), *examine(composed.config))
     ]
     findings = [finding for check in checks for finding in check.findings]
-    uses = listed(composed.config)
+    uses = list_uses(composed.config)
     if as_json:
         print_json(
             {

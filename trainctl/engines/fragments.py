@@ -113,7 +113,7 @@ def cut(
             offset = end
 
 
-def of_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
+def split_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
     """Yield a range of a transposed matrix as part of a column, whole columns, part of a column."""
     if len(shape) < 2:
         yield fragment

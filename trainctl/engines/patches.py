@@ -20,7 +20,7 @@ from typing import Any
 
 from trainctl.config.schema import RunConfig
 from trainctl.engines import source
-from trainctl.engines.needs import ALWAYS, Need
+from trainctl.engines.patch_conditions import ALWAYS, Need
 from trainctl.errors import ExitCode, Finding, Severity
 
 RULE = "TC305"

@@ -50,7 +50,7 @@ class Process:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_from_first(self, value: Any) -> Any:
         """Return the first rank's value, on all ranks."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.control)

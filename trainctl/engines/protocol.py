@@ -96,7 +96,7 @@ class States(ABC):
 
     Attributes:
         are_partitioned: Whether each replica holds a different part of the parameters.
-        show_gradients: Whether the trainer can read the gradients of a step before its update; it
+        has_readable_gradients: Whether the trainer can read a step's gradients before its update; it
             cannot where another process holds them.
     """
 
@@ -107,7 +107,7 @@ class States(ABC):
     fragments: list[Fragment]
     """Ranges of parameters inside `tensors`; the gradients have the same layout."""
     are_partitioned = True
-    show_gradients = True
+    has_readable_gradients = True
 
     @abstractmethod
     def group(self, index: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class States(ABC):
         """Return the number of elements of a tensor, also if it is on NVMe."""
 
     @abstractmethod
-    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         """Hold a tensor and its states in memory within the context.
 
         Args:
@@ -195,7 +195,7 @@ class Engine(ABC):
     """The optimizer's tensors, states and gradients."""
     loss_scale: LossScale | None = None
     """Loss scale of fp16 weights; None for other formats."""
-    updates_early = False
+    updates_in_backward = False
     """Whether some weights are updated in the backward pass, before the trainer can judge the
     step.
     """

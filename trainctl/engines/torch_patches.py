@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import ADAPTED, EIGHT_BIT_MOMENTS, FSDP2, LIGER_LOSS, SELECTIVE, TENSOR
+from trainctl.engines.patch_conditions import (
+    ADAPTED,
+    EIGHT_BIT_MOMENTS,
+    FSDP2,
+    LIGER_LOSS,
+    SELECTIVE,
+    TENSOR,
+)
 from trainctl.engines.patches import At, How, Table, Use
 
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import ADAPTED, CHAT, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
+from trainctl.engines.patch_conditions import (
+    ADAPTED,
+    CHAT,
+    EXPERTS,
+    MUP,
+    RECOMPUTED,
+    SPARSE,
+    TENSOR,
+)
 from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 class Updater:
     """Optimizer states as torch's optimizers, and trainctl's own, keep them."""
 
-    counts_alike = True
+    has_uniform_step_count = True
     """Whether a scalar state, such as the step count, is the same for all parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -162,7 +162,7 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
             return
     narrow = compute.format.value
     if hardware.accelerator is Accelerator.cpu and narrow in lacking_formats():
-        if config.trains_itself:  # in fp32: `trainctl.engines.narrow_products`
+        if config.trains_itself:  # in fp32: `trainctl.engines.cpu_matmul`
             yield f"{compute.name} on a CPU without instructions for it: products in fp32, rounded"
             return
         yield doubt(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainctl.config.schema import Accelerator
-from trainctl.engines import declared
+from trainctl.engines import patch_checks as declared
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import preflight
 from trainctl.hardware.storage import lacking_space

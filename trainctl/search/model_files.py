@@ -223,7 +223,7 @@ def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[
     """Return the same, by what transformers makes of the names: in a process that imports it."""
     asked = {"model": to_plain(model), "folder": str(folder)}
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "trainctl.train.models.stored_entry"],
+        [sys.executable, "-P", "-m", "trainctl.train.models.hf_weights_entry"],
         input=json.dumps(asked),
         capture_output=True,
         text=True,

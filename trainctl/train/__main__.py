@@ -38,7 +38,7 @@ def main() -> int:
     run = RunPaths(arguments.run.resolve())
     if arguments.is_forked:
         obey_agent()
-        from trainctl.train.forks import become_ranks
+        from trainctl.train.fork_ranks import become_ranks
 
         become_ranks(_plan(run, arguments.attempt))
     # Before the first beat: the agent sends SIGUSR1 to a silent rank to get its stacks.

@@ -151,7 +151,7 @@ class TrainingData:
             for stage in order.stages
             for name in stage.weights
         }
-        return cls(order, datasets, data_rank, data_size, _followed(plan, order, corpora))
+        return cls(order, datasets, data_rank, data_size, _prefetched_streams(plan, order, corpora))
 
     def step(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
         """Return this rank's micro-batches of an optimizer step.
@@ -197,7 +197,9 @@ class TrainingData:
         return dataset.with_reference(batch, indices)  # pairs have one source (TC393)
 
 
-def _followed(plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]) -> tuple[Stream, ...]:
+def _prefetched_streams(
+    plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]
+) -> tuple[Stream, ...]:
     """Return the streamed corpora, set up to prefetch what the run's samples need."""
     found = {
         name: corpus.stream

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
-VARIABLE = "TRAINCTL_FAULT"
+FAULT_VARIABLE = "TRAINCTL_FAULT"
 """Environment variable with ``phase:NAME``, then optionally ``:RANK`` (default 0) and ``:STEP`` of
 the save (default any).
 """
@@ -18,7 +18,7 @@ the save (default any).
 
 def inject_fault(phase: str, *, rank: int, step: int) -> None:
     """Kill this process by SIGKILL if the environment asks for it at this point."""
-    wanted = os.environ.get(VARIABLE)
+    wanted = os.environ.get(FAULT_VARIABLE)
     if wanted is None:
         return
     kind, name, at_rank, at_step = (*wanted.split(":"), "", "", "")[:4]

@@ -60,7 +60,7 @@ class Gradients:
     @property
     def are_visible(self) -> bool:
         """Whether gradients can be read before the update (TC069)."""
-        return self._states.show_gradients
+        return self._states.has_readable_gradients
 
     @property
     def scale(self) -> float:

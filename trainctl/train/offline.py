@@ -134,7 +134,7 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
 def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     # Slow imports.
     from trainctl.data.user_functions import make_importable
-    from trainctl.engines import declared
+    from trainctl.engines import patch_checks as declared
     from trainctl.engines.patches import At
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import read_plan, read_record

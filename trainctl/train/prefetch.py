@@ -20,7 +20,7 @@ from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches
 from trainctl.train.data import TrainingData
 
-STEPS_AHEAD = 2
+PREFETCH_STEPS = 2
 """Most steps to prefetch: one may be slow, as when it is read from a disk for the first time."""
 
 
@@ -84,13 +84,13 @@ class BatchPrefetcher:
         while self._made and self._made[0][0] != wanted:
             _, unwanted = self._made.popleft()
             unwanted.cancel()
-        self._foresee(step, first_sample)
+        self._submit_steps(step, first_sample)
         _, made = self._made.popleft()
         return made.result()
 
-    def _foresee(self, step: int, first_sample: int) -> None:
+    def _submit_steps(self, step: int, first_sample: int) -> None:
         """Submit this step and the next ones to the thread, unless they are submitted already."""
-        for place in range(STEPS_AHEAD + 1):
+        for place in range(PREFETCH_STEPS + 1):
             if place and step + place >= self._stop_step:
                 return
             wanted = _Wanted(*self._batches.at(step + place, first_sample))

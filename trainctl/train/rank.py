@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from trainctl.engines import declared
+from trainctl.engines import patch_checks as declared
 from trainctl.engines.choose import engine_backend
 from trainctl.engines.process import not_deterministic, stop_process
 from trainctl.plan.types import RunPlan

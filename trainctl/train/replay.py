@@ -53,7 +53,7 @@ class Replay:
         expected: dict[int, Expected] = {}
         if process.is_first and plan.config.checkpoint.compare_replay:
             expected = _expected(run, plan, step)
-        return cls(process.from_first(expected))
+        return cls(process.broadcast_from_first(expected))
 
     def check(self, step: int, loss: float, first_sample: int) -> Expected | None:
         """Compare the loss of a step with the recorded one.

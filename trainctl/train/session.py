@@ -35,7 +35,7 @@ from trainctl.train.adapters.quantized import dequantized, quantize, quantized
 from trainctl.train.checkpoint.average import WeightAverage
 from trainctl.train.checkpoint.content import Checkpoint, RunProgress
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
-from trainctl.train.checkpoint.restore import newest_intact
+from trainctl.train.checkpoint.restore import newest_valid_checkpoint
 from trainctl.train.clipping import NormHistory
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
 from trainctl.train.gradient_changes import centralize
@@ -45,7 +45,7 @@ from trainctl.train.learning_rate import LearningRate
 from trainctl.train.models import build
 from trainctl.train.models.frozen_base import (
     FullModel,
-    Layered,
+    OverlayWeights,
     facts_of,
     initial_base,
     recorded_base,
@@ -64,13 +64,13 @@ from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import loss_of
 from trainctl.train.objectives.loss import LanguageModel
 from trainctl.train.optimizers import own_optimizer
-from trainctl.train.parallel.experts import cut_experts
+from trainctl.train.parallel.experts import keep_local_experts
 from trainctl.train.parallel.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.patience import Patience
 from trainctl.train.replay import Replay
-from trainctl.train.stability import Divergence, Guard
+from trainctl.train.stability import Divergence, StepGuard
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Session:
     """Gradients of a step, before its update."""
     average: WeightAverage | None
     """Moving average of the weights, if the run keeps one."""
-    guard: Guard
+    guard: StepGuard
     """Judge of each step before its update."""
     divergence: Divergence
     """Detector of a loss that stays far above what the run had reached."""
@@ -224,7 +224,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, process, config),
         average=average,
-        guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
+        guard=StepGuard(config.stability, norm_may_overflow=engine.loss_scale is not None),
         divergence=Divergence(
             config.model.vocab_size if objective_of(config.objective).is_entropy else None
         ),
@@ -248,7 +248,7 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
     """Cut a whole skeleton to this rank's part; return the pieces of the remaining parameters."""
     pieces = build.whole_pieces(model)
     if mesh.expert.size > 1:  # before the stages, some of which may have no experts
-        pieces = cut_experts(model, pieces, mesh.expert)
+        pieces = keep_local_experts(model, pieces, mesh.expert)
     if mesh.pipeline.size > 1:
         cut_to_stage(model, plan.stages[mesh.pipeline.index], mesh.pipeline)
         here = set(model.parameters())
@@ -316,7 +316,7 @@ def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | N
     Raises:
         TrainctlError: The checkpoint was trained on another corpus.
     """
-    checkpoint = newest_intact(run, process)
+    checkpoint = newest_valid_checkpoint(run, process)
     others = others_than(corpora, checkpoint.manifest) if checkpoint is not None else []
     if checkpoint is not None and others:
         of = "" if others == [SOLE] else f" of {', '.join(others)}"
@@ -355,11 +355,11 @@ def _weights(
     source = base.source
     if checkpoint is not None:
         checkpoint.check(config.model, shapes)
-        source = Layered(checkpoint, shapes, source)
+        source = OverlayWeights(checkpoint, shapes, source)
     elif low_rank(config.adapter) is not None:
         beside = dequantized(source, config.model, low_rank(config.adapter))
         own = initial_adapter(config.training.seed, config, beside, whole.shapes)
-        source = Layered(own, shapes.keys() - whole.shapes.keys(), source)
+        source = OverlayWeights(own, shapes.keys() - whole.shapes.keys(), source)
     quantize(model, config)
     return quantized(source, config, process.device), facts_of(config, base), shapes
 

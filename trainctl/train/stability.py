@@ -68,7 +68,7 @@ class RunningMean:
         self.mean += (value - self.mean) / min(self.count, self.window)
 
 
-class Guard:
+class StepGuard:
     """Judge of each step before its update, and counter of interventions.
 
     Args:
@@ -173,7 +173,7 @@ class Guard:
 
 DIVERGED_STEPS = 10
 """Steps in a row that must agree: a spike is shorter, or comes down in between."""
-ABOVE_IGNORANCE = 1.5
+UNIFORM_LOSS_FACTOR = 1.5
 """Limit, as a multiple of ln(vocabulary): the loss of uniform predictions, near fresh weights'."""
 ABOVE_BEST = 2.0
 """Limit, as a multiple of the run's lowest mean loss over `DIVERGED_STEPS` steps."""
@@ -191,7 +191,7 @@ class Divergence:
     """Detector of a loss that stays far above what the run had reached. It only reports.
 
     The loss has diverged once each of the last `DIVERGED_STEPS` steps is above the limit, and has
-    recovered once each is below it. The limit of a cross entropy is `ABOVE_IGNORANCE` times
+    recovered once each is below it. The limit of a cross entropy is `UNIFORM_LOSS_FACTOR` times
     ln(vocabulary), or `ABOVE_BEST` times the run's best loss if that is lower, but at least
     `LEAST_SHARE` of ln(vocabulary). Other objectives have their own units: their limit is
     `ABOVE_START` times the loss of the first steps, or none if that is not positive.
@@ -240,7 +240,7 @@ class Divergence:
             (LEAST_SHARE, "vocabulary", self._ignorance),
         )
         of_run = max(limits, key=lambda each: each[0] * each[2])
-        ceiling = (ABOVE_IGNORANCE, "vocabulary", self._ignorance)
+        ceiling = (UNIFORM_LOSS_FACTOR, "vocabulary", self._ignorance)
         return min(ceiling, of_run, key=lambda each: each[0] * each[2])
 
     def state(self) -> dict[str, float]:

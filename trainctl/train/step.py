@@ -22,12 +22,12 @@ from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.runs.interventions import document_account, not_finite_account
 from trainctl.runs.records import short
 from trainctl.train.checkpoint.content import Checkpoint
-from trainctl.train.checkpoint.restore import newest_intact
+from trainctl.train.checkpoint.restore import newest_valid_checkpoint
 from trainctl.train.clipping import clipped_groups
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
 from trainctl.train.models.build import fill_buffers
-from trainctl.train.not_finite import WEIGHT, NotFinite, bad_gradients, locate
+from trainctl.train.nonfinite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.parallel.routers import Load
 from trainctl.train.prefetch import BatchPrefetcher
 from trainctl.train.session import Session, seed_step
@@ -228,7 +228,7 @@ class Stepper:
         checkpoint, problem = None, ""
         if policy is OnBadLoss.rewind:
             self._wait_for_save()
-            checkpoint = newest_intact(session.run, session.process)
+            checkpoint = newest_valid_checkpoint(session.run, session.process)
             if checkpoint is None:
                 policy, problem = OnBadLoss.stop, ", and there is no checkpoint to go back to yet"
             else:
@@ -299,7 +299,7 @@ class Stepper:
             # A failing search must not hide the error itself.
             with suppress(OSError, ValueError, TrainctlError):
                 found = self._look_for_document(batches)
-        shared: dict[str, Any] | None = session.process.from_first(found)
+        shared: dict[str, Any] | None = session.process.broadcast_from_first(found)
         return shared
 
     def _look_for_document(self, batches: Sequence[list[int]]) -> dict[str, Any] | None:
@@ -356,7 +356,7 @@ class Stepper:
         seen = f", seen by rank {', '.join(map(str, ranks))}" if ranks else ""
         count = self._session.guard.interventions
         after = f", after {count} interventions in a row" if count else ""
-        kept = "" if self._session.engine.updates_early else "the weights were not updated; "
+        kept = "" if self._session.engine.updates_in_backward else "the weights were not updated; "
         found = "" if where is None else f"; {not_finite_account(where.record())}"
         data = (
             f"trainctl data show {self._session.run.root.name} --samples {first}-{end - 1} tells "

@@ -122,7 +122,7 @@ def memory_record(
         for name, first in ranks[0].items()
     }
     planned = _planned(plan)
-    beside = resident_beside(plan, planned) if planned else 0
+    beside = host_bytes_in_device_peak(plan, planned) if planned else 0
     record: dict[str, Any] = {
         "measured": measured,
         "planned": planned
@@ -156,7 +156,7 @@ def _planned(plan: RunPlan) -> MemoryBudget | None:
     return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
 
 
-def resident_beside(plan: RunPlan, planned: MemoryBudget) -> int:
+def host_bytes_in_device_peak(plan: RunPlan, planned: MemoryBudget) -> int:
     """Return a rank's bytes that the budget counts as host memory but its device peak contains.
 
     On a CPU these are the offloaded tensors and NVMe buffers, resident in the same process. On a

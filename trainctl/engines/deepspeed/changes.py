@@ -1,6 +1,6 @@
 """Changes to DeepSpeed that last as long as the process; the table in `patches` gives the reasons.
 
-`trainctl.engines.declared.apply` makes those that a run needs, before the rank joins the others.
+`trainctl.engines.patch_checks.apply` makes those that a run needs, before the rank joins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 
-def do_without_shared_memory_operator() -> None:
+def disable_shm_allreduce() -> None:
     """Make DeepSpeed use gloo on a CPU, without compiling its own all-reduce at each start."""
     # No setting does this: DeepSpeed decides by its table of operators that can be built, which
     # only comm/torch.py reads. The first read fills it with a compiler's help: 0.2 s per start.

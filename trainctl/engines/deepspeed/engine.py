@@ -58,7 +58,7 @@ class DeepSpeedEngine(Engine):
             self.deepspeed.compile()
         wrapper = self.deepspeed.optimizer
         self.states = adapter_of(wrapper)(self.deepspeed, job.pieces, mesh)
-        self.states.show_gradients &= not is_compiled
+        self.states.has_readable_gradients &= not is_compiled
         weights = formats(plan.config.precision).weights
         self.loss_scale = DeepSpeedLossScale.of(wrapper, weights)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import (
+from trainctl.engines.patch_conditions import (
     DEEPSPEED_JSON,
     EXPERTS,
     FP16,
@@ -38,7 +38,7 @@ USES = (
         "trainctl takes gloo's, which knows groups",
         contains="deepspeed.ops.__compatible_ops__.get(builder.NAME, False)",
         names=("__compatible_ops__",),
-        apply=f"{_CHANGES}:do_without_shared_memory_operator",
+        apply=f"{_CHANGES}:disable_shm_allreduce",
         upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
     ),
     Use(

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from trainctl.engines import declared
-from trainctl.engines.narrow_products import widen_narrow_products
+from trainctl.engines import patch_checks as declared
+from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.process import Process, compute_deterministically, rendezvous_arguments
 from trainctl.plan.types import RunPlan
 
@@ -25,7 +25,7 @@ def start_process(plan: RunPlan) -> Process:
     if plan.config.training.deterministic:
         compute_deterministically()
     device = torch.device(accelerator.device_name(local_rank))
-    widen_narrow_products(plan.config.precision, device)
+    use_fp32_cpu_products(plan.config.precision, device)
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     deepspeed.init_distributed(
         dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl",

@@ -24,7 +24,7 @@ class _FusedLion(_CountsInInt):
     them.
     """
 
-    counts_alike = False
+    has_uniform_step_count = False
 
 
 class _CPUAdam(_CountsInInt):

@@ -26,7 +26,7 @@ from trainctl.engines.protocol import Job
 class ZenFlowEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` with ZenFlow's optimizer: data-parallel, one micro-batch per step."""
 
-    updates_early = True
+    updates_in_backward = True
 
     def __init__(self, job: Job) -> None:
         matrix = min((p for p in job.pieces if p.dim() == 2), key=torch.numel)

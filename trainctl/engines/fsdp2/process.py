@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import Accelerator
-from trainctl.engines import declared
-from trainctl.engines.narrow_products import widen_narrow_products
+from trainctl.engines import patch_checks as declared
+from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.process import Process, compute_deterministically, rendezvous_arguments
 from trainctl.plan.types import RunPlan
 
@@ -24,7 +24,7 @@ def start_process(plan: RunPlan) -> Process:
         torch.cuda.set_device(device)
     if plan.config.training.deterministic:
         compute_deterministically()
-    widen_narrow_products(plan.config.precision, device)
+    use_fp32_cpu_products(plan.config.precision, device)
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(backend, timeout=timeout, **rendezvous_arguments())

@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainctl.engines import declared
+from trainctl.engines import patch_checks as declared
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
 from trainctl.launch.agent.builds import BuildWatch, sweep_builders

@@ -3,7 +3,7 @@
 Importing torch, transformers and DeepSpeed costs a rank some seconds of CPU time. Where ranks train
 on the CPUs that they import on, they would all import at the same time, after everything else; this
 process imports while the agent prepares the corpus. It has ended when the ranks begin, so they are
-the agent's own children (`trainctl.train.forks` is the other side).
+the agent's own children (`trainctl.train.fork_ranks` is the other side).
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Checkpoint:
         for fragment in state.fragments:
             fragments[fragment.tensor].append(fragment)
         for index in range(len(state.tensors)):  # even a tensor that holds only padding here
-            with state.resident(index, changes=True):
+            with state.swapped_in(index, changes=True):
                 if self.was_updated:
                     state.create(index, self.manifest["scalars"])
                 for fragment in fragments[index]:

@@ -2,7 +2,7 @@
 
 Parameters are copied a piece at a time, so neither the model nor a shard is ever in memory. They
 have the names and the layout in which transformers publishes the architecture
-(`trainctl.train.models.published_names`).
+(`trainctl.train.models.hf_names`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.tensor_file import write_stream
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
-from trainctl.train.models.model import portable, skeleton
+from trainctl.train.models.hf_names import Read, Unit, published_units
+from trainctl.train.models.model import skeleton, with_portable_attention
 from trainctl.train.models.mup import folded
-from trainctl.train.models.published_names import Read, Unit, published_units
 from trainctl.train.models.tensors import persistent_buffers
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.prompts import first_source, prompts_of
@@ -90,7 +90,7 @@ def export(
         TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is of another
             model or has no such weights (5). No files are left behind.
     """
-    model = skeleton(portable(config.model), dtype)
+    model = skeleton(with_portable_attention(config.model), dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     units = list(published_units(model))
     total = sum(_bytes(unit, dtype) for unit in units)

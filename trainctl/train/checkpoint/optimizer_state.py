@@ -35,7 +35,7 @@ class OptimizerState:
         tensors: The flat tensors that it updates.
         fragments: Positions of parameters' elements in the tensors.
         is_swapped: Whether some tensors lie on NVMe between uses; their values are then available
-            only within `resident`.
+            only within `swapped_in`.
     """
 
     def __init__(self, engine: Engine, config: OptimizerConfig) -> None:
@@ -109,7 +109,7 @@ class OptimizerState:
                     number = float(value)
                     if found.setdefault(name, number) == number:
                         continue
-                    if updater.counts_alike:
+                    if updater.has_uniform_step_count:
                         raise RuntimeError(f"optimizer state {name} differs between parameters")
                     found[name] = max(found[name], number)
         return found
@@ -118,13 +118,13 @@ class OptimizerState:
         """Return the number of elements of an optimizer tensor, wherever it lies."""
         return self._states.numel(index)
 
-    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         """Return a context within which an optimizer tensor and its states are in memory.
 
         Args:
             changes: Whether to write them back to NVMe, if they come from there.
         """
-        return self._states.resident(index, changes=changes)
+        return self._states.swapped_in(index, changes=changes)
 
     def tensor(self, index: int, state: str) -> torch.Tensor:
         """Return a writable view of an optimizer tensor or of one of its states, flat."""

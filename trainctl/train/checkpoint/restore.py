@@ -13,7 +13,7 @@ from trainctl.runs.manifest import MANIFEST, read_manifest, verify_files
 from trainctl.train.checkpoint.content import Checkpoint
 
 
-def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:
+def newest_valid_checkpoint(run: RunPaths, process: Process) -> Checkpoint | None:
     """Return a run's newest checkpoint with intact content; None if the run has no checkpoint.
 
     The first rank lists the folder, so that all ranks read the same checkpoint. Skipped
@@ -29,7 +29,7 @@ def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:
     if process.is_first:
         checkpoints.clean_temporary(run)
         candidates, passed_over = _newest_first(run)
-    candidates, passed_over = process.from_first((candidates, passed_over))
+    candidates, passed_over = process.broadcast_from_first((candidates, passed_over))
     damaged: list[Path] = []
     chosen: Path | None = None
     for path in candidates:

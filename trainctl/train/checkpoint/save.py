@@ -61,7 +61,7 @@ class RankPart:
         return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
 
 
-def part_of(
+def rank_part(
     state: OptimizerState, buffers: Iterable[Buffer] = (), weights_in: torch.dtype | None = None
 ) -> RankPart:
     """Return this rank's part of a checkpoint of the optimizer's current state.
@@ -93,7 +93,7 @@ def part_of(
 
     def tensors() -> Iterator[torch.Tensor]:
         for index in indices:
-            with state.resident(index):
+            with state.swapped_in(index):
                 for name in names[index]:
                     values = state.saved(index, name)
                     # Convert on the host: the device may have no room for another copy.

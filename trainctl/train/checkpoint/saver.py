@@ -20,7 +20,7 @@ from trainctl.config.schema import CheckpointConfig
 from trainctl.engines.process import Process
 from trainctl.runs.layout import RunPaths
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
-from trainctl.train.checkpoint.save import RankPart, part_of, write_checkpoint
+from trainctl.train.checkpoint.save import RankPart, rank_part, write_checkpoint
 from trainctl.train.models.tensors import Buffer
 
 
@@ -87,7 +87,7 @@ class Saver:
         started = time.monotonic()
         self.wait()
         weights_in = self._weights_in if facts["weights_only"] else None
-        part = part_of(self._state, self._buffers, weights_in)
+        part = rank_part(self._state, self._buffers, weights_in)
         if not self._asynchronous:
             self._write(part, facts, started, stalled=None)
             return

@@ -37,14 +37,14 @@ from trainctl.config.anatomy import (
 )
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.data.user_functions import own_code
-from trainctl.engines import declared
+from trainctl.engines import patch_checks as declared
 from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
 from trainctl.train.models.fake import failure_hint, has_own_code, in_words
 from trainctl.train.models.initial import NonShardableInit, parameter_initializers
 from trainctl.train.models.model import blocks, transformers_config, users_model
 from trainctl.train.parallel.experts import expert_modules, routers_of
-from trainctl.train.parallel.shard_plan import shares_of
+from trainctl.train.parallel.shard_plan import tensor_parallel_shares
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embedding types whose frequencies depend on the sequence length (`dynamic_rope_update` in
@@ -87,7 +87,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
 
 
 def _read(model: ModelConfig) -> Anatomy:
-    seen = ForwardNotes()
+    seen = ForwardProbe()
     AttentionInterface.register(COUNTED, seen.attend)
     with FakeTensorMode(allow_non_fake_inputs=True), in_words(model, "built"):
         if model.factory is not None:
@@ -109,7 +109,7 @@ def _read(model: ModelConfig) -> Anatomy:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardNotes:
+class ForwardProbe:
     """Attention shapes and expert counts recorded during a forward pass."""
 
     attention: dict[nn.Module, Attention] = field(default_factory=dict)
@@ -174,7 +174,7 @@ def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> 
     )
 
 
-def _run(built: PreTrainedModel, seen: ForwardNotes) -> Any:
+def _run(built: PreTrainedModel, seen: ForwardProbe) -> Any:
     """Run one forward pass and return its output."""
     for module in _experts(built):
         module.register_forward_pre_hook(seen.choose)
@@ -192,7 +192,7 @@ def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreT
 
 
 def structure(
-    built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes | None = None
+    built: PreTrainedModel, model: ModelConfig, seen: ForwardProbe | None = None
 ) -> Anatomy:
     """Return the anatomy of a model that has been built.
 
@@ -204,7 +204,7 @@ def structure(
     Raises:
         TrainctlError: Its blocks cannot be found, or nothing says how many experts a token goes to.
     """
-    return _Reader(built, model, seen or ForwardNotes()).anatomy()
+    return _Reader(built, model, seen or ForwardProbe()).anatomy()
 
 
 def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
@@ -221,7 +221,7 @@ def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
         )
 
 
-def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: ForwardNotes) -> None:
+def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: ForwardProbe) -> None:
     """Refuse an encoder, whose tokens attend to the tokens that they should predict."""
     causal = [getattr(module, "is_causal", None) for module in seen.attention]
     if causal and all(each is False for each in causal):
@@ -235,7 +235,7 @@ def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: Forwar
 class _Reader:
     """Builds the anatomy of one model; `_read` gives it models on fake tensors."""
 
-    def __init__(self, built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes) -> None:
+    def __init__(self, built: PreTrainedModel, model: ModelConfig, seen: ForwardProbe) -> None:
         self._built, self._model, self._seen = built, model, seen
         self._modules = {module: name for name, module in built.named_modules()}
         self._blocks = decoder_blocks(built)
@@ -257,7 +257,7 @@ class _Reader:
         names = {self._modules[block]: number for number, block in enumerate(self._blocks)}
         parameters = {tensor: name for name, tensor in built.named_parameters()}
         aliases = built.named_parameters(remove_duplicate=False)
-        shares = shares_of(built)
+        shares = tensor_parallel_shares(built)
         experts = set(self._experts.values())
         return Anatomy(
             parameters=tuple(

@@ -66,7 +66,7 @@ class FullModel:
         return cls(config, skeleton, shapes)
 
 
-class Layered:
+class OverlayWeights:
     """A weight source that reads some tensors from one source and the rest from another.
 
     Args:
@@ -100,7 +100,7 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
     model, seed = whole.config, config.training.seed
     if model.initial_weights is None:
         drawn = SeedWeights.of(model, whole.skeleton, seed)
-        return Base(drawn, {"kind": "seed", "seed": seed, "sha256": drawn.laws_digest})
+        return Base(drawn, {"kind": "seed", "seed": seed, "sha256": drawn.initializers_digest})
     folder = Path(model.initial_weights).expanduser()
     checkpoint = weights_of(folder, process)
     if checkpoint is not None:
@@ -136,7 +136,7 @@ def recorded_base(
     """
     if facts["kind"] == "seed":
         drawn = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
-        if facts.get("sha256", drawn.laws_digest) != drawn.laws_digest:
+        if facts.get("sha256", drawn.initializers_digest) != drawn.initializers_digest:
             why = "the model's code, or model.initializer_range, has it draw other weights now"
             raise _changed(f"seed {facts['seed']}", why)
         return Base(drawn, dict(facts))
@@ -205,11 +205,11 @@ def whole_weights(
         return checkpoint
     base = recorded_base(manifest["base"], whole, kept=kept, process=process)
     if adapter is None:
-        return Layered(checkpoint, expected, base.source)
+        return OverlayWeights(checkpoint, expected, base.source)
     own = dequantized(base.source, whole.config, adapter)
     if not merges:
-        return Layered(checkpoint, expected, own)
-    source = Layered(checkpoint, trained, own) if trained else own
+        return OverlayWeights(checkpoint, expected, own)
+    source = OverlayWeights(checkpoint, trained, own) if trained else own
     return Merged(checkpoint, source, layers, adapter, whole.shapes)
 
 

@@ -12,8 +12,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
+from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.micro_batch import MicroBatch
-from trainctl.engines.narrow_products import widen_narrow_products
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
 from trainctl.plan.precision import formats
@@ -24,7 +24,12 @@ from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import inference
 from trainctl.train.models.build import materialise
 from trainctl.train.models.frozen_base import FullModel, adapter_of, base_file, whole_weights
-from trainctl.train.models.model import TORCH_TYPES, has_flash_attention, portable, skeleton
+from trainctl.train.models.model import (
+    TORCH_TYPES,
+    has_flash_attention,
+    skeleton,
+    with_portable_attention,
+)
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import ObjectiveLoss, loss_of
 from trainctl.train.objectives.loss import log_probabilities, summed_cross_entropy
@@ -89,10 +94,10 @@ def load(
             is missing or too small (4).
     """
     shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
-    model = skeleton(portable(shape), dtype)
+    model = skeleton(with_portable_attention(shape), dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
     place = choose_device(device, elements * dtype.itemsize)
-    widen_narrow_products(plan.config.precision, place)
+    use_fp32_cpu_products(plan.config.precision, place)
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)

@@ -146,7 +146,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def portable(model: ModelConfig) -> ModelConfig:
+def with_portable_attention(model: ModelConfig) -> ModelConfig:
     """Return the same model with attention that needs neither a GPU nor a package."""
     if model.attention is not AttentionKind.flash_attention_2:
         return model

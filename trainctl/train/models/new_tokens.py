@@ -26,8 +26,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.train.checkpoint.export import new_folder
 from trainctl.train.checkpoint.tensor_file import write_stream
-from trainctl.train.models.model import portable, skeleton
-from trainctl.train.models.stored import StoredModel
+from trainctl.train.models.hf_weights import StoredModel
+from trainctl.train.models.model import skeleton, with_portable_attention
 from trainctl.train.models.tensors import names_of_tied
 
 ROWS = 1 << 12
@@ -87,7 +87,7 @@ def add_tokens(
         rows = -(-rows // multiple_of) * multiple_of
     found = Grown(ids, known, model.vocab_size, rows)
     stored = stored_tensors(folder)
-    built = skeleton(portable(model), torch.float32)
+    built = skeleton(with_portable_attention(model), torch.float32)
     growing = _tables(folder, built, stored, model.vocab_size)
     sizes = {name: (rows, *stored[name].shape[1:]) for name in growing}
     total = sum(_bytes(tensor, sizes.get(name)) for name, tensor in stored.items())

@@ -30,7 +30,7 @@ from trainctl.options.activation_checkpointing import Recomputing
 from trainctl.plan.recompute import is_wrapped
 from trainctl.train.models.model import blocks
 
-KEPT_OPERATIONS = frozenset(
+SAVED_OPERATIONS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
@@ -205,7 +205,7 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def selective_dispatch_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the dispatch modes of forward pass and recomputation under `selective`."""
     kept: deque[_Kept] = deque()
-    return _Keep(kept), _GiveBack(kept)
+    return _SaveOutputs(kept), _ReplaySaved(kept)
 
 
 @dataclass
@@ -214,8 +214,8 @@ class _Kept:
     output: Any
 
 
-class _Keep(TorchDispatchMode):
-    """Dispatch mode that keeps the results of `KEPT_OPERATIONS`.
+class _SaveOutputs(TorchDispatchMode):
+    """Dispatch mode that keeps the results of `SAVED_OPERATIONS`.
 
     `torch.utils.checkpoint.create_selective_checkpoint_contexts` keeps such results too. But a
     product that is then summed over ranks in place is kept there with the sum in it, and the
@@ -239,7 +239,7 @@ class _Keep(TorchDispatchMode):
         if written:
             self._copy(written)
         output = func(*args, **kwargs)
-        if func.name() in KEPT_OPERATIONS:
+        if func.name() in SAVED_OPERATIONS:
             self._kept.append(_Kept(func.name(), _detached(output)))
         return output
 
@@ -252,7 +252,7 @@ class _Keep(TorchDispatchMode):
             )
 
 
-class _GiveBack(TorchDispatchMode):
+class _ReplaySaved(TorchDispatchMode):
     """Dispatch mode that returns the kept results, in order, in place of computing them again."""
 
     def __init__(self, kept: deque[_Kept]) -> None:
@@ -266,7 +266,7 @@ class _GiveBack(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func.name() not in KEPT_OPERATIONS:
+        if func.name() not in SAVED_OPERATIONS:
             return func(*args, **(kwargs or {}))
         if not self._kept or self._kept[0].operation != func.name():
             raise RuntimeError(f"{func.name()} was not called here in the forward pass")

@@ -29,7 +29,7 @@ from transformers.integrations import moe
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
-from trainctl.engines import declared
+from trainctl.engines import patch_checks as declared
 from trainctl.engines.patches import At
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
@@ -44,7 +44,7 @@ from trainctl.train.models.anatomy import (
 )
 from trainctl.train.models.fake import in_words
 from trainctl.train.models.model import TORCH_TYPES, transformers_config, users_model
-from trainctl.train.models.recompute import KEPT_OPERATIONS
+from trainctl.train.models.recompute import SAVED_OPERATIONS
 
 
 def trace(config: RunConfig) -> TracedModel:
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if func.name() == "aten::_to_copy" and _storage(args[0]) in self._weights:
             self._ignore(output)  # autocast's copy of a weight: counted with the weights
-        if self._part is not None and func.name() in KEPT_OPERATIONS:
+        if self._part is not None and func.name() in SAVED_OPERATIONS:
             results = output if isinstance(output, tuple) else (output,)
             self.blocks[-1].products += sum(
                 result.untyped_storage().nbytes()

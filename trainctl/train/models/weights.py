@@ -21,6 +21,7 @@ from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.plan import mup
+from trainctl.train.models.hf_weights import Converted, StoredModel
 from trainctl.train.models.initial import (
     ONE,
     ZERO,
@@ -30,7 +31,6 @@ from trainctl.train.models.initial import (
     normal,
     parameter_initializers,
 )
-from trainctl.train.models.stored import Converted, StoredModel
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
@@ -81,7 +81,7 @@ class SeedWeights:
         )
 
     @property
-    def laws_digest(self) -> str:
+    def initializers_digest(self) -> str:
         """SHA-256 of all initialisation laws: other laws give a seed other weights."""
         laws = {
             name: [[each.start, each.stop, each.law.named] for each in stretches]

@@ -73,7 +73,7 @@ def log_probabilities(
     return -losses.view_as(labels)
 
 
-class WithLoss(nn.Module):
+class LossModule(nn.Module):
     """Base of the modules that the engine trains, which compute their own loss.
 
     Args:
@@ -102,7 +102,7 @@ class WithLoss(nn.Module):
         return logits if self._vocabulary is None else gather_vocabulary(logits, self._vocabulary)
 
 
-class LanguageModel(WithLoss):
+class LanguageModel(LossModule):
     """A transformers model with its loss, so that both run inside the engine.
 
     Args:

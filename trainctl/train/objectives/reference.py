@@ -58,7 +58,7 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
     known: Reference | None = None
     if session.progress.step:  # at step 0 the weights may differ from an earlier start's
         known = read_reference(run, of) if session.process.is_first else None
-        known = session.process.from_first(known)
+        known = session.process.broadcast_from_first(known)
     if known is None:
         if session.progress.step:
             raise TrainctlError(

@@ -22,7 +22,7 @@ from trainctl.engines.shards import Pieces, Shard
 from trainctl.errors import TrainctlError
 
 EXCHANGED = "trainctl_exchanged"
-"""Name of `exchanged_experts` among transformers' implementations of experts."""
+"""Name of `expert_parallel_forward` among transformers' implementations of experts."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
 """Process groups of this process's expert axes, by name: a custom operator takes no group."""
@@ -80,7 +80,7 @@ class _InFp32:
         return value.float() if isinstance(value, nn.Parameter) else value
 
 
-def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
+def keep_local_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
     """Cut the experts of a skeleton to those on this rank.
 
     Args:
@@ -100,7 +100,7 @@ def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
             "transformers has joined to one parameter a layer",
             hint="parallelism.expert=1",
         )
-    ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
+    ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, expert_parallel_forward)
     _groups[axis.group.group_name] = axis.group
     cut = dict(pieces)
     for module in modules:
@@ -122,7 +122,7 @@ def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
     return cut
 
 
-def exchanged_experts(
+def expert_parallel_forward(
     self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute the experts of this rank's tokens, on the ranks that hold them.
@@ -147,18 +147,18 @@ def exchanged_experts(
     # One synchronisation: the host must know how many rows travel.
     sent, received = torch.stack([counts, theirs]).view(2, axis.size, local).sum(2).tolist()
     group = axis.group.group_name
-    rows = Exchange.apply(hidden[order // index.shape[1]], sent, received, group)
+    rows = AllToAll.apply(hidden[order // index.shape[1]], sent, received, group)
     expert = torch.arange(local, device=rows.device).repeat(axis.size)
     expert = expert.repeat_interleave(theirs, output_size=rows.shape[0])
     # Given one expert per row, transformers' function sorts the rows, multiplies and sorts back.
     each = expert.unsqueeze(1)
     rows = grouped_mm_experts_forward(self, rows, each, torch.ones_like(each, dtype=rows.dtype))
-    rows = Exchange.apply(rows, received, sent, group)
+    rows = AllToAll.apply(rows, received, sent, group)
     output = torch.empty_like(rows).index_copy(0, order, rows).view(*index.shape, -1)
     return (output * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """All-to-all of rows; the backward pass sends the gradients the other way."""
 
     @staticmethod
@@ -179,7 +179,7 @@ class Exchange(torch.autograd.Function):
 def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
     """Send rows to the other ranks of a group and return the received rows.
 
-    It is a custom operator so that recomputation can keep its result (`recompute.KEPT_OPERATIONS`).
+    It is a custom operator so that recomputation can keep its result (`SAVED_OPERATIONS`).
     """
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=_groups[group])

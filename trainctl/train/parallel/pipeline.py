@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.engines.mesh import Axis, ProcessMesh
 from trainctl.engines.micro_batch import document_lengths
 from trainctl.train.models.model import has_flash_attention
-from trainctl.train.objectives.loss import WithLoss
+from trainctl.train.objectives.loss import LossModule
 from trainctl.train.parallel.shard_plan import MULTIPLIERS, shard_plan_of
 from trainctl.train.parallel.tensor import vocabulary_of
 
@@ -56,7 +56,7 @@ class _NoPositions(nn.Module):
         return torch.zeros((), device=position_ids.device)
 
 
-class PipelineStage(WithLoss):
+class PipelineStage(LossModule):
     """A pipeline stage: token ids or hidden states in, hidden states or (last stage) logits out.
 
     If documents are masked, the positions travel with the hidden states.

@@ -31,7 +31,7 @@ MULTIPLIERS = ("embedding_multiplier",)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPlan:
+class TpPlanOverride:
     """Plan for an architecture whose plan in transformers is missing or wrong."""
 
     why: str
@@ -41,13 +41,13 @@ class OwnPlan:
     """Parts of the decoder in order, in place of `base_model_pp_plan`."""
 
 
-OWN: Mapping[str, OwnPlan] = MappingProxyType(
+OWN: Mapping[str, TpPlanOverride] = MappingProxyType(
     {
-        "olmoe": OwnPlan(
+        "olmoe": TpPlanOverride(
             "transformers has no order of stages for it, and its decoder is a Llama's",
             pipeline=("embed_tokens", "layers", "norm"),
         ),
-        "gpt_oss": OwnPlan(
+        "gpt_oss": TpPlanOverride(
             "transformers has a plan of its experts for expert ranks alone",
             tensor={
                 "layers.*.self_attn.q_proj": "colwise",
@@ -128,7 +128,7 @@ def shard_plan_of(model: PreTrainedModel) -> ShardPlan:
     return from_plans(model) if family is None else ShardPlan.of_family(family)
 
 
-def shares_of(model: PreTrainedModel) -> dict[str, int]:
+def tensor_parallel_shares(model: PreTrainedModel) -> dict[str, int]:
     """Return the number of equal units that tensor ranks divide, by canonical parameter name.
 
     Units are attention heads, columns of a feed-forward layer or of each expert, or tokens of

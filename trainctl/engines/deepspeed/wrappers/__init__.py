@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
 from trainctl.engines.deepspeed.wrappers.partitioned import (
     Bf16OptimizerWrapper,
-    Partitioned,
-    PartitionedOnHost,
+    Stage1And2,
+    Stage1And2OnHost,
     ZenFlow,
 )
 from trainctl.engines.deepspeed.wrappers.replicated import MasterCopies, Unwrapped
@@ -41,7 +41,7 @@ def adapter_of(wrapper: Any) -> type[Wrapper]:
         case ZenFlowZeroOptimizer():
             return ZenFlow
         case DeepSpeedZeroOptimizer():
-            return PartitionedOnHost if wrapper.cpu_offload else Partitioned
+            return Stage1And2OnHost if wrapper.cpu_offload else Stage1And2
         case BF16_Optimizer():
             return Bf16OptimizerWrapper
         case FP16_UnfusedOptimizer():

@@ -37,7 +37,7 @@ class Wrapper(States):
         self._parameters = {piece.name: parameter for parameter, piece in pieces.items()}
         self.optimizer = self._wrapped()
         self.tensors = self._masters()
-        self.fragments = list(self._find())
+        self.fragments = list(self._find_fragments())
         self._by_tensor: dict[int, list[Fragment]] = {}
         for fragment in self.fragments:
             self._by_tensor.setdefault(fragment.tensor, []).append(fragment)
@@ -52,7 +52,7 @@ class Wrapper(States):
         """Return the tensors that the optimizer updates."""
 
     @abstractmethod
-    def _find(self) -> Iterable[Fragment]:
+    def _find_fragments(self) -> Iterable[Fragment]:
         """Return the fragments of the optimizer's tensors."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Wrapper(States):
     def numel(self, index: int) -> int:
         return self.tensors[index].numel()
 
-    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def sync_master_weights(self) -> None:

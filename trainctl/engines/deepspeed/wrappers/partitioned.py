@@ -11,7 +11,7 @@ from torch import nn
 
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
 from trainctl.engines.deepspeed.wrappers.on_host import OnHost
-from trainctl.engines.fragments import ElementRange, Fragment, of_transposed
+from trainctl.engines.fragments import ElementRange, Fragment, split_transposed
 from trainctl.engines.protocol import Change
 
 
@@ -22,7 +22,7 @@ class _ByGroups(Wrapper):
     def _parameter_groups(self) -> list[list[nn.Parameter]]:
         """Return the model's parameters, by parameter group."""
 
-    def _find(self) -> Iterator[Fragment]:
+    def _find_fragments(self) -> Iterator[Fragment]:
         for index, group in enumerate(self._parameter_groups()):
             for parameter in group:
                 # The public `safe_get_full_fp32_param` reads it too, but gathers the parameter.
@@ -70,7 +70,7 @@ class Bf16OptimizerWrapper(_ByGroups):
                 change(ElementRange(piece.name, shard, 0, gradient.numel()), gradient.view(-1))
 
 
-class Partitioned(_ByGroups):
+class Stage1And2(_ByGroups):
     """Adapter of `DeepSpeedZeroOptimizer` on the device; gradients are cut as the tensors are."""
 
     def _masters(self) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ class Partitioned(_ByGroups):
             self._wrapper.all_grad_tensors[index] = None
 
 
-class PartitionedOnHost(OnHost, Partitioned):
+class Stage1And2OnHost(OnHost, Stage1And2):
     """Adapter of `DeepSpeedZeroOptimizer` with the optimizer in host memory."""
 
     def _wait(self) -> None:
@@ -115,17 +115,17 @@ class PartitionedOnHost(OnHost, Partitioned):
         self._wrapper.reset_cpu_buffers()
 
 
-class ZenFlow(PartitionedOnHost):
+class ZenFlow(Stage1And2OnHost):
     """Adapter of `ZenFlowZeroOptimizer`: matrices lie transposed, and the device updates some
     columns.
     """
 
-    show_gradients = False
+    has_readable_gradients = False
 
-    def _find(self) -> Iterator[Fragment]:
+    def _find_fragments(self) -> Iterator[Fragment]:
         shapes = {piece.name: piece.shape for piece in self._pieces.values()}
-        for fragment in super()._find():
-            yield from of_transposed(fragment, shapes[fragment.name])
+        for fragment in super()._find_fragments():
+            yield from split_transposed(fragment, shapes[fragment.name])
 
     def sync_master_weights(self) -> None:
         self._wrapper.sync_fp32_param_from_gpu()

@@ -27,7 +27,7 @@ class Replicated(Wrapper):
     def _masters(self) -> list[torch.Tensor]:
         return [master for _, master in self._pairs()]
 
-    def _find(self) -> Iterator[Fragment]:
+    def _find_fragments(self) -> Iterator[Fragment]:
         """Yield one fragment per parameter; parameters are dealt out to the replicas for saving."""
         for index, (parameter, _) in enumerate(self._pairs()):
             piece = self._pieces[parameter]

@@ -25,7 +25,7 @@ class Stage3(Wrapper):
     def _masters(self) -> list[torch.Tensor]:
         return list(self._wrapper.fp32_partitioned_groups_flat)
 
-    def _find(self) -> Iterator[Fragment]:
+    def _find_fragments(self) -> Iterator[Fragment]:
         wrapper = self._wrapper
         for group in wrapper.fp16_groups:
             for parameter in group:
@@ -45,7 +45,7 @@ class Stage3(Wrapper):
         wrapper = self._wrapper
         wrapper.parameter_offload.partition_all_parameters()
         for index in range(len(self.tensors)):
-            with self.resident(index):
+            with self.swapped_in(index):
                 # As at the end of an update: master weights to the model's weights, or to NVMe.
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)
         if wrapper.persistent_parameters:
@@ -95,7 +95,7 @@ class Stage3OnHost(OnHost, Stage3):
         return super().numel(index)
 
     @contextmanager
-    def resident(self, index: int, *, changes: bool = False) -> Iterator[None]:
+    def swapped_in(self, index: int, *, changes: bool = False) -> Iterator[None]:
         if not self.is_swapped(index):
             yield
             return
@@ -123,7 +123,7 @@ class Stage3OnHost(OnHost, Stage3):
 class SuperOffload(Stage3OnHost):
     """Adapter of `SuperOffloadOptimizer_Stage3`, which updates in another process on the host."""
 
-    show_gradients = False
+    has_readable_gradients = False
 
     def check_readable(self) -> None:
         raise TrainctlError(

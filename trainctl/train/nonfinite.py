@@ -89,7 +89,7 @@ def _bad_weights(session: Session) -> list[str]:
     """Return the names of trained parameters whose master weights on this rank are not finite."""
     state, found = session.state, set()
     for index in range(len(state.tensors)):
-        with state.resident(index):
+        with state.swapped_in(index):
             values = state.tensor(index, MASTER)
             if _is_bad(values):
                 here = [fragment for fragment in state.fragments if fragment.tensor == index]

@@ -29,7 +29,7 @@ _PRODUCTS: tuple[Callable[..., torch.Tensor], ...] = (
 """All other matrix products of a model are composed of these."""
 
 
-def widen_narrow_products(section: PrecisionConfig, device: torch.device) -> None:
+def use_fp32_cpu_products(section: PrecisionConfig, device: torch.device) -> None:
     """Widen the factors in this process if the CPU lacks instructions for the compute format.
 
     Args:

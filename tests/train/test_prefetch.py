@@ -11,7 +11,7 @@ import torch
 
 from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.mixture import DataStage, StagedBatches
-from trainctl.train.prefetch import STEPS_AHEAD, BatchPrefetcher
+from trainctl.train.prefetch import PREFETCH_STEPS, BatchPrefetcher
 
 STOP = 12
 
@@ -69,8 +69,8 @@ def test_each_step_has_its_own_samples_and_only_the_next_few_are_made() -> None:
             expected.append((first, made.gradient_accumulation_steps))
             assert batches.take(step, first) == [expected[-1]]
             first += made.global_batch_size
-            settle(data, min(step + 1 + STEPS_AHEAD, STOP))
-            assert len(data.asked) == min(step + 1 + STEPS_AHEAD, STOP)
+            settle(data, min(step + 1 + PREFETCH_STEPS, STOP))
+            assert len(data.asked) == min(step + 1 + PREFETCH_STEPS, STOP)
     assert data.asked == expected
     (name,) = data.threads
     assert name.startswith("batches")

@@ -62,7 +62,7 @@ def _import(plan: RunPlan) -> None:
     """Import what a rank imports before its first step; errors are left for the rank to report."""
     with suppress(TrainctlError), uncollected():
         import trainctl.train.rank  # noqa: F401
-        from trainctl.engines import declared
+        from trainctl.engines import patch_checks as declared
         from trainctl.engines.choose import engine_backend
 
         engine_backend(plan)

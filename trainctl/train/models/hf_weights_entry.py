@@ -1,4 +1,4 @@
-"""`python -m trainctl.train.models.stored_entry`: check a directory's weights against its model.
+"""`python -m trainctl.train.models.hf_weights_entry`: compare weights with the model.
 
 `trainctl.search.model_files` starts it if the names in the files are not the model's own, and reads
 the answer from the last line of standard output.
@@ -30,10 +30,12 @@ def _answer(asked: dict[str, Any]) -> dict[str, list[str]]:
     logging.disable(logging.WARNING)  # warnings of libraries during import
     import torch
 
-    from trainctl.train.models.model import portable, skeleton
-    from trainctl.train.models.stored import StoredModel
+    from trainctl.train.models.hf_weights import StoredModel
+    from trainctl.train.models.model import skeleton, with_portable_attention
 
-    model = skeleton(portable(from_plain(ModelConfig, asked["model"])), torch.bfloat16)
+    model = skeleton(
+        with_portable_attention(from_plain(ModelConfig, asked["model"])), torch.bfloat16
+    )
     found = StoredModel(model, stored_tensors(Path(asked["folder"])))
     return {"problems": found.problems, "unused": found.unused}
 

@@ -46,7 +46,7 @@ def examine(config: RunConfig) -> list[Examined]:
     return examined
 
 
-def listed(config: RunConfig) -> list[dict[str, Any]]:
+def list_uses(config: RunConfig) -> list[dict[str, Any]]:
     """Return every entry of every table, compared with the installed package, as JSON objects."""
     return [
         {
