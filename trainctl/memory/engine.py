@@ -221,7 +221,7 @@ def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
         if is_fused(config, plan.hardware):
             return KERNEL
         if is_ours:
-            return PLAIN  # AdamW for the tensors without a rule of their own, one flat tensor at a time
+            return PLAIN  # AdamW for the other tensors, one flat tensor at a time
     elif spec.device_operator:
         return KERNEL
     return PLAIN if on_cpu else FOREACH

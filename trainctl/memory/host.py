@@ -166,7 +166,7 @@ def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
 
 def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
     """Return the bytes of one checkpoint: master weights, moments and average of each trained
-    parameter, and the manifest. Frozen weights are not saved: they stay in the model's own files.
+    parameter, and the manifest. Frozen weights are not saved.
     """
     (whole,) = of_run(plan.config, stages(plan.config.model))
     trained = whole.trained

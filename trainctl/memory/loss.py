@@ -63,7 +63,7 @@ def loss_tokens(plan: Sketch) -> int:
         case CrossEntropyKind.chunked:
             return min(tokens, plan.config.kernels.chunk_tokens)
         case CrossEntropyKind.liger_fused:
-            # Chunks: tokens divided by vocabulary width over hidden width, rounded up to a power
+            # Tokens of a chunk: tokens / (vocabulary size / hidden size), rounded up to a power
             # of two (ops/fused_linear_cross_entropy.py of liger-kernel).
             parts = max(1, -(-model.vocab_size // max(model.hidden_size, 1)))
             return min(tokens, 1 << max(-(-tokens // parts) - 1, 0).bit_length())

@@ -1,6 +1,6 @@
-"""What `training.deterministic` asks of the libraries: variables that every rank starts with.
+"""Environment variables of `training.deterministic`, which every rank starts with.
 
-What torch is told besides is in `trainctl.engines.process`. docs/resume.md says what it costs.
+The settings of torch are in `trainctl.engines.process`. docs/resume.md describes the cost.
 """
 
 from __future__ import annotations
