@@ -47,7 +47,7 @@ MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.
 """Module classes that hold the weight matrices; gpt2 uses Conv1D."""
 
 STEPS_PER_PRINT = 1_000_000_000
-"""So large that DeepSpeed never prints: the trainer reports progress itself."""
+"""Effectively never: the trainer reports progress itself."""
 
 
 def render(settings: Iterable[Derived]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _optimizer_params(
         yield optimizer_parameter(config, parameter, lr_scale)
     for name, (value, why) in form.fixed.items():
         yield _set(f"{params}.{name}", value, "optimizer.kind", why=why)
-    # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
+    # ZenFlow passes these parameters to torch's AdamW, which does not know the key.
     if form.has_torch_adam and not config.offload.zenflow:
         why = (
             "the optimizer is offloaded: DeepSpeedCPUAdam"
@@ -215,8 +215,8 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
         yield _set("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
-        # ZeRO sends the gradients of these in the compute type, whatever communication_data_type
-        # says (runtime/torch_autocast.py), and all others in fp32.
+        # ZeRO sends the gradients of these modules in the compute type, ignoring
+        # communication_data_type (runtime/torch_autocast.py), and all others in fp32.
         lower = list(MATRIX_MODULES) if used.communication is precision_of(precision).format else []
         key = "torch_autocast.lower_precision_safe_modules"
         yield _set(key, lower, *on_wire, why=wire_why)
@@ -250,11 +250,11 @@ def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
         why = "the trainer wraps the blocks that are recomputed"
         yield _set("pipeline.activation_checkpoint_interval", 0, why=why)
     if config.trains_itself:
-        return  # it hands DeepSpeed its own mesh (docs/decisions/009-*.md)
+        return  # the trainer passes DeepSpeed its own mesh (docs/decisions/009-*.md)
     if mesh.tensor > 1 and mesh.pipeline == 1:  # AutoTP refuses a PipelineModule
         yield _set("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
     if mesh.sequence > 1:
-        # Without data_parallel_size beside it: the two together make DeepSpeed build its own mesh.
+        # data_parallel_size is left out: with both keys DeepSpeed builds its own mesh.
         yield _set("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
         # With sequence ranks the engine sends gradients in this format (runtime/engine.py).
         wire = formats(config.precision).communication.value

@@ -326,8 +326,9 @@ def derive_shape(
 
 
 def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[int, str]:
-    """Return the global batch nearest to `tokens` that the ranks share evenly, at least one
-    sequence per rank and accumulation step, with the reason.
+    """Return the global batch in sequences nearest to `tokens` tokens, and the reason.
+
+    It is a positive multiple of `data` times the micro-batch size (if unset, the accumulation).
     """
     sizes = (training.micro_batch_size, training.gradient_accumulation_steps)
     known = {"micro": sizes[0], "accumulation": None if sizes[0] else sizes[1]}

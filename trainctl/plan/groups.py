@@ -127,7 +127,7 @@ def group_of(
     elif head and len(shape) > 1:
         kind = TensorKind.output
     elif embedding is not None and kind is TensorKind.embedding:
-        kind = TensorKind.output  # tied, by name; an embedding it is not
+        kind = TensorKind.output  # tied by its name, but not an embedding
     optimizer, model = config.optimizer, config.model
     override = override_of(config, name)
     is_decayed = kind in (TensorKind.hidden, TensorKind.output) or (
@@ -147,7 +147,7 @@ def group_of(
         uses_muon=(
             spec_of(optimizer).has_matrix_rule
             and kind is TensorKind.hidden
-            and len(shape) == 2  # experts in one tensor, of another architecture, are no matrix
+            and len(shape) == 2  # a tensor that stacks experts is not a matrix
         ),
         is_decayed=is_decayed,
         lr_factor=lr_factor,

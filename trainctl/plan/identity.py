@@ -167,7 +167,7 @@ def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> 
     """
     if "base" not in manifest and not is_partial(config):
         return
-    # Read as a section is, so that one of before a key has its default.
+    # Read like a config section, so that keys missing in older manifests get defaults.
     saved_adapter: AdapterConfig = from_plain(AdapterConfig, manifest.get("adapter", {}))
     had, now = (
         {key: value for key, value in to_plain(adapter).items() if key != "dropout"}

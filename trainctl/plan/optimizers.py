@@ -77,7 +77,7 @@ def maker(config: RunConfig, hardware: Hardware) -> Maker:
     if config.offload.optimizer is not OffloadDevice.none:
         on_host = spec.made_on_host_by or spec.made_by
         return on_host if on_host in engine_of(config).makers else spec.made_by
-    # A kernel of torch's is a switch of whoever makes the rest.
+    # torch's fused kernel is an argument of its optimizer; DeepSpeed's is a class of its own.
     if spec.fused_by is Maker.deepspeed and is_fused(config, hardware):
         return spec.fused_by
     return spec.made_by

@@ -113,16 +113,16 @@ def tensor_units(model: ModelConfig) -> dict[str, int]:
             "model.num_key_value_heads": key_value_heads(model),
             "model.intermediate_size": model.intermediate_size,
         }
-    vocabulary = (Role.embedding, Role.head)  # of which the last rank may have less
+    vocabulary = (Role.embedding, Role.head)  # need not divide: the last rank may have less
     inside = [p for p in read.parameters if p.shares and p.role not in vocabulary]
-    # One of each kind of parameter is enough, and the first is the easiest to find.
+    # One parameter per number of units is enough; the first is the easiest to find.
     first = {p.shares: p.name for p in reversed(inside)}
     return {f"the units of {name}": shares for shares, name in first.items()}
 
 
 def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """Return the embedding tensors before the first block."""
-    # Rows of the token embedding are shared by the tensor ranks, those of positions are not.
+    # Tensor parallelism splits the rows of the token embedding, not those of positions.
     rows, spec = ((model.vocab_size, True), (model.max_position_embeddings, False)), spec_of(model)
     return tuple(
         TensorShape(

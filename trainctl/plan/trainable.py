@@ -23,10 +23,10 @@ from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
 EMBEDDINGS, HEAD, ALL_BUT_LAST = "embeddings", "head", "all_but_last_blocks"
-"""Words of `training.freeze` that are no patterns; the last has a number after a colon."""
+"""Keywords of `training.freeze`, not patterns; the last takes a number after a colon."""
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
-"""What an adapter's tensors are called, in the layer that they are added to."""
+"""Names of an adapter's tensors, relative to the layer that they are added to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
