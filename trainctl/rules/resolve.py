@@ -1,4 +1,6 @@
-"""From a configuration and the hardware to a frozen plan, with every problem found in one go."""
+"""Resolution of a configuration and the hardware to a frozen plan, reporting all problems at
+once.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,10 @@ from trainctl.rules.plan import Draft, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """What came of a configuration."""
+    """Result of resolving a configuration."""
 
     plan: RunPlan | None
-    """The plan; ``None`` exactly when a finding is an error."""
+    """Plan; ``None`` exactly when a finding is an error."""
     findings: tuple[Finding, ...]
     """Errors and warnings, in the order of the rules."""
 
@@ -49,8 +51,9 @@ class Resolution:
 def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     """Derive everything that the config leaves open, and check it.
 
-    A step that is impossible gives ``None`` and is reported by the rules; the steps and rules that
-    do not need it go on, so that all problems are reported together. Pure: reads nothing else.
+    An impossible derivation gives ``None`` and is reported by the rules. Derivations and rules that
+    do not depend on it still run, so that all problems are reported together. Pure: reads nothing
+    else.
     """
     mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
     batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
@@ -124,7 +127,9 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
 
 
 def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
-    """Number formats that follow from `precision.compute`."""
+    """Return the number formats derived from `precision.compute` or the engine, where not
+    configured.
+    """
     used, always = formats(config.precision), engine_of(config).gradients
     why, source = f"precision.compute={config.precision.compute}", "precision.compute"
     if always is not None:

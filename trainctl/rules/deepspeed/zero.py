@@ -43,7 +43,7 @@ NEEDS_STAGE = {
         (3,),
     ),
 }
-"""Stages at which a key of `zero_optimization` does anything."""
+"""ZeRO stages at which a key of `zero_optimization` has an effect."""
 
 
 @rule(

@@ -30,7 +30,9 @@ AMOUNTS = ("weight", "tokens", "epochs")
 ENDS = ("until", "until_step", "until_tokens")
 
 SHARD_TOKENS = 1 << 26
-"""As `trainctl.data.source_sampler` has it, which is not imported here: it needs numpy."""
+"""Copy of the constant in `trainctl.data.source_sampler`, which is not imported because it needs
+numpy.
+"""
 
 
 def sources_have_their_share(draft: Draft) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The rule of what would take the order of sums back that `training.deterministic` fixes."""
+"""Rule about settings that undo the fixed order of sums of `training.deterministic`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the optimizer: what its update can be cut into, and its parameter groups."""
+"""Rules about the optimizer: partitioning of its update, and its parameter groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the model's shape, the data, checkpoints, and how the run is started."""
+"""Rules about the model's shape, the data, checkpoints, and the launcher."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainctl.plan import average
 from trainctl.rules.plan.draft import Draft, choices, error, nearest_multiples, warning
 
 METRICS = ("loss", average.METRIC)
-"""What an evaluation measures."""
+"""Metrics that an evaluation measures."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-"""What DeepSpeed understands (utils/logging.py)."""
+"""Log levels that DeepSpeed accepts (utils/logging.py)."""
 
 
 def model_has_its_directory(draft: Draft) -> Iterator[Finding]:

@@ -134,7 +134,7 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
 
 
 def _saves(checkpoint: CheckpointConfig) -> bool:
-    """Whether a run saves anything unasked."""
+    """Return True if a run saves anything by default."""
     intervals = (
         checkpoint.every_steps,
         checkpoint.every_minutes,
