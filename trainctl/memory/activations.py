@@ -78,9 +78,7 @@ class StageActivations:
     block_backward: int
     """Bytes added during the backward pass of one block: recomputed activations and gradients."""
     last_block: int
-    """All activation bytes during the backward pass of the first block, which runs backward
-    last.
-    """
+    """All activation bytes while the first block, the last to run backward, does so."""
     offloaded: int
     """Block inputs kept in host memory instead of on the device."""
 

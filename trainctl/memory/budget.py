@@ -262,9 +262,7 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 
 
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
-    """Return the pipeline stages as the run trains them; a traced model is counted by its
-    anatomy.
-    """
+    """Return the pipeline stages as the run trains them; traced models are counted by anatomy."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and (tensor == 1 or not model.has_closed_form):
         held = stages_of(

@@ -20,9 +20,7 @@ class Components:
     weight_average: int = 0
     """Moving average of the master weights, in fp32."""
     activations: int = 0
-    """Activations kept for the backward pass, recomputed activations, and gradients of
-    activations.
-    """
+    """Activations kept for the backward pass or recomputed, and their gradients."""
     logits: int = 0
     """Logits and the loss's copies of them."""
     communication_buffers: int = 0

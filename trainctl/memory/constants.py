@@ -97,9 +97,7 @@ HOST_RUNTIME = Range(low=GIB, usual=int(2.5 * GIB), high=4 * GIB)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragmentation:
-    """Memory that the caching allocator holds but cannot use, as a fraction of the allocated
-    memory.
-    """
+    """Memory that the caching allocator holds but cannot use, as a fraction of allocated memory."""
 
     low: float
     usual: float

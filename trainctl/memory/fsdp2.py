@@ -46,9 +46,7 @@ def phases(
 
 
 def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
-    """Return the permanent memory: fp32 shards, which are weights and masters at once, and
-    states.
-    """
+    """Return the permanent memory: fp32 shards (weights and masters at once) and states."""
     if engine.offloads_optimizer:
         return Components(runtime=runtime)
     own = engine.share(stage.parameters)

@@ -18,7 +18,7 @@ class Group:
     """Parameter group of a pipeline stage, unpartitioned."""
 
     elements: int
-    """Elements of all tensors on this rank, after tensor parallelism; with ZeRO, of all ZeRO
+    """Elements of all tensors on this rank after tensor parallelism; with ZeRO, on all ZeRO
     ranks.
     """
     largest: int

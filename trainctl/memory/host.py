@@ -101,9 +101,7 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Return the host bytes per rank of an offloaded ZeRO-3 shard, or of its NVMe staging
-    buffers.
-    """
+    """Return the host bytes per rank of an offloaded ZeRO-3 shard, or of its NVMe buffers."""
     if not engine.offloads_parameters:
         return {}
     own = engine.share(stage.partitioned)
@@ -151,9 +149,7 @@ def pinned(engine: EngineMemory, size: int) -> int:
 
 
 def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
-    """Return the bytes of one machine's swap files: shard, master weights, moments, swapped
-    gradients.
-    """
+    """Return the bytes of a machine's swap files: shard, masters, moments, swapped gradients."""
     own, trained = engine.share(stage.partitioned), engine.share(stage.trained.partitioned)
     size = 0
     if engine.offloads_optimizer and engine.offload.optimizer is OffloadDevice.nvme:
@@ -179,8 +175,7 @@ def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
 
 
 def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
-    """Return the bytes of all checkpoints on disk at once: the kept ones, the best, and the one
-    being written.
+    """Return the bytes of all checkpoints on disk at once: kept, best, and being written.
 
     The checkpoint at the end of a stable phase is counted too; those of earlier extensions are not.
     """
@@ -190,9 +185,7 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
 
 
 def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
-    """Return the bytes of one weights-only checkpoint, in the compute format; 0 if none is
-    saved.
-    """
+    """Return the bytes of one weights-only checkpoint in the compute format; 0 if none is saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:
         return 0
     trained = of_run(plan.config, stages(plan.config.model))[0].trained

@@ -12,8 +12,7 @@ FP32 = 4
 
 
 def head_input(rank: RankMemory) -> int:
-    """Return the bytes that the final norm and the output projection keep, and their input
-    gradient.
+    """Return the bytes kept by the final norm and the output projection, and their input gradient.
 
     A frozen norm keeps no scaled values; a frozen projection keeps no input.
     """
@@ -26,9 +25,7 @@ def head_input(rank: RankMemory) -> int:
 
 
 def _reads_input(rank: RankMemory) -> bool:
-    """Return True if the output projection keeps its input: it is trained, or its layer always
-    keeps it.
-    """
+    """Return True if the output projection keeps its input: trained, or its layer always does."""
     learning = rank.stage.learning or ()
     keeps = rank.engine.keeps_inputs or any(each.keeps_inputs for each, _ in learning)
     return rank.trained.head > 0 or keeps

@@ -71,7 +71,7 @@ def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage
 
 @lru_cache(maxsize=8)
 def _tensors(key: _ByText) -> tuple[Trainable, dict[str, int], frozenset[str]]:
-    """Return what trains, the block index of each parameter, and all names of the trained
+    """Return what trains, the block index of each parameter, and all names of trained
     parameters.
     """
     config = key.config

@@ -101,9 +101,7 @@ def _bucket(engine: EngineMemory, elements: int) -> int:
 
 
 def _always_whole(engine: EngineMemory, stage: Stage) -> int:
-    """Return the bytes kept unpartitioned at stage 3: small tensors, and ZeRO++'s secondary
-    partition.
-    """
+    """Return the bytes kept whole at stage 3: small tensors, and ZeRO++'s secondary partition."""
     whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
@@ -183,9 +181,7 @@ def _is_whole(engine: EngineMemory) -> bool:
 
 
 def _accumulated(rank: RankMemory) -> dict[str, int]:
-    """Return the gradients, and at stage 1 the bucket, left by earlier micro-batches of the
-    step.
-    """
+    """Return gradients, and at stage 1 the bucket, from earlier micro-batches of the step."""
     engine = rank.engine
     if not engine.accumulates:
         return {}

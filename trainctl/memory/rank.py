@@ -48,9 +48,7 @@ class RankMemory:
 
     @property
     def update(self) -> int:
-        """Bytes of the temporary copies of the update, in the parameter group that makes the
-        most.
-        """
+        """Bytes of the update's temporary copies in the parameter group that makes the most."""
         return max((self.engine.update_bytes(group) for group in self.groups), default=0)
 
 

@@ -13,9 +13,7 @@ from trainctl.plan.types import Mesh, Sketch
 
 
 def runtime_of(plan: Sketch) -> Range:
-    """Return the memory of a rank outside tensors: measured on this machine, otherwise usual
-    values.
-    """
+    """Return a rank's memory outside tensors: measured on this machine, otherwise usual values."""
     measured = plan.hardware.runtime_bytes
     if measured is not None:
         doubt = int(constants.CALIBRATION_UNCERTAINTY * measured)

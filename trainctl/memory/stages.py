@@ -28,9 +28,7 @@ class Piece:
     embedding: bool
     """Whether the tensor is an embedding (or a projection tied to one)."""
     factors: int = 0
-    """Elements of a factored second moment (adafactor): rows plus columns of a matrix, elements of
-    a vector.
-    """
+    """Elements of a factored second moment: rows plus columns of a matrix, elements of a vector."""
     name: str = ""
     """Canonical name, relative to the block if the piece is in several blocks; empty if unknown."""
     is_expert: bool = False
@@ -42,15 +40,13 @@ class Piece:
     trains: bool = True
     """Whether the optimizer updates the tensor."""
     element_bytes: int | None = None
-    """Bytes per element if not in the compute type: 1 for a matrix of 8 or 4 bits, stored as
-    bytes.
-    """
+    """Bytes per element if not in the compute type: 1 for a matrix of 8 or 4 bits (raw bytes)."""
     expanded: int = 0
     """Elements of the matrix that the stored bytes of 8 or 4 bits represent."""
 
     def bytes(self, elements: int, weight_bytes: int) -> int:
-        """Return the bytes of `elements` elements; `weight_bytes` each unless the piece has its
-        own size.
+        """Return the bytes of `elements` elements, `weight_bytes` each unless `element_bytes` is
+        set.
         """
         each = weight_bytes if self.element_bytes is None else self.element_bytes
         return each * elements
@@ -117,8 +113,8 @@ class Stage:
 
     @property
     def weights(self) -> int:
-        """Number of weights: like `parameters`, but a matrix of 8 or 4 bits counts its weights,
-        not its bytes.
+        """Number of weights: `parameters`, but counting the weights of quantized matrices, not
+        bytes.
         """
         return sum((piece.expanded or piece.numel) * piece.count for piece in self.pieces)
 
@@ -156,9 +152,7 @@ class Stage:
         return max((piece.expanded for piece in self.pieces), default=0)
 
     def bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of all parameters, with `weight_bytes` per element in the compute
-        type.
-        """
+        """Return the bytes of all parameters, `weight_bytes` per element in the compute type."""
         return sum(piece.bytes(piece.total, weight_bytes) for piece in self.pieces)
 
     def partitioned_bytes(self, weight_bytes: int) -> int:

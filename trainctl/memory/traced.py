@@ -1,6 +1,4 @@
-"""Traced model: its anatomy and activations as its own code gives them, in place of the closed
-form.
-"""
+"""Traced model: anatomy and activations read from its own code, in place of the closed form."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ class Learning:
     dropout: bool = False
     """Whether dropout is applied to the adapters' input, which is then a separate copy."""
     magnitudes: bool = False
-    """Whether the summed outputs of layer and adapter are scaled by a trained vector (DoRA), and
-    so kept.
-    """
+    """Whether layer plus adapter outputs are scaled by a trained vector (DoRA), and so kept."""
     begins: bool = False
     """Whether nothing before the block is trained, so that the block's input has no gradient."""
     keeps_inputs: bool = False

@@ -20,9 +20,7 @@ def decay_of(update: int, decay: float) -> float:
 
 
 def why_not(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that rules out an average, and the reason; None if an average can be
-    kept.
-    """
+    """Return the setting that rules out an average, and the reason; None if one can be kept."""
     offload = config.offload
     if offload.zenflow:
         return "offload.zenflow=true", "the master weights lag behind those of the model"

@@ -46,9 +46,7 @@ class Batches:
 
     @classmethod
     def of(cls, ramp: tuple[BatchPhase, ...], batch: Batch) -> Batches:
-        """Return the batches of a ramp that ends in `batch`; without a ramp every step has
-        `batch`.
-        """
+        """Return the batches of a ramp that ends in `batch`; without a ramp all steps have it."""
         return cls(ramp or (BatchPhase(first_step=0, batch=batch),))
 
     def at(self, step: int) -> Batch:
@@ -64,9 +62,7 @@ class Batches:
         return sum(count * batch.tokens_per_step for count, batch in self._until(step))
 
     def steps_for(self, tokens: int) -> int:
-        """Return the smallest number of steps, from the start, that contain at least `tokens`
-        tokens.
-        """
+        """Return the smallest number of steps from the start with at least `tokens` tokens."""
         last = self.phases[-1]
         for phase, following in zip(self.phases, self.phases[1:], strict=False):
             if self.tokens_before(following.first_step) >= tokens:

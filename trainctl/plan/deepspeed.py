@@ -102,9 +102,7 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _set(key: str, value: Any, *sources: str, why: str = "") -> Derived:
-    """Return a setting derived from config keys; `why` is the reason if naming the keys is not
-    enough.
-    """
+    """Return a setting derived from config keys; `why` replaces their names as the reason."""
     return Derived(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
 
 

@@ -138,9 +138,7 @@ def _fixed(when: str, key: str, value: Any, reason: str, source: str = "") -> Ro
 
 
 def _interval(when: str, key: str, source: str, undecided: Any, reason: str = "") -> Row:
-    """Return a row for a number of steps; `undecided` is written for None and lets DeepSpeed
-    choose.
-    """
+    """Return a row for a number of steps; `undecided` replaces None and lets DeepSpeed choose."""
 
     def read(steps: Any) -> int | None:
         return steps if isinstance(steps, int) and steps >= 1 else None
@@ -246,9 +244,7 @@ def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
 
 
 def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the ZeRO and offload keys that have no effect in a config, each with what it needs, in
-    words.
-    """
+    """Yield the ZeRO and offload keys without effect in a config, and what each needs, in words."""
     modes, needs = Modes.of(config), dict[str, list[Row]]()
     for row in (*ZERO_KEYS, *OFFLOAD_KEYS):
         if row.read is not None:

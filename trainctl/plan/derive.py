@@ -189,9 +189,7 @@ def derive_total_steps(
 
 
 def uncounted_steps(training: TrainingConfig) -> tuple[int, Reasons]:
-    """Return a placeholder number of steps for `training.epochs` while the epoch length is
-    unknown.
-    """
+    """Return placeholder steps for `training.epochs` while the epoch length is unknown."""
     why = f"stands for training.epochs {training.epochs:g} until the corpus is read"
     return UNCOUNTED_STEPS, (_total(UNCOUNTED_STEPS, why, "training.epochs"),)
 
@@ -213,9 +211,7 @@ def is_counted_in_epochs(training: TrainingConfig) -> bool:
 
 
 def samples_of_epoch(training: TrainingConfig) -> int:
-    """Return the number of packed samples in the corpus; each ends with the label of its last
-    token.
-    """
+    """Return the packed samples in the corpus; each ends with the label of its last token."""
     return max(0, ((training.epoch_tokens or 0) - 1) // training.sequence_length)
 
 
@@ -248,16 +244,14 @@ def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, R
 def derive_warmup_steps(
     schedule: ScheduleConfig, total_steps: int, batches: Batches
 ) -> tuple[int, Reasons]:
-    """Return the optimizer steps of the linear warmup; a fraction is rounded to the nearest
-    step.
-    """
+    """Return the steps of the linear warmup; a fraction is rounded to the nearest step."""
     steps, why = warmup_length(schedule, total_steps, batches)
     sources = (_length_key(schedule, "warmup"),)
     return steps, (Derived(key="warmup_steps", value=steps, reason=why, sources=sources),)
 
 
 def _length_key(schedule: ScheduleConfig, phase: str) -> str:
-    """Return the key that sets the length of the warmup or decay: steps, else tokens, else
+    """Return the key that sets the warmup's or decay's length: steps, else tokens, else
     fraction.
     """
     names = (f"{phase}_steps", f"{phase}_tokens")
@@ -300,7 +294,7 @@ def derive_stable_steps(
 def derive_shape(
     schedule: ScheduleConfig, total_steps: int, warmup_steps: int, batches: Batches
 ) -> Reasons:
-    """Return the schedule's default floor, if none is configured, and the steps at which its curve
+    """Return the schedule's default floor, if not configured, and the steps where its curve
     jumps.
     """
     found = []

@@ -54,9 +54,7 @@ def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
 
 
 def miscounts_tokens(before: RunPlan, now: RunPlan, step: int) -> bool:
-    """Return True if a schedule in tokens assumes other batches than the run was trained on so
-    far.
-    """
+    """Return True if a schedule in tokens assumes other batches than were trained on so far."""
     if now.config.schedule.unit is not ScheduleUnit.tokens:
         return False
     return before.batches.tokens_before(step) != now.batches.tokens_before(step)

@@ -56,8 +56,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def flops_of_run(config: RunConfig, sequence_length: int) -> int:
-    """Return the floating point operations of a run per token, without those that frozen weights
-    save.
+    """Return the floating point operations of a run per token, less those saved by frozen weights.
 
     `sequence_length` is the number of tokens that attend to each other.
     """
@@ -104,9 +103,7 @@ def _multiplied(model: ModelConfig) -> Iterator[tuple[str, float]]:
 
 
 def attention_products(model: ModelConfig, sequence_length: int) -> int:
-    """Return the multiplications of attention for one token: scores and weighted sum, in all
-    blocks.
-    """
+    """Return attention's multiplications per token: scores and weighted sum, in all blocks."""
     read = anatomy(model)
     if read is not None:
         return read.attention_products(sequence_length)

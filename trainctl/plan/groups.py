@@ -161,8 +161,8 @@ def _base_lr(config: RunConfig, *, uses_muon: bool) -> float:
 
 
 def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
-    """Return the number of blocks between a tensor and the output: all for embeddings, 0 for the
-    last norm.
+    """Return the blocks between a tensor and the output: all for embeddings, 0 for the last
+    norm.
     """
     block = shapes.block_of(name)
     if block is not None:
@@ -171,9 +171,7 @@ def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
 
 
 def override_of(config: RunConfig, name: str) -> GroupOverride | None:
-    """Return the first entry of `optimizer.groups` whose pattern matches the name; None if none
-    does.
-    """
+    """Return the first entry of `optimizer.groups` whose pattern matches the name, or None."""
     for entry in config.optimizer.groups:
         if re.search(entry.match, name):
             return entry

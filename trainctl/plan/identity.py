@@ -66,8 +66,7 @@ OF_LONGER_CONTEXT = (
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
-    """Return everything that decides the function of a model's weights as plain JSON, except muP's
-    multipliers.
+    """Return what decides the function of a model's weights, without muP's multipliers, as JSON.
 
     Raises:
         TrainctlError: The model's directory has no readable config.json (exit code 5).
@@ -238,9 +237,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _count(what: str, names: list[str]) -> str:
-    """Return the first of `names` and the number of the others in words; empty if there are
-    none.
-    """
+    """Return the first of `names` and the number of the others in words; empty without names."""
     more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     return f"{what} {names[0]}{more}" if names else ""
 
@@ -270,9 +267,7 @@ def _of_directory(folder: Path) -> dict[str, Any]:
 
 
 def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a transformers configuration without the keys that do not change the function,
-    recursively.
-    """
+    """Return a transformers configuration, recursively without keys that keep the function."""
     return {
         key: _deciding(value) if isinstance(value, dict) else value
         for key, value in found.items()

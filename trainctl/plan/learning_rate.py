@@ -36,9 +36,7 @@ def lr_scale(optimizer: OptimizerConfig, batch: Batch) -> float:
 
 
 def reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
-    """Yield the scaled rates with their arithmetic, and adaptive clipping if it replaces the fixed
-    one.
-    """
+    """Yield the scaled rates with their arithmetic, and adaptive clipping if enabled."""
     optimizer, scale = config.optimizer, lr_scale(config.optimizer, batch)
     if optimizer.lr_scaling is not LrScaling.none:
         ratio = (

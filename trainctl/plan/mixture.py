@@ -99,9 +99,7 @@ def shares_of_amounts(
 
 
 def amount_of(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
-    """Return the number of tokens that a source contributes to the run; None if it has none
-    configured.
-    """
+    """Return the tokens that a source is to contribute to the run; None if not configured."""
     if source.tokens is not None:
         return Fraction(source.tokens)
     return None if source.epochs is None else exact(source.epochs) * epoch_tokens
@@ -144,9 +142,7 @@ def batches_of_length(batches: Batches, length: int) -> Batches | None:
 
 
 def end_of(stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total: int) -> int:
-    """Return the first step after a stage; `until`, a fraction of the run, is in the schedule's
-    unit.
-    """
+    """Return the first step after a stage; its `until` is a fraction in the schedule's unit."""
     if stage.until_step is not None:
         return stage.until_step
     if stage.until_tokens is not None:
@@ -163,9 +159,7 @@ def stages_of(
     batches: Batches,
     total: int,
 ) -> tuple[DataStage, ...]:
-    """Return the data stages of a run that has passed the rules; a single one without
-    `data.stages`.
-    """
+    """Return the data stages of a run that passed the rules; a single one without `data.stages`."""
     found: list[DataStage] = []
     first_step = first_sample = 0
     for stage in data.stages or [StageConfig()]:

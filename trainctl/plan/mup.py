@@ -65,9 +65,7 @@ def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
 
 @cache
 def _ends() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the suffixes of the names of output projections, and of embeddings, in all
-    families.
-    """
+    """Return the name suffixes of output projections, and of embeddings, in all families."""
     heads = {f"{spec.head}.weight" for spec in families()}
     embeddings = {f"{module}.weight" for spec in families() for module in spec.embeddings}
     return tuple(sorted(heads)), tuple(sorted(embeddings))
@@ -134,9 +132,7 @@ def lr_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) 
 
 
 def decay_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) -> float:
-    """Return the factor of a tensor's weight decay: learning rate x decay stays as at the base
-    width.
-    """
+    """Return the factor of a tensor's weight decay, which keeps learning rate x decay constant."""
     return 1 / lr_factor(model, optimizer, kind)
 
 
@@ -146,8 +142,7 @@ def epsilon(config: RunConfig, value: float) -> float:
 
 
 def base_heads(model: ModelConfig) -> tuple[float, float]:
-    """Return the query heads and the key-value heads of the base-width model; whole numbers if it
-    exists.
+    """Return the query and key-value heads of the base-width model; whole numbers if it exists.
 
     All widths scale together: the base-width model also has 1 / m of the feed-forward width.
     """
@@ -157,7 +152,7 @@ def base_heads(model: ModelConfig) -> tuple[float, float]:
 
 
 def reasons(config: RunConfig) -> Iterator[Derived]:
-    """Yield the values that muP derives for the model, except the learning rates of the optimizer's
+    """Yield the values that muP derives for the model; learning rates are in the optimizer's
     groups.
     """
     model = config.model

@@ -7,17 +7,15 @@ from math import isqrt
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, ascending, in time proportional to its square
-    root.
-    """
+    """Return the divisors of a positive number, ascending, in square-root time."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     large = [number // size for size in reversed(small) if size * size != number]
     return small + large
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the divisors of `number` next to `wanted`: the largest not above it, the smallest
-    above it.
+    """Return the divisors of `number` next to `wanted`: the largest up to it, the smallest
+    above.
     """
     sizes = divisors(number)
     below = [size for size in sizes if size <= wanted]

@@ -14,9 +14,7 @@ from trainctl.options.optimizer import Maker, spec_of
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Setting that the optimizer does not allow, with the reason and the nearest allowed
-    setting.
-    """
+    """Setting that the optimizer does not allow, with the reason and the nearest allowed one."""
 
     key: str
     value: object

@@ -38,9 +38,7 @@ class PackedSize:
 
 
 def packed_size(kind: BaseWeights, outputs: int, inputs: int) -> PackedSize:
-    """Return the size of a quantized (outputs, inputs) matrix, whose weights divide into whole
-    blocks.
-    """
+    """Return the size of a quantized (outputs, inputs) matrix that divides into whole blocks."""
     weights = outputs * inputs
     if kind is BaseWeights.int8:
         return PackedSize(SCALE_BYTES * outputs, weights)

@@ -55,9 +55,7 @@ class Curve(Course):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Numbers of the updates at which the curve jumps, as far as its formula determines
-        them.
-        """
+        """Numbers of the updates at which the curve jumps, as far as its formula says."""
         turns = spec_of(self.config).turns
         return () if turns is None else turns.at(self)
 
@@ -91,9 +89,7 @@ def warmup_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) 
 
 
 def decay_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -> tuple[int, str]:
-    """Return the optimizer steps of the final decay (`wsd`), and the reason; 0 for kinds without
-    one.
-    """
+    """Return the steps of the final decay (`wsd`), and the reason; 0 for kinds without one."""
     if not isinstance(schedule, WithDecay):
         return 0, f"schedule.kind={schedule.kind} has no decay of its own"
     if schedule.decay_steps is not None:

@@ -103,9 +103,7 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
 
 
 def tensor_units(model: ModelConfig) -> dict[str, int]:
-    """Return the numbers that the tensor-parallel size must divide, by their config key or
-    description.
-    """
+    """Return the counts that the tensor-parallel size must divide, by config key or description."""
     read = None if model.is_unread else anatomy(model)
     if read is None:
         return {

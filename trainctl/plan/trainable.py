@@ -40,7 +40,7 @@ class LinearLayer:
     outputs: int
     """Output width."""
     split: str | None = None
-    """Dimension that tensor parallelism splits: "outputs" or "inputs"; None if unknown or
+    """Dimension split by tensor parallelism: "outputs" or "inputs"; None if unknown or
     replicated.
     """
     inputs_first: bool = False
@@ -131,8 +131,8 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
 
 
 def _met(model: ModelConfig, entries: Sequence[str]) -> frozenset[str]:
-    """Return the canonical names of the parameters that the entries match; invalid entries match
-    none.
+    """Return the canonical names of the parameters that the entries match; invalid ones are
+    skipped.
     """
     found: set[str] = set()
     for entry in entries:
@@ -230,9 +230,7 @@ def _reasons(config: RunConfig, frozen: frozenset[str]) -> tuple[str, ...]:
 
 
 def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
-    """Return the pipeline stages on which nothing trains. `sizes` is the number of blocks of each
-    stage.
-    """
+    """Return the pipeline stages on which nothing trains, given the number of blocks of each."""
     blocks, last = block_numbers(config.model), len(sizes) - 1
     starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
     busy: set[int] = set()

@@ -83,8 +83,8 @@ class RunPlan(Sketch):
     derived: tuple[Derived, ...] = ()
     """Every derived value with its reason."""
     not_yet: tuple[str, ...] = ()
-    """Planned techniques that cannot be trained with yet, in words; `launch` refuses a plan with
-    any.
+    """Planned techniques that cannot be trained with yet, in words; `launch` refuses such a
+    plan.
     """
     lr_scale: float = 1.0
     """Factor of the learning rates by `optimizer.lr_scaling`."""

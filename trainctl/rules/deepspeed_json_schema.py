@@ -18,8 +18,7 @@ _TYPES = {
 
 
 def deepspeed_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a `ds_config.json`: type, range, default and replacement of every
-    key.
+    """Return the JSON Schema of a `ds_config.json`: every key's type, range, default, replacement.
 
     It refuses unknown keys even where DeepSpeed would ignore them silently. It accepts "auto"
     everywhere except for sections, because transformers and accelerate fill it in.

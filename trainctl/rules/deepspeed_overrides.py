@@ -22,18 +22,14 @@ OPTIONS = {"zero_stage.stage": "zero_stage", "optimizer.kind": "optimizer"}
 
 
 class PlanNames(Names):
-    """Names for a plan's JSON: the config keys that its keys are derived from, as users write
-    them.
-    """
+    """Names for a plan's JSON: the config keys that its keys are derived from, as typed."""
 
     def __init__(self, config: RunConfig, passed: Sequence[Derived] = ()) -> None:
         self._config = config
         self._passed = [setting.key for setting in passed]
 
     def passes(self, key: str) -> bool:
-        """Return True if the user passes through the JSON key, a part of it, or a section that
-        contains it.
-        """
+        """Return True if the user passes through the JSON key, a part of it, or its section."""
         return any(overlap(key, other) for other in self._passed)
 
     def key(self, key: str) -> str:
@@ -95,9 +91,7 @@ def check_own_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]
 
 
 def overlap(key: str, other: str) -> bool:
-    """Return True if two dotted keys are equal, or one is inside the section that the other
-    names.
-    """
+    """Return True if two dotted keys are equal, or one is inside the section named by the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 

@@ -94,8 +94,8 @@ TRAINERS = {
     f"{ZERO}.save_muon_momentum_buffer_in_memory": _UNTRIED,
     f"{ZERO}.zero_quantized_nontrainable_weights": "use adapter.base_weights",
 }
-"""Keys and sections that the trainer relies on, with what to use instead; a user's own program may
-set them.
+"""Keys and sections that the trainer relies on, with what to use instead; a user's own program
+may set them.
 """
 
 PASSED = {
@@ -123,7 +123,7 @@ PASSED = {
             "flops_profiler.recompute_fwd_factor",
             "flops_profiler.top_modules",
         ),
-        "no stages",  # with them, DeepSpeed starts a timer of the profiler twice and fails
+        "no stages",  # with stages, DeepSpeed starts a profiler timer twice and fails
     ),
     **dict.fromkeys(
         (
@@ -187,8 +187,7 @@ def canonical(name: str, schema: Schema | None = None) -> str:
 
 
 def entry_of(name: str, schema: Schema | None = None) -> str:
-    """Return the entry of a JSON key in the tables: the key itself, or the innermost section
-    listed.
+    """Return the table entry of a JSON key: the key itself, or the innermost section listed.
 
     `name` is dotted, in any spelling that DeepSpeed accepts. `schema` belongs to the installed
     DeepSpeed; the newest known by default. Returns an empty string for a key in no table.
@@ -199,9 +198,7 @@ def entry_of(name: str, schema: Schema | None = None) -> str:
 
 
 def owner_of(name: str, config: RunConfig) -> str:
-    """Return what to use instead of a JSON key that is not passed through under `config`; empty if
-    it is.
-    """
+    """Return what to use instead of a JSON key that is not passed through; empty if it is."""
     entry = entry_of(name)
     return OWNED.get(entry) or (TRAINERS.get(entry, "") if config.trains_itself else "")
 

@@ -1,6 +1,4 @@
-"""Resolution of a configuration and the hardware to a frozen plan, reporting all problems at
-once.
-"""
+"""Resolution of a configuration and the hardware to a frozen plan, with all problems at once."""
 
 from __future__ import annotations
 
@@ -71,9 +69,9 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     findings = check(draft)
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
-    # Without an error each of these has a value: a rule reports each way to have none.
+    # Without an error each of these has a value: rules report every way to have none.
     assert mesh is not None and batch is not None and batches is not None
-    if total_steps is None:  # which TC067 warns of
+    if total_steps is None:  # TC067 warns of this
         total_steps, total_reasons = uncounted_steps(config.training)
 
     passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
@@ -127,9 +125,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
 
 
 def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
-    """Return the number formats derived from `precision.compute` or the engine, where not
-    configured.
-    """
+    """Return the number formats that follow from `precision.compute` or from the engine."""
     used, always = formats(config.precision), engine_of(config).gradients
     why, source = f"precision.compute={config.precision.compute}", "precision.compute"
     if always is not None:

@@ -166,9 +166,7 @@ def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
 
 
 def _batch_values(config: RunConfig, micro: int, accumulation: int) -> Values:
-    """Return the batch keys of a change; with a global batch in tokens, the accumulation is
-    derived.
-    """
+    """Return the batch keys of a change; a global batch in tokens derives the accumulation."""
     values: dict[str, object] = {"training.micro_batch_size": micro}
     if config.training.global_batch_tokens is None:
         values["training.gradient_accumulation_steps"] = accumulation
@@ -193,9 +191,7 @@ def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Ke
 
 
 def _spread(sizes: list[int]) -> list[int]:
-    """Return at most `MOST_SIZES` of ascending sizes, the largest first; both ends are always
-    included.
-    """
+    """Return at most `MOST_SIZES` of ascending sizes, the largest first, always with both ends."""
     if len(sizes) > MOST_SIZES:
         last = len(sizes) - 1
         sizes = [sizes[round(k * last / (MOST_SIZES - 1))] for k in range(MOST_SIZES)]
@@ -212,9 +208,7 @@ def _larger_batches(config: RunConfig, batch: Batch) -> list[KeyChange]:
 
 
 def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange:
-    """Return a change to more devices in a machine while it has few, then to more machines with
-    Slurm.
-    """
+    """Return a change to more devices per machine up to `FULL_NODE`, then to more machines."""
     if not doublings:
         return NO_CHANGE
     nodes, devices = hardware.nodes, hardware.devices_per_node
@@ -278,9 +272,7 @@ def _plain_loss(config: RunConfig) -> list[KeyChange]:
 
 
 def _higher_stages(config: RunConfig) -> list[KeyChange]:
-    """Return changes to higher ZeRO stages; stage 3 overlaps gradient reduction at no cost in
-    memory.
-    """
+    """Return changes to higher ZeRO stages; stage 3 overlaps reduction at no cost in memory."""
     stage = config.zero_stage.stage
     changes = []
     for higher in range(stage + 1, 4):

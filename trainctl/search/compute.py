@@ -36,9 +36,7 @@ class Rates:
     products: float
     """FLOP/s of the matrix products in blocks."""
     wide_products: float
-    """FLOP/s of matrix products outside blocks and of eager attention, which fp8 leaves in 16
-    bits.
-    """
+    """FLOP/s of products outside blocks and of eager attention, which fp8 leaves in 16 bits."""
     attention: float
     """FLOP/s of fused attention."""
     memory: float
@@ -126,7 +124,7 @@ def block_time(
     )
     forward = max(product_seconds + attention + traffic, starts)
     train = learnt(config)
-    # Of each product a gradient of its input, and one of its weight where that learns.
+    # Each product has a gradient of its input, and of its weight if trained.
     back = constants.BACKWARD_TO_FORWARD * (1 + train.weights) / 2
     backward = max(
         (back + _share_in_tiles(config)) * product_seconds
@@ -201,7 +199,7 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
     model, kind = config.model, config.kernels.cross_entropy
     logits = tokens * model.vocab_size / tensor
     product = 2 * logits * model.hidden_size / speed.wide_products
-    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are computed again
+    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are recomputed
     per_logit = constants.LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
         passes, per_logit = 3.0, constants.FUSED_LOGIT_BYTES
@@ -284,9 +282,7 @@ def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
 def _products(
     up: int, hidden: int, ffn: int, heads: int, key_heads: int, width: int
 ) -> tuple[int, int]:
-    """Return the weights of a block's matrix products, and the elements that they read and write
-    per token.
-    """
+    """Return the weights of a block's products, and the elements read and written per token."""
     queries, keys = heads * width, key_heads * width
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += [(hidden, ffn)] * up + [(ffn, hidden)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 GIGA = 1e9
 
-# Where the hardware does not say: an A100, in whose terms such a device is then compared.
+# Assumed where the hardware states nothing: an A100.
 ASSUMED_PEAK_TFLOPS = 312.0
 ASSUMED_MEMORY_GB_PER_SECOND = 2000.0
 ASSUMED_LINK_GB_PER_SECOND = 300.0
@@ -51,15 +51,13 @@ COLLECTIVE_LATENCY = 20e-6
 """Minimum seconds of a collective for each doubling of its ranks."""
 
 BACKWARD_TO_FORWARD = 2.0
-"""Matrix products of the backward pass per forward product: the input's and the weight's
-gradient.
-"""
+"""Backward over forward matrix products: the input's and the weight's gradient."""
 ATTENTION_BACKWARD = 2.5
 """Backward over forward products of fused attention, which recomputes its scores: five to two
 (arXiv:2205.14135).
 """
 
-# Kernels of a forward pass of a block, each of which costs the processor some time to start.
+# Kernel launches in the forward pass of a block.
 KERNELS_OF_A_BLOCK = 60
 KERNELS_OF_A_FUSED_BLOCK = 25
 KERNEL_START = 5e-6
@@ -72,6 +70,4 @@ LOGIT_BYTES = 40
 FUSED_LOGIT_BYTES = 12
 """Bytes moved per logit by a fused kernel that overwrites the logits with their gradient."""
 OPTIMIZER_BYTES = 34
-"""Bytes moved per parameter by an fp32 update: master weight, two moments, gradient, 16-bit
-weight.
-"""
+"""Bytes moved per parameter by an fp32 update: master, two moments, gradient, 16-bit weight."""

@@ -90,9 +90,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
 
 
 def ranks_of(json: Mapping[str, Any]) -> int:
-    """Return the world size of a JSON by its three batch sizes; without all of them, the smallest
-    possible.
-    """
+    """Return a JSON's world size by its three batch sizes; the smallest possible without them."""
     case = Case(json, Surroundings(fills_auto=True))
     total, micro, steps = (case.get(name) for name in BATCH)
     sequence = case.get("sequence_parallel_size")
@@ -119,7 +117,7 @@ def differences(
     names -= {*BATCH}
     names = {name for name in names if not name.startswith(f"{RECOMPUTE}.")}
     if after.stage == 0 and after.get("gradient_clipping") == 0:
-        names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips
+        names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips, not DeepSpeed
     names = {name for name in names if not before.schema.keys[name].is_section}
     different = [name for name in names if not _same(before, after, name)]
     batches = (_batch(before, ranks), _batch(after, ranks))

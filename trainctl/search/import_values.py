@@ -131,10 +131,10 @@ def _batch(case: Case, wanted: Wanted) -> None:
         if value is None:
             continue
         if key == "train_batch_size" and case.tensor_size > 1:
-            value //= case.tensor_size  # AutoTP counts each sample once a tensor rank
+            value //= case.tensor_size  # AutoTP counts each sample once per tensor rank
         wanted.take(key, f"training.{ours}", value)
     if not any(case.has(key) for key in list(names)[1:]):
-        wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's choice then
+        wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's default
 
 
 def _optimizer(case: Case, wanted: Wanted) -> None:
@@ -164,9 +164,7 @@ def _optimizer(case: Case, wanted: Wanted) -> None:
 
 
 def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
-    """Return the spec of a JSON's optimizer, the most specific one if several match; None without
-    one.
-    """
+    """Return the spec of a JSON's optimizer, the most specific one that matches, or None."""
     named = [
         spec
         for spec in specs("optimizer")
@@ -264,7 +262,7 @@ def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> No
         if value is None and row.key == f"{ZERO}.overlap_comm":
             value = modes.stage == 3
         said = None if value is None else row.read(value)
-        is_off = value is False and said is None  # such as super_offload: it asks for nothing
+        is_off = value is False and said is None  # super_offload=false changes nothing
         if value is not None and not is_off:
             wanted.take(row.key, row.source, said)
 

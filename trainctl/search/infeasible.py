@@ -49,7 +49,7 @@ def why_no_plan(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
         for finding in assess(space.base, space.hardware).findings
         if finding.is_error
         and finding.exit_code is not ExitCode.does_not_fit
-        # That its own layout cannot share the batch is no reason where every other one could.
+        # A batch that only the config's own layout cannot share is not the reason.
         and (finding.key != key or left_out.shares)
     )
     if not_memory and least_bytes is None:
@@ -101,8 +101,7 @@ def _left_open(space: Space, keys: tuple[str, ...]) -> str:
 
 
 def _nearest_batches(space: Space) -> tuple[str, list[int]]:
-    """Return the key of the global batch, and its nearest values that some layout's ranks could
-    share.
+    """Return the key of the global batch, and its nearest values that some layout could share.
 
     There is at most one value below the wanted one and one above, and none if no layout was left
     out because of the batch.

@@ -59,9 +59,7 @@ class Links:
         return share * size / group.bandwidth + self._latency(group)
 
     def all_reduce(self, size: float, group: RankGroup) -> float:
-        """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an
-        all-gather.
-        """
+        """Return the seconds of an all-reduce of `size` bytes: reduce-scatter plus all-gather."""
         return 2 * self.all_gather(size, group)
 
     def all_to_all(self, size: float, group: RankGroup) -> float:
@@ -77,7 +75,7 @@ class Links:
         return max(near, far) + self._latency(group)
 
     def send(self, size: float, group: RankGroup) -> float:
-        """Return the seconds to send `size` bytes to the next stage; each pair has its own network
+        """Return the seconds to send `size` bytes to the next stage; each pair has its own
         cards.
         """
         stage_is_inside = self._nodes == 1

@@ -35,9 +35,7 @@ NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC
 NOT_NAMED = "TC144"
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
-"""Suffixes of tensors that some files have in addition to the parameters: tables, masks, a tied
-head.
-"""
+"""Suffixes of tensors that are no parameters: tables, masks, a tied head."""
 
 OTHER_HEADS = re.compile(
     r"(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\."
@@ -72,7 +70,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
         stored = stored_tensors(folder)
     except TrainctlError as error:
         return [_finding(NO_WEIGHTS, error.message, error.hint)]
-    if config.model.factory is not None:  # its names are its own
+    if config.model.factory is not None:  # a factory's tensor names are unknown here
         return []
     return list(_compare(config.model, folder, stored))
 
@@ -120,7 +118,7 @@ def _other_task(folder: Path) -> Finding | None:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # weights need none
+    except (OSError, ValueError, RecursionError):  # weights need no config.json
         return None
     found = other_task(path, raw) if isinstance(raw, dict) else None
     return None if found is None else replace(found, key="model.initial_weights")
@@ -146,7 +144,7 @@ def _compare(
 ) -> Iterator[Finding]:
     problems, unused = _by_its_own_names(model, stored)
     if problems and model.is_directory:
-        # Published files may have other names than the model in memory: transformers knows them.
+        # Published files may use other names than the model in memory; transformers maps them.
         problems, unused = _by_transformers(model, folder)
     heads = [name for name in unused if OTHER_HEADS.match(name)]
     if heads and not any(name.endswith("lm_head.weight") for name in stored):
@@ -222,9 +220,7 @@ def _names(name: str) -> Iterator[str]:
 
 
 def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the problems and unused tensors after transformers' renaming, in a process that
-    imports it.
-    """
+    """Return problems and unused tensors after transformers' renaming, from a child process."""
     asked = {"model": to_plain(model), "folder": str(folder)}
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "trainctl.train.models.stored_entry"],

@@ -28,9 +28,8 @@ from trainctl.search.variants import Values, overrides
 MOST_BUDGETS = 2000
 """Budgets per kind of offload before it is given up; each takes about half a millisecond."""
 MOST_REFUSALS = 50
-"""Fitting variants per kind of offload that rules may refuse before it is given up. No layout is
-then likely to be legal, but another kind of offload may be, for example if host memory is too
-small.
+"""Rule refusals of fitting variants per kind of offload before it is given up: the problem is then
+in every layout. Another kind may still be legal, for example with less host memory.
 """
 
 
@@ -137,7 +136,7 @@ def search(
     space = Space(config, hardware, fixed)
     state = _State()
     candidates: list[Candidate] = []
-    # Offloading is never faster: it is only looked at when too little fits without.
+    # Offloading is never faster: it is tried only if too few plans fit without it.
     for offloads in space.offloads:
         queue = sorted(space.candidates(offloads), key=lambda candidate: candidate.order)
         candidates += queue
@@ -223,7 +222,7 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
     rejected = None
     for other, reason in state.rejected.get(candidate.layout, ()):
         saved = 1 - other.variant.seconds_per_token / candidate.variant.seconds_per_token
-        if saved > RESOLUTION:  # the last one is the closest
+        if saved > RESOLUTION:  # the last one is the closest in time
             values = _differences(other.values, candidate.variant.sketch.config)
             rejected = Rejected(values=values, saved=saved, reason=reason)
     return FoundPlan(
@@ -241,7 +240,7 @@ def _differences(values: Values, config: RunConfig) -> dict[str, Any]:
     changed = {}
     for key, value in values.items():
         section, name = key.split(".")
-        # What another kind's section lacks has its default when the kind is chosen.
+        # A key that the present kind's section lacks gets its default with the new kind.
         if getattr(getattr(config, section), name, leaves()[key].default) != value:
             changed[key] = value
     return changed

@@ -28,8 +28,8 @@ from trainctl.plan.trainable import is_partial
 from trainctl.search.variants import Timed, Values, timed, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Micro-batch sizes to try. Larger ones gain nothing: a product of thousands of tokens is already
-at full rate.
+"""Micro-batch sizes to try; larger ones gain nothing: products of thousands of tokens are
+already at full rate.
 """
 MOST_ROUNDED = 0.10
 """Maximum relative deviation of a layout from the wanted tokens per step."""
@@ -60,7 +60,7 @@ class Candidate:
         """Sort key by time, then by simplicity."""
         time = self.variant.seconds_per_token
         axes = self.layout[:3]
-        # The simpler, the fewer axes, the less partitioned and offloaded, the less overlapped.
+        # Simpler means fewer mesh axes, a lower ZeRO stage, less offload, no overlap.
         effort = 8 * sum(size > 1 for size in axes) + 2 * self.layout[3] + 16 * self.layout[4]
         effort += self.retained[-1]
         return floor(log(time) / RESOLUTION) if time > 0 else 0, effort, time
@@ -71,8 +71,8 @@ class LeftOutLayouts:
     """Legal layouts without any timed candidate."""
 
     shares: set[int] = field(default_factory=set)
-    """Divisors, in sequences, that the global batch lacks for the layouts whose ranks cannot share
-    it.
+    """Sizes, in sequences, of which the global batch would have to be a multiple for these
+    layouts.
     """
     least_bytes: float = inf
     """Smallest bytes of weights and optimizer states among the layouts that exceed a device by
@@ -81,9 +81,7 @@ class LeftOutLayouts:
 
 
 def length_of(config: RunConfig) -> Values:
-    """Return a placeholder length if the configuration has none: a plan needs one, its speed does
-    not.
-    """
+    """Return a placeholder length if none is configured: a plan needs one, its speed does not."""
     training = config.training
     return {"training.steps": 1} if training.steps is None and training.tokens is None else {}
 
@@ -134,7 +132,7 @@ class Space:
                     if self.exactly:
                         values["training.gradient_accumulation_steps"] = accumulation
                     elif not self.is_fixed("training.gradient_accumulation_steps"):
-                        values["training.gradient_accumulation_steps"] = None  # is derived
+                        values["training.gradient_accumulation_steps"] = None  # derived
                     changed = with_values(self.base, values)
                     variant = timed(changed, self.hardware, blocks)
                     if variant is not None:
@@ -174,8 +172,7 @@ class Space:
         )
 
     def _batches(self, data: int, sequence: int) -> Iterator[tuple[int, int]]:
-        """Yield micro-batch sizes and accumulation steps that give, or come close to, the global
-        batch.
+        """Yield micro-batch sizes and accumulation steps that give (nearly) the global batch.
 
         Sequence parallelism is for sequences that are too long for one rank, so it is combined with
         one sequence at a time: with several, fewer sequences per rank do the same with less
@@ -261,9 +258,7 @@ class Space:
             )
 
     def _overlaps(self, axes: tuple[int, int, int], stage: int) -> list[tuple[int, Values]]:
-        """Return the values of `overlap_comm` with their memory ranks; at stage 3 it costs no
-        memory.
-        """
+        """Return the values of `overlap_comm` with their memory ranks; it is free at stage 3."""
         key = "zero_stage.overlap_comm"
         if self.is_fixed(key) or not engine_of(self.config).takes_json:
             return [(0, {})]
@@ -293,7 +288,7 @@ class Space:
             modes = [mode for mode in modes if mode[1].get(away, False) == asked]
         if settings is None or not settings.partition_across_tensor_ranks:
             return modes
-        # There are no slices of a recomputed block's input where there are no such blocks.
+        # Only modes with recomputed blocks can slice the inputs of these blocks.
         sliced = [mode for mode in modes if tensor > 1 and away in mode[1]]
         if self.is_fixed(slices):
             return sliced
@@ -338,10 +333,9 @@ class Space:
     def _state_bytes(
         self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
     ) -> float:
-        """Return a lower bound of the device bytes of 16-bit weights and of fp32 master weights or
-        an equivalent.
+        """Return a lower bound of the device bytes of 16-bit weights and fp32 master weights.
 
-        It is below every configuration's need, so that nothing that fits is left out.
+        Every configuration needs more, so that nothing that fits is left out.
         """
         tensor, pipeline, _ = axes
         count = shapes.count_parameters(self.config.model)

@@ -49,9 +49,7 @@ class StepTime:
     gather: float = 0.0
     """Gathering of weights at ZeRO 3, where computation does not hide it."""
     reduce: float = 0.0
-    """Reduction of gradients and gathering of updated weights, where computation does not hide
-    them.
-    """
+    """Reduction of gradients and gathering of updated weights, where computation hides neither."""
     transfer: float = 0.0
     """Activations sent between pipeline stages."""
     bubble: float = 0.0
@@ -82,9 +80,9 @@ def step_time(plan: Sketch) -> StepTime:
     activation = tokens * config.model.hidden_size * element
     again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
 
-    # An all-reduce after attention and after the feed-forward layer, and as many on the way back.
+    # All-reduces after attention and the feed-forward layer, and as many in the backward pass.
     in_tensor = links.all_reduce(activation, links.tensor)
-    # Ulysses: queries, keys, values and the result change hands.
+    # Ulysses: all-to-all of queries, keys, values and the result.
     exchanged = activation * (2 + 2 * _key_share(config.model)) / mesh.tensor
     in_sequence = links.all_to_all(exchanged, links.sequence)
 
@@ -187,7 +185,7 @@ def _each_step(
     optimizer = on_machine * away * constants.OPTIMIZER_BYTES / bandwidth
     optimizer += own * (1 - away) * constants.OPTIMIZER_BYTES / speed.memory
     micro_batches = plan.batch.gradient_accumulation_steps
-    # Gradients go down in each micro batch; stages 1 and 2 fetch what they have and add to it.
+    # Each micro-batch copies gradients to the host; stages 1 and 2 also fetch and add earlier ones.
     copies = micro_batches if zero.stage == 3 else 3 * micro_batches - 2
     moved = links.from_host(size / ranks * away * (copies + 1))
     if offload.optimizer is OffloadDevice.nvme:

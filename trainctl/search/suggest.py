@@ -32,11 +32,9 @@ MOST_TRIES_FOR_SLACK = 40
 LEAST_GAIN = 0.02
 """Smallest relative gain in speed that is worth a suggestion."""
 
-# What an order by speed alone would miss, in the same unit: the logarithm of the time.
+# Costs added to the logarithm of the time, which alone would order by speed.
 CHANGED_DIMENSION_COST = 0.05
-"""Cost per changed dimension: of equally fast changes, the one with fewer dimensions comes
-first.
-"""
+"""Cost per changed dimension: of equally fast changes, fewer dimensions come first."""
 DOUBLED_DEVICES_COST = 2.0
 """Cost per doubling of the devices: high, because users may not be able to get more machines."""
 

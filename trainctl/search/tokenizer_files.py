@@ -16,9 +16,7 @@ NO_END, MALFORMED, OTHER_IDS, PLACEHOLDER = "TC154", "TC156", "TC157", "TC410"
 
 
 def check_tokenizer_files(config: RunConfig) -> list[Finding]:
-    """Return the problems of a run's tokenizer; empty if the file is missing or trainctl does not
-    train.
-    """
+    """Return the problems of the trainer's tokenizer; empty if its file is missing."""
     if not config.trains_itself:
         return []
     section = config.tokenizer
@@ -99,9 +97,7 @@ def _is_demonstration(config: RunConfig) -> bool:
 
 
 def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
-    """Yield a warning if the byte tokenizer is used with a model or weights for another
-    tokenizer.
-    """
+    """Yield a warning if the byte tokenizer meets a model or weights for another tokenizer."""
     folder = config.model.initial_weights
     if folder is not None and (Path(folder).expanduser() / "tokenizer.json").is_file():
         yield Finding(

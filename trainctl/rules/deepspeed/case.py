@@ -56,9 +56,7 @@ class Surroundings:
     world_size: int | None = None
     """Number of ranks."""
     data_parallel_size: int | None = None
-    """Data-parallel size of the script's own mpu; None without an mpu, when DeepSpeed counts ranks
-    itself.
-    """
+    """Data-parallel size of the script's own mpu; None without one (DeepSpeed counts ranks)."""
     devices_per_node: int | None = None
     """Number of ranks per node."""
     accelerator: Accelerator | None = None
@@ -114,9 +112,7 @@ class Case:
         yield from self._entries(self.json, ())
 
     def get(self, name: str) -> Any:
-        """Return the value in force: the given one, otherwise DeepSpeed's default; None if
-        unknown.
-        """
+        """Return the value in force: given, otherwise DeepSpeed's default; None if unknown."""
         if name in self.values:
             return self.values[name]
         key = self.schema.keys[name]
@@ -139,7 +135,7 @@ class Case:
         return self.around.fills_auto and value == AUTO and ".".join(path) in FILLED_BY_OTHERS
 
     def params(self, section: str) -> Mapping[str, Any]:
-        """Return `optimizer.params` or `scheduler.params`, without the "auto" that will be filled
+        """Return `optimizer.params` or `scheduler.params`, without "auto" that will be filled
         in.
         """
         block = self.json.get(section)
@@ -176,9 +172,7 @@ class Case:
 
     @property
     def weights(self) -> str | None:
-        """Number format of the weights: fp16, bf16 or fp32; None if transformers or accelerate
-        decide it.
-        """
+        """Number format of the weights: fp16, bf16 or fp32; None if another program decides it."""
         fp16, bf16 = self.get("fp16.enabled"), self.get("bf16.enabled")
         if fp16 is None or bf16 is None:
             return None

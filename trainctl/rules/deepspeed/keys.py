@@ -196,9 +196,7 @@ def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
 
 
 def suggestion(schema: Schema, path: Path) -> str:
-    """Return a hint for an unknown key: a similar key of its section, or the same name
-    elsewhere.
-    """
+    """Return a hint for an unknown key: a similar key of its section, or its name elsewhere."""
     *parents, name = path
     section = tuple(parents)
     inside = [known for known in schema.inside(section) if not _is_old(schema, (*section, known))]
@@ -307,6 +305,4 @@ def _out_of_range(case: Case, *, checked: bool) -> Iterator[Problem]:
 
 
 ELSEWHERE = ("fp16.loss_scale_window", "fp16.min_loss_scale", "tensor_parallel.preset_model")
-"""Keys whose range depends on another setting or is not checked by DeepSpeed: they have rules of
-their own.
-"""
+"""Keys with rules of their own: their range depends on another setting or is unchecked."""

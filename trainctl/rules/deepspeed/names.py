@@ -8,9 +8,7 @@ from trainctl.rules.deepspeed.values import shown
 
 
 class Names:
-    """Names for a user's own JSON: its keys. For a plan's JSON, `PlanNames` uses config keys
-    instead.
-    """
+    """Names for a user's own JSON: its keys. `PlanNames` uses config keys for a plan's JSON."""
 
     def key(self, key: str) -> str:
         """Return the name of a dotted JSON key."""

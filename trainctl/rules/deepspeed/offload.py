@@ -277,7 +277,5 @@ def _zenflow_intervals(case: Case) -> Iterator[Problem]:
 
 
 def _largest_parameter(model: ModelConfig) -> int:
-    """Return the elements of the largest matrix: the embedding, or a block's feed-forward
-    matrix.
-    """
+    """Return the elements of the largest matrix: the embedding, or a block's feed-forward."""
     return max(model.vocab_size, model.intermediate_size) * model.hidden_size

@@ -12,7 +12,7 @@ from trainctl.rules.deepspeed.values import is_number, shown
 
 ADAMS = ("adam", "adamw")
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW")
-"""Optimizers that runtime/zero/utils.py lists; offloaded, they are DeepSpeed's own kernels."""
+"""Optimizers that runtime/zero/utils.py lists as tested; with offload, DeepSpeed's own kernels."""
 
 
 @rule("TC250", file="runtime/engine.py", fix="Name an optimizer of DeepSpeed's or of torch.optim.")

@@ -69,9 +69,7 @@ def rule(
     meets: Meets = Meets.refused,
     warns: bool = False,
 ) -> Callable[[Check], Rule]:
-    """Return a decorator that makes a rule of its check; the docstring's first line is the
-    title.
-    """
+    """Return a decorator that turns a check into a rule, titled by its docstring's first line."""
 
     def make(check: Check) -> Rule:
         title = (check.__doc__ or "").strip().partition("\n")[0].rstrip(".")

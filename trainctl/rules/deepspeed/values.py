@@ -67,9 +67,7 @@ def shown(value: Any) -> str:
 
 
 def outside(key: Key, value: Any) -> tuple[str, str] | None:
-    """Return why a value of the right type is not legal, and the nearest legal one; None if it is
-    legal.
-    """
+    """Return why a value of the right type is illegal, and the nearest legal one; None if legal."""
     if key.choices and value is not None and not _is_choice(key, value):
         close = nearest(str(value), [str(choice) for choice in key.choices], count=1)
         legal = ", ".join(shown(choice) for choice in key.choices)

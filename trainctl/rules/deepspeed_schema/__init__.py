@@ -96,9 +96,7 @@ class Schema:
     """Classes of torch.optim.lr_scheduler, each with its arguments in `scheduler.params`."""
 
     def find(self, path: Path) -> Key | None:
-        """Return the key at a path; None if there is none, or if a name in the path contains a
-        dot.
-        """
+        """Return the key at a path; None if it does not exist or a name contains a dot."""
         if any("." in name for name in path):
             return None
         return self.keys.get(".".join(path))

@@ -59,8 +59,7 @@ def batch_is_possible(draft: Draft) -> Iterator[Finding]:
 
 
 def _with_the_same_batch(draft: Draft) -> str:
-    """Return a hint at settings that train the same on these ranks, or on fewer; empty if none is
-    needed.
+    """Return a hint at settings with the same batch on these ranks or fewer; empty if not needed.
 
     Training does not depend on the ranks as long as the global batch stays the same.
     """
@@ -249,7 +248,7 @@ def ramp_is_possible(draft: Draft) -> Iterator[Finding]:
             )
         else:
             continue
-        return  # what follows depends on it
+        return  # the following checks depend on it
 
 
 def schedule_is_defined(draft: Draft) -> Iterator[Finding]:

@@ -34,9 +34,7 @@ class Draft:
 
     @cached_property
     def settings(self) -> tuple[Derived, ...]:
-        """Settings that trainctl writes for the engine, such as DeepSpeed's JSON, as far as
-        known.
-        """
+        """Known settings that trainctl writes for the engine, such as DeepSpeed's JSON."""
         if not engine_of(self.config).settings:
             return ()
         derive = function_of("engine", self.config.engine.kind, "settings")
@@ -60,7 +58,7 @@ def on_json(rule: deepspeed_rules.Rule) -> Rule:
             return
         names = draft.case.names
         found = (replace(each, key=names.key(each.key)) for each in rule.findings(draft.case))
-        yield from dict.fromkeys(found)  # two keys of the JSON may be one of the config
+        yield from dict.fromkeys(found)  # several JSON keys may map to one config key
 
     told.__doc__ = rule.check.__doc__
     return told

@@ -125,9 +125,7 @@ def _has_experts(config: RunConfig) -> bool:
 
 
 def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Yield key, value, reason and nearest legal setting of each setting that the expert axis
-    excludes.
-    """
+    """Yield key, value, reason and nearest legal setting of what the expert axis excludes."""
     axes, zero, offload = config.parallelism, config.zero_stage, config.offload
     for name, why in (
         (

@@ -1,6 +1,4 @@
-"""Rules about maximal-update parametrisation (muP): supported models and optimizers, and the base
-width.
-"""
+"""Rules about maximal-update parametrisation (muP): models, optimizers, and the base width."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ def mup_has_a_base(draft: Draft) -> Iterator[Finding]:
 
 
 def _possible_base(draft: Draft, wanted: int) -> str:
-    """Return the setting of the base width nearest to `wanted` with whole numbers of heads; empty
-    if none.
+    """Return the base width setting nearest to `wanted` with whole numbers of heads; empty if
+    none.
     """
     model = draft.config.model
     common = gcd(model.num_attention_heads, key_value_heads(model))

@@ -90,9 +90,7 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Finding]:
 
 
 def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Yield key, value, reason and nearest legal setting of each setting that the objective
-    excludes.
-    """
+    """Yield key, value, reason and nearest legal setting of what the objective excludes."""
     axes, kernels = config.parallelism, config.kernels
     for name, why in (
         ("sequence", "a rank sees a part of an answer alone"),

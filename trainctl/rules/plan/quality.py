@@ -15,9 +15,7 @@ from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.rules.plan.draft import Draft, error
 
 LEAST_JACCARD = 0.3
-"""Below this similarity, MinHash candidates are nearly all pairs of documents that share
-anything.
-"""
+"""Below it, MinHash candidates are nearly all pairs of documents that share anything."""
 
 
 def copies_can_be_found(draft: Draft) -> Iterator[Finding]:

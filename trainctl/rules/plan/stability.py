@@ -36,9 +36,7 @@ def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Finding]:
 
 
 def _who_hides_gradients(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that hides the gradients from the trainer, and the reason; None without
-    one.
-    """
+    """Return the setting that hides the gradients from the trainer, and the reason, or None."""
     if config.offload.super_offload:
         return (
             "offload.super_offload=true",

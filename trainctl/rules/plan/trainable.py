@@ -1,6 +1,4 @@
-"""Rules about trained weights: adapters, frozen weights, and the settings they are verified
-with.
-"""
+"""Rules about trained weights: adapters, frozen weights, and the settings they work with."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
 
 
 def _words(config: RunConfig) -> Iterator[str]:
-    """Yield keywords, parts of parameter names and whole names, as candidates for a mistyped
-    entry.
-    """
+    """Yield keywords, parts of parameter names and whole names, to match a mistyped entry."""
     names = [*met_by(config.model, "."), *(alias for alias, _ in ties(config.model))]
     yield from ("embeddings", "head", "all_but_last_blocks:1")
     for name in names:
@@ -272,7 +268,7 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Finding]:
         return
     sizes, _ = derive_stages(config)
     if len(sizes) != stages or sum(sizes) != config.model.num_layers:
-        return  # another rule's
+        return  # another rule reports it
     if not trainable(config).trained:
         return
     for stage in idle_stages(config, sizes):
