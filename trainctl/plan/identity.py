@@ -267,7 +267,7 @@ def _of_directory(folder: Path) -> dict[str, Any]:
 
 
 def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a transformers configuration, recursively without keys that keep the function."""
+    """Return a transformers configuration without keys irrelevant to the function, recursively."""
     return {
         key: _deciding(value) if isinstance(value, dict) else value
         for key, value in found.items()

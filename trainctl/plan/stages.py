@@ -35,7 +35,7 @@ def blocks_of_stages(
 
 
 def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, at least one, with the lightest heaviest stage.
+    """Return the number of blocks of each stage, at least one, so that the heaviest is lightest.
 
     `layers` is the total number of blocks, at least the number of stages. `fixed` is the weight of
     each stage without blocks. `block` is the weight of a block, above 0.
