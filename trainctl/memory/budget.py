@@ -1,4 +1,4 @@
-"""The memory budget of a plan: device, host, NVMe and disk. Closed form, no torch."""
+"""Memory budget of a plan: device, host, NVMe and disk. Closed form, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a device's memory, and arithmetic on them."""
+"""Components of a device's memory, and arithmetic on them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ NAMES = tuple(item.name for item in fields(Components))
 """Names of the components, from the bottom of a stacked bar to its top."""
 
 PHASES = ("load", "forward_end", "backward_start", "backward_end", "step")
-"""The moments at which a device can be at its fullest, in the order of a step."""
+"""Moments at which a device can be at its fullest, in the order of a step."""
 
 
 def fullest(moments: Mapping[str, Components]) -> str:

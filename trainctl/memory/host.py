@@ -1,4 +1,4 @@
-"""Host memory, NVMe and disk: what offloading, loading and saving take on one machine."""
+"""Host memory, NVMe and disk space of one machine for offloading, loading and saving."""
 
 from __future__ import annotations
 

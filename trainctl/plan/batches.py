@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Batch arithmetic: global = micro x accumulation x data, in sequences."""
+    """Batch sizes, with global = micro x accumulation x data, in sequences."""
 
     global_batch_size: int
     """Sequences in an optimizer step."""
