@@ -28,8 +28,9 @@ from trainctl.search.variants import Values, overrides
 MOST_BUDGETS = 2000
 """Budgets per kind of offload before it is given up; each takes about half a millisecond."""
 MOST_REFUSALS = 50
-"""Rule refusals of fitting variants per kind of offload before it is given up: the problem is then
-in every layout. Another kind may still be legal, for example with less host memory.
+"""Rule refusals of fitting variants per kind of offload before it is given up: the problem then
+does not depend on the layout. Another kind of offload may still be legal, by using less host
+memory.
 """
 
 

@@ -36,7 +36,9 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of an optimizer step on the slowest rank, by part; the parts add up."""
+    """Seconds of an optimizer step on the slowest rank, by part; the parts add up. Unhidden
+    communication is the part that does not overlap with computation.
+    """
 
     compute: float = 0.0
     """Forward and backward passes."""
@@ -47,9 +49,9 @@ class StepTime:
     sequence: float = 0.0
     """Collectives of sequence parallelism in every block."""
     gather: float = 0.0
-    """Gathering of weights at ZeRO 3, where computation does not hide it."""
+    """Unhidden gathering of weights at ZeRO 3."""
     reduce: float = 0.0
-    """Reduction of gradients and gathering of updated weights, where computation hides neither."""
+    """Unhidden reduction of gradients and gathering of updated weights."""
     transfer: float = 0.0
     """Activations sent between pipeline stages."""
     bubble: float = 0.0
@@ -171,7 +173,7 @@ def _each_step(
     if zero.stage < 2:
         reduce = links.all_reduce(_reduced_bytes(plan, parameters), links.zero)
         if zero.overlap_comm:
-            # Only the last micro batch's backward pass has gradients to reduce.
+            # Only the last micro-batch's backward pass has gradients to reduce.
             last = compute / plan.batch.gradient_accumulation_steps * 2 / 3
             reduce = _sticks_out(reduce, last)
     if zero.stage in (1, 2):

@@ -154,8 +154,8 @@ def _first_that_fit(
     """Return the first `wanted` changes that fit, after at most `most` budgets.
 
     `tries` are in the order of preference. `before` is the memory and `now` the speed without
-    changes. With `larger`, the changes take memory: whatever adds to a too large change is too
-    large as well, and whatever a fitting change adds to gains less.
+    changes. With `larger`, the changes take memory: a change that adds to a too large one is
+    skipped, and so is a part of a fitting one, which gains less.
     """
     assert now is not None
     kept: list[KeyChange] = []
