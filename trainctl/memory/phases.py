@@ -313,7 +313,7 @@ def _casts(rank: RankMemory) -> int:
 
 def _merged(rank: RankMemory) -> int:
     """Return the bytes of W + s B A and its two parts during recomputation of a block. DoRA takes
-    the row norms of the sum (`WithMagnitude`, train/adapters.py).
+    the row norms of the sum (`WithMagnitude`, train/adapters/layers.py).
     """
     has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
     if not (has_magnitudes and rank.recomputes):
@@ -324,7 +324,7 @@ def _merged(rank: RankMemory) -> int:
 
 def _expanded(rank: RankMemory) -> int:
     """Return the bytes of one matrix of 8 or 4 bits expanded to the compute type. Each matrix is
-    expanded for a product and then released (`_Product`, train/quantized.py).
+    expanded for a product and then released (`_Product`, train/adapters/quantized.py).
     """
     return compute_bytes(rank.plan) * rank.stage.largest_expanded
 

@@ -69,7 +69,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     """Convert a DeepSpeed JSON to choices and overrides.
 
     The JSON must have no error by `trainctl.rules.deepspeed.check`. `world_size` is the number of
-    ranks, over which the batch is counted. `accelerator` is an option of the group `hardware`.
+    ranks, over which the batch is counted. `accelerator` is their kind, as in `hardware=8xcpu`.
     """
     case = Case(json, Surroundings(world_size=world_size, fills_auto=True))
     wanted = wanted_values(case)

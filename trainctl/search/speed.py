@@ -206,7 +206,7 @@ def _reduced_bytes(plan: Sketch, parameters: float) -> float:
 
 def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation: float) -> float:
     """Return the seconds per micro-batch of copying block inputs to the host and back. The copies
-    are on the compute stream (train/recompute.py), so nothing hides them.
+    are on the compute stream (train/models/recompute.py), so nothing hides them.
     """
     settings, tensor = recomputed(plan.config), plan.mesh.tensor
     if settings is None or not settings.offload_to_cpu:
