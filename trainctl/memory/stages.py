@@ -22,7 +22,7 @@ class Piece:
     count: int
     """Number of tensors."""
     is_matrix: bool
-    """Whether the tensor has two dimensions."""
+    """Whether the tensor has two dimensions or more."""
     in_block: bool
     """Whether the tensor belongs to a decoder block."""
     embedding: bool
