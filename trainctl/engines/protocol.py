@@ -96,8 +96,8 @@ class States(ABC):
 
     Attributes:
         are_partitioned: Whether each replica holds a different part of the parameters.
-        has_readable_gradients: Whether the trainer can read a step's gradients before its update; it
-            cannot where another process holds them.
+        has_readable_gradients: Whether the trainer can read gradients before the update. It cannot
+            where another process holds them.
     """
 
     optimizer: Optimizer

@@ -1,1 +1,1 @@
-"""The memory budget: what a plan needs on device, host, NVMe and disk. Pure arithmetic."""
+"""Memory budget: what a plan needs on device, host, NVMe and disk. Pure arithmetic."""

@@ -1,8 +1,8 @@
-"""What a block keeps for its backward pass: bytes per token, operation by operation.
+"""Activation memory of one block: bytes per token kept for the backward pass, per operation.
 
-Derived from the operations of transformers' modelling code, and compared by a test with a trace of
-a real block (`torch.autograd.graph.saved_tensors_hooks`, one count per storage). In the formulas
-below ``e`` is the element size of the compute type; all sizes are those of one rank.
+The formulas follow the operations of transformers' modelling code. A test compares them with a
+trace of a real block (`torch.autograd.graph.saved_tensors_hooks`, each storage counted once).
+``e`` is the element size of the compute type. All sizes are per rank.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from trainctl.plan.types import Sketch
 
 FP32 = 4
 SCORE_GRADIENT_COPIES = 2
-"""Gradients of attention scores alive at once when attention is eager, in the softmax's format."""
+"""Gradients of eager attention scores alive at once, in the format of the softmax."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockActivations:
-    """Bytes per token and rank of one block."""
+    """Activation bytes of one block, per token and rank."""
 
     norms: int
-    """Inputs and outputs of its norms (copied to each tensor-parallel rank)."""
+    """Inputs and outputs of the block's norms (replicated on each tensor-parallel rank)."""
     attention: int
-    """Queries, keys, values, output and statistics."""
+    """Queries, keys, values, attention output and softmax statistics."""
     scores: int
     """Attention probabilities; 0 unless attention is eager."""
     feed_forward: int
-    """Inside the feed-forward layer."""
+    """Tensors kept inside the feed-forward layer."""
     boundary: int
-    """The block's input, which is kept when the block is recomputed."""
+    """Input of the block, which is kept when the block is recomputed."""
     products: int
-    """Results of products with weights and of attention as one kernel, which `selective` keeps
-    besides it."""
+    """Outputs of matrix products and of fused attention, which `selective` recomputation keeps in
+    addition to the block's input.
+    """
     feed_forward_gradient: int
-    """Gradients alive while the feed-forward layer goes backward."""
+    """Gradients alive during the backward pass of the feed-forward layer."""
     attention_gradient: int
-    """Gradients alive while attention goes backward."""
+    """Gradients alive during the backward pass of attention."""
 
     @property
     def saved(self) -> int:
@@ -57,8 +58,11 @@ class BlockActivations:
         return self.norms + self.attention + self.scores + self.feed_forward
 
     def backward_extra(self, kept: int) -> int:
-        """Most that a backward pass needs beyond `kept`: the feed-forward layer goes first, and
-        what it kept is gone when attention follows."""
+        """Return the peak bytes per token of the block's backward pass beyond the `kept` bytes.
+
+        The feed-forward layer runs backward first; its activations are freed before attention
+        follows.
+        """
         return max(
             self.feed_forward_gradient,
             self.attention_gradient + self.saved - kept - self.feed_forward,
@@ -67,16 +71,16 @@ class BlockActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageActivations:
-    """Bytes of one rank of a stage."""
+    """Activation bytes of one rank of a pipeline stage."""
 
     forward_end: int
-    """Kept when the last micro batch in flight has gone forward."""
+    """Bytes kept after the forward pass of the last micro-batch in flight."""
     block_backward: int
-    """Added while one block goes backward: what it recomputes, and gradients."""
+    """Bytes added during the backward pass of one block: recomputed activations and gradients."""
     last_block: int
-    """All that is there while the first block, the last to go backward, does so."""
+    """All activation bytes while the first block, the last to run backward, does so."""
     offloaded: int
-    """Block inputs kept in host memory instead."""
+    """Block inputs kept in host memory instead of on the device."""
 
 
 def block_activations(
@@ -89,16 +93,13 @@ def block_activations(
     liger: bool = False,
     learning: Learning | None = None,
 ) -> BlockActivations:
-    """Activations of one block.
+    """Return the activations of one block.
 
-    Args:
-        sequence_length: Tokens of a whole sequence; eager scores grow with it.
-        element: Bytes of the compute type.
-        tensor: Tensor-parallel ranks, which share heads and feed-forward width. Ulysses ranks
-            share tokens outside attention and heads inside: bytes per token stay the same.
-        autocast: Whether weights and residual stream are fp32.
-        liger: Whether Liger's norms and SwiGLU take the place of transformers'.
-        learning: What of it learns; none is everything.
+    `sequence_length` counts whole sequences: eager scores grow with it. `element` is the size of
+    the compute type in bytes. `tensor` ranks share the heads and the feed-forward width. Ulysses
+    ranks share tokens outside attention and heads inside it, so bytes per token stay the same.
+    Under `autocast`, weights and the residual stream are fp32. `liger` replaces transformers' norms
+    and SwiGLU by Liger's. `learning` is None if the whole block is trained.
     """
     spec = spec_of(model)
     learning = learning or everything(spec)
@@ -113,12 +114,12 @@ def block_activations(
     scores = 0.0
     softmax = FP32 if autocast or spec.softmax_in_fp32 else element
     if eager:
-        # Where softmax runs in fp32, as autocast has it, the result is cast for the product.
+        # Where softmax runs in fp32, as under autocast, its result is cast for the product.
         fp32_copy = FP32 if element < softmax else 0
         scores = heads * sequence_length * (element + fp32_copy)
     if eager or _expands_keys(model, sequence_length):
         key_heads = heads
-    # One result for each projection, and attention's; the last two have the block's full width.
+    # Outputs of the projections and of attention; the last two have the block's full width.
     attended = 0.0 if eager else heads * width * element + FP32 * heads
     own_keys = shapes.key_value_heads(model) / tensor
     projected = width * (heads + 2 * own_keys) + up.matrices * ffn + 2 * hidden
@@ -129,7 +130,7 @@ def block_activations(
         query_norms += count * _norm_bytes(spec.norm, width, element, liger, learns)
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
-    # Two norms, and what each hands to the products; autocast casts it once for each of them.
+    # Two norms and their outputs; autocast casts an output once for each product.
     first, *others = (name for name in spec.block if isinstance(name, str))
     norms = sum(
         _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name)) for name in others
@@ -137,11 +138,11 @@ def block_activations(
     if not learning.begins:
         norms += _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(first))
     elif learning.norm(first):
-        norms += hidden * residual  # what meets its weight, or the input
+        norms += hidden * residual  # the scaled values, or the input
     readers = [learning.readers(region) for region in (spec.attention, up)]
     norms += hidden * element * sum(count if autocast else min(count, 1) for count in readers)
     inner = ffn * element * (spec.activation.kept_by_liger if liger else spec.activation.kept)
-    # What enters the last product of a region: attention as one kernel keeps its result anyway.
+    # Input of a region's last product; fused attention keeps its output anyway.
     kept = qkvo
     if eager and not learning.reads(f"{spec.attention.module}.{spec.attention.row}"):
         kept -= element * width * heads
@@ -183,13 +184,11 @@ def block_activations(
 
 
 def in_tiles(block: BlockActivations, tiles: int, *, beside: int) -> BlockActivations:
-    """Return a block whose feed-forward layer goes in tiles, each computed again in its turn.
+    """Return the block with its feed-forward layer computed in `tiles` tiles, each recomputed in
+    the backward pass.
 
-    Args:
-        block: As it is in one piece.
-        tiles: Number of tiles.
-        beside: Bytes per token of the gradients to the layer's output and of its input, which are
-            there for all tokens.
+    `beside` is the bytes per token of the gradients of the layer's input and output, which exist
+    for all tokens at once.
     """
     if tiles == 1:
         return block
@@ -207,17 +206,14 @@ def stage_activations(
     traced: BlockActivations | None = None,
     learning: Sequence[tuple[Learning, int]] | None = None,
 ) -> StageActivations:
-    """Activations of the blocks of a pipeline stage.
+    """Return the activations of the `blocks` blocks of a pipeline stage.
 
-    Args:
-        blocks: Blocks of the stage.
-        in_flight: Micro batches whose activations are alive at once (1F1B: the distance to the
-            last stage, and no more than there are).
-        element: Bytes of the compute type.
-        autocast: Whether weights and residual stream are fp32.
-        traced: One of the blocks on this rank, where the model was traced.
-        learning: What learns in the blocks that gradients reach, and in how many; none is all of
-            each. Others keep nothing.
+    `in_flight` is the number of micro-batches whose activations are alive at once (1F1B: the
+    distance to the last stage, at most the number of micro-batches). `element` is the size of the
+    compute type in bytes. Under `autocast`, weights and the residual stream are fp32. `traced`
+    is a traced block on this rank, if the model was traced. `learning` pairs the trained parts of a
+    block with the number of such blocks that gradients reach; the other blocks keep nothing. None
+    means that all blocks are trained whole.
     """
     closed = partial(
         block_activations,
@@ -253,13 +249,10 @@ def stage_activations(
 def in_proportion(
     block: BlockActivations, *, whole: BlockActivations, part: BlockActivations
 ) -> BlockActivations:
-    """Return a traced block of which less is kept than the trace had: each part shrinks as its
-    closed form does.
+    """Return a traced block scaled down: each part shrinks in the ratio of the closed forms.
 
-    Args:
-        whole: The closed form of that.
-        part: The closed form of what is asked for: a tensor rank's share, or a block that is frozen
-            in part.
+    `whole` is the closed form of the traced block. `part` is the closed form of the block wanted:
+    the share of a tensor-parallel rank, or a partly frozen block.
     """
     shares = {}
     for item in fields(BlockActivations):
@@ -272,7 +265,7 @@ def in_proportion(
 def _of_blocks(
     plan: Sketch, block: BlockActivations, blocks: int, in_flight: int
 ) -> StageActivations:
-    """Activations of so many blocks alike."""
+    """Return the activations of `blocks` identical blocks."""
     settings, tokens = recomputed(plan.config), tokens_per_rank(plan)
     if settings is None:
         backward = block.backward_extra(block.saved)
@@ -282,13 +275,13 @@ def _of_blocks(
             last_block=tokens * (block.saved + backward) if blocks else 0,
             offloaded=0,
         )
-    # The most that a stage may have of them, wherever in the model it begins.
+    # Upper bound of checkpointed blocks, wherever in the model the stage begins.
     checkpointed = -(-blocks // settings.every_kth_block)
     boundary = _boundary(block, settings, plan.mesh.tensor)
     offloads = settings.offload_to_cpu and plan.hardware.accelerator is not Accelerator.cpu
     on_device = 1 if offloads else checkpointed * in_flight
     whole = (blocks - checkpointed) * block.saved * in_flight
-    # What is kept besides the input is given back, and not computed beside it again.
+    # Products that are kept in addition to the input are not recomputed.
     kept = block.products if checkpointing_of(settings).keeps_products else 0
     again = max(block.saved - kept, 0)
     backward = again + block.backward_extra(block.saved)
@@ -306,13 +299,13 @@ def _of_blocks(
 
 
 def tokens_per_rank(plan: Sketch) -> int:
-    """Tokens of a micro batch on one rank: Ulysses ranks share each sequence."""
+    """Return the tokens of a micro-batch on one rank: Ulysses ranks share each sequence."""
     share = -(-plan.batch.sequence_length // plan.mesh.sequence)
     return plan.batch.micro_batch_size * share
 
 
 def compute_bytes(plan: Sketch) -> int:
-    """Return bytes of an activation's element."""
+    """Return the bytes per element of an activation."""
     return BYTES[precision_of(plan.config.precision).format]
 
 
@@ -323,9 +316,11 @@ def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> in
 def _adapter_bytes(
     rank: int, inputs: float, outputs: float, element: int, learning: Learning
 ) -> float:
-    """Return bytes per token that an adapter keeps besides its input: the low product; with dropout
-    a copy of the input and a mask; with magnitudes what they scale
-    (`trainctl.train.adapters.layers`)."""
+    """Return the bytes per token that an adapter keeps in addition to its input.
+
+    These are the low-rank product, with dropout a copy of the input and a mask, and with magnitudes
+    (DoRA) the outputs that they scale (`trainctl.train.adapters.layers`).
+    """
     size = float(element * rank)
     if learning.dropout:
         size += inputs * (element + 1)
@@ -336,17 +331,19 @@ def _adapter_bytes(
 
 
 def _norm_bytes(norm: Norm, width: int, element: int, liger: bool, learns: bool) -> int:
-    """Return bytes that a norm keeps per token besides its output: its statistics and its input,
-    which some keep in fp32 (its own storage if it is fp32 already) beside the scaled values in the
-    input's type, which meet the weight, if that learns. Liger's keeps the input as it came
-    (ops/rms_norm.py of liger-kernel)."""
+    """Return the bytes per token that a norm keeps in addition to its output.
+
+    These are its statistics and its input. Some norms keep the input in fp32 (its own storage if
+    it is fp32 already), and the scaled values in the input's type if the weight is trained. Liger's
+    norm keeps the input unconverted (ops/rms_norm.py of liger-kernel).
+    """
     copies = norm.copies_in_fp32 and not liger
     scaled = element if learns else 0
     return width * (FP32 + scaled if copies else element) + FP32 * norm.statistics
 
 
 def _expands_keys(model: ModelConfig, sequence_length: int) -> bool:
-    """Whether a mask makes transformers repeat keys and values for every query head."""
+    """Return True if a mask makes transformers repeat keys and values for every query head."""
     spec = spec_of(model)
     window = model.sliding_window if spec.has_window and not spec.is_directory else None
     return model.attention is AttentionKind.sdpa and window is not None and window < sequence_length

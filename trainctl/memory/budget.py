@@ -1,4 +1,4 @@
-"""The memory budget of a plan: device, host, NVMe and disk. Closed form, no torch."""
+"""Memory budget of a plan: device, host, NVMe and disk. Closed form, no torch."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ BUDGET_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBudget:
-    """Memory of one rank of a pipeline stage."""
+    """Memory budget of one rank of a pipeline stage."""
 
     pipeline_stage: int
-    """Its index."""
+    """Index of the stage, from 0."""
     moments: Mapping[str, Components]
-    """What is on the device in each phase."""
+    """Device memory in each phase of a step, by the name of the phase."""
 
     @property
     def peak_phase(self) -> str:
-        """Phase of the peak."""
+        """Name of the phase with the peak."""
         return fullest(self.moments)
 
     @property
     def phases(self) -> dict[str, int]:
-        """Phase to bytes."""
+        """Bytes in each phase, by the name of the phase."""
         return {name: moment.total for name, moment in self.moments.items()}
 
     @property
     def components(self) -> Components:
-        """What the peak is made of."""
+        """Components of the peak."""
         return self.moments[self.peak_phase]
 
     @property
@@ -76,63 +76,63 @@ class StageBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBudget:
-    """What a plan needs of its devices, in bytes: figures are those of the fullest pipeline
-    stage."""
+    """Device memory that a plan needs, in bytes, on the fullest pipeline stage."""
 
     fits: bool | None
-    """Whether the device holds it; None when the capacity lies between low and high, or is
-    unknown."""
+    """Whether the plan fits on the device; None if the capacity is unknown or lies between the low
+    and high estimates.
+    """
     device_capacity_bytes: int
     """Memory of a device; 0 when unknown."""
     device_peak_bytes: int
-    """Everything on the device at its fullest: tensors, driver context, communication library."""
+    """Peak of all device memory: tensors, driver context, communication library."""
     device_peak_low_bytes: int
-    """The least that it may be."""
+    """Lower bound of the peak."""
     device_peak_high_bytes: int
-    """The most that it may be, allocator fragmentation included."""
+    """Upper bound of the peak, allocator fragmentation included."""
     device_reserved_bytes: int
-    """Held by torch's allocator at that moment, context excluded."""
+    """Bytes reserved by torch's allocator at the peak, driver context excluded."""
     stages: tuple[StageBudget, ...]
 
     @property
     def worst_stage(self) -> StageBudget:
-        """The fullest pipeline stage."""
+        """Fullest pipeline stage."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
     @property
     def peak_phase(self) -> str:
-        """When the peak is."""
+        """Name of the phase with the peak."""
         return self.worst_stage.peak_phase
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes of each phase, on the fullest stage."""
+        """Bytes in each phase on the fullest stage."""
         return self.worst_stage.phases
 
     @property
     def components(self) -> Components:
-        """What the peak is made of."""
+        """Components of the peak."""
         return self.worst_stage.components
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget(DeviceBudget):
-    """What a plan needs, of its devices and beside them, in bytes."""
+    """Memory budget of a plan, in bytes: devices, host, NVMe and disk."""
 
     host: HostBudget
-    """Memory of one machine."""
+    """Host memory of one machine."""
     nvme_bytes_per_node: int
-    """Swap files of one machine."""
+    """NVMe swap files of one machine."""
     checkpoint_bytes: int
-    """One checkpoint on disk."""
+    """Size of one checkpoint on disk."""
     checkpoints_kept_bytes: int
-    """All that are there at once."""
+    """Size of all checkpoints on disk at once."""
     weights_only_bytes: int
-    """One of the weights alone; 0 if none is saved."""
+    """Size of one weights-only checkpoint; 0 if none is saved."""
     weights_only_kept_bytes: int
-    """All of these that are there at once."""
+    """Size of all weights-only checkpoints on disk at once."""
     notes: tuple[str, ...]
-    """What the reader should know about these figures."""
+    """Caveats on these figures, printed with them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the machine-readable form of `trainctl estimate-memory --json`."""
@@ -169,10 +169,9 @@ class MemoryBudget(DeviceBudget):
 
 
 def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
-    """Return the memory budget of a plan; with samples of several lengths that of the fullest.
+    """Return the memory budget of a plan; with several sequence lengths, of the fullest one.
 
-    Args:
-        traced: What a trace found of its model; none is the closed form of its shape.
+    `traced` is the trace of the model; None uses the closed form of its shape.
     """
     return max(
         (
@@ -184,8 +183,11 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
 
 
 def _trace_of(sketch: Sketch, batch: Batch, traced: TracedModel | None) -> TracedModel | None:
-    """A trace is of samples of one length. Where longer ones have no closed form, they keep as much
-    for a token, but for the scores of eager attention, which grow with them."""
+    """Return the trace to use for `batch`, whose sequences may be longer than the traced ones.
+
+    Longer sequences use the closed form if the model has one (None). Otherwise each token keeps
+    the same bytes, except for the scores of eager attention, which grow with the length.
+    """
     longer = batch.sequence_length / sketch.batch.sequence_length
     if traced is None or longer <= 1:
         return traced
@@ -221,7 +223,7 @@ def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
 
 
 def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBudget:
-    """Return the part of `budget` that needs no whole plan: whether the devices hold it."""
+    """Return the device part of `budget`, which needs no complete plan."""
     found = []
     for batch in batches_at_once(sketch):
         each = replace(sketch, batch=batch)
@@ -260,8 +262,7 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 
 
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
-    """Return the pipeline's stages as the run trains them: of a traced model by what it is made
-    of."""
+    """Return the pipeline stages as the run trains them; traced models are counted by anatomy."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and (tensor == 1 or not model.has_closed_form):
         held = stages_of(

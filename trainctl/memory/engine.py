@@ -1,4 +1,4 @@
-"""DeepSpeed's engine of a plan, as far as memory goes: sizes of elements, and modes."""
+"""Memory-relevant view of a plan's engine: element sizes, and modes."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from trainctl.plan.types import Sketch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Sizes in bytes per element, and the modes that decide what is where."""
+    """Element sizes in bytes, and the modes that decide which state is where."""
 
     config: RunConfig
     ranks: int
     """Ranks that ZeRO partitions over (data times sequence)."""
     weight_bytes: int
-    """Element of a weight that the model computes with."""
+    """Bytes per element of a weight that the model computes with."""
     gradient_bytes: int
-    """Element of an accumulated gradient."""
+    """Bytes per element of an accumulated gradient."""
     communication_bytes: int
-    """Element of a gradient on the wire."""
+    """Bytes per element of a gradient in communication."""
     master_bytes: int
-    """Element of the copy that the optimizer updates."""
+    """Bytes per element of a master weight."""
     moment_bytes: int
-    """Element of a moment."""
+    """Bytes per element of an optimizer moment."""
     accumulates: bool
-    """Whether gradients live from one micro batch to the next."""
+    """Whether gradients accumulate over several micro-batches."""
     update: Update
-    """Copies that the update rule makes on the way."""
+    """Temporary copies made by an optimizer update."""
     muon_update: Update
-    """The same of the groups that Muon updates."""
+    """Temporary copies made by an update of a parameter group that uses Muon."""
     memory_efficient_linear: bool
-    """Whether stage 3's linear layer lets go of gathered weights."""
+    """Whether DeepSpeed's linear layer releases gathered weights at stage 3."""
     autocast: bool
-    """Whether weights are fp32 and cast for each product."""
+    """Whether weights are fp32 and are cast for each product."""
     on_cpu: bool
-    """Whether the device is the host."""
+    """Whether the accelerator is the CPU, so that device memory is host memory."""
     factors: bool = False
-    """Whether adafactor's second moment is rows and columns."""
+    """Whether adafactor's second moment is factored into rows and columns."""
 
     @property
     def zero(self) -> ZeroStageConfig:
@@ -81,8 +81,9 @@ class EngineMemory:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Stage 1 with fp32 accumulation of 16-bit gradients runs DeepSpeed's BF16_Optimizer,
-        whose fp32 gradients are not partitioned (`_do_optimizer_sanity_check`, engine.py)."""
+        """Whether DeepSpeed runs its BF16_Optimizer: at stage 1 with fp32 accumulation of 16-bit
+        gradients. Its fp32 gradients are not partitioned (`_do_optimizer_sanity_check`, engine.py).
+        """
         return (
             self.stage == 1
             and self.weight_bytes == 2
@@ -91,47 +92,51 @@ class EngineMemory:
         )
 
     def share(self, elements: int) -> int:
-        """Return elements of one rank's ZeRO partition."""
+        """Return the number of elements in one rank's ZeRO partition."""
         return -(-elements // self.ranks)
 
     def optimized(self, elements: int) -> int:
-        """Return elements whose master weights and moments are on one rank.
+        """Return the number of elements whose master weights and moments are on one rank.
 
-        Args:
-            elements: Those here without ZeRO, those that are shared out with it.
+        `elements` counts this rank's elements without ZeRO, and the elements of all ZeRO ranks with
+        it.
         """
         return elements if self.stage == 0 else self.share(elements)
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a copy. ZeRO always makes one, of fp32 weights too (stage
-        3 means to skip it, but compares a device with a string); without ZeRO fp32 needs none."""
+        """Whether the optimizer updates a separate copy of the weights.
+
+        ZeRO always makes one, even of fp32 weights: stage 3 intends to skip it but compares a
+        device with a string. Without ZeRO, fp32 weights need none.
+        """
         return self.stage > 0 or self.weight_bytes < self.master_bytes
 
     @property
     def keeps_inputs(self) -> bool:
-        """Whether a linear layer keeps its input though its weight is frozen: DeepSpeed's own at
-        stage 3 does (`LinearFunctionForZeroStage3.setup_context`, zero/linear.py)."""
+        """Whether a linear layer keeps its input although its weight is frozen. DeepSpeed's own
+        layer at stage 3 does (`LinearFunctionForZeroStage3.setup_context`, zero/linear.py).
+        """
         uses_linear = not model_of(self.config.model).inputs_first
         return self.stage == 3 and self.memory_efficient_linear and uses_linear
 
     @property
     def average_bytes(self) -> int:
-        """Bytes of the weights' moving average for each element that is optimized here."""
+        """Bytes of the weights' moving average per element that is optimized on this rank."""
         return 0 if self.config.training.ema_decay is None else 4
 
     def moments(self, stage: Stage) -> int:
-        """Return bytes of the optimizer's states of this stage's parameters, unpartitioned."""
+        """Return the unpartitioned bytes of the optimizer states of a pipeline stage."""
         return sum(
             self._moment_bytes(piece) * (piece.partitioned if self.stage else piece.total) // 256
             for piece in stage.trained.pieces
         )
 
     def _moment_bytes(self, piece: Piece) -> int:
-        """Return bytes of all moments of 256 elements (so that 8-bit scales are whole numbers).
+        """Return the bytes of all moments of 256 elements (so that 8-bit scales are whole numbers).
 
-        torch's adafactor, in a program of the user's, does not factor the flat partitions that ZeRO
-        gives it, so its second moment is whole; trainctl's does.
+        trainctl's adafactor factors its second moment. torch's adafactor, in a user's program, gets
+        flat partitions from ZeRO and cannot factor them, so its second moment is whole.
         """
         spec = spec_of(self.optimizer)
         if spec.has_factored_states:
@@ -145,12 +150,12 @@ class EngineMemory:
         return groups_of(self.config, stage.trained)
 
     def sub_group(self, group: Group) -> int:
-        """Return elements that one update of a parameter group handles at once on a rank."""
+        """Return the number of elements that a rank updates at once in a parameter group."""
         own = self.optimized(group.elements)
         return min(own, self.zero.sub_group_size) if self.stage == 3 else own
 
     def update_bytes(self, group: Group) -> int:
-        """Return bytes of the copies that one update of a parameter group makes on the way."""
+        """Return the bytes of the temporary copies made by one update of a parameter group."""
         update = self.muon_update if group.uses_muon else self.update
         at_once = self.sub_group(group)
         if self.stage == 0 and update.by_tensor:
@@ -158,8 +163,9 @@ class EngineMemory:
         return update.bytes(at_once, group.largest)
 
     def device_share_of_offload(self, groups: tuple[Group, ...]) -> float:
-        """Share of an offloaded optimizer that stays on the device: whole sub-groups, by
-        `int((1 - ratio) * sub_groups)` of `_create_fp32_partitions` (stage3.py)."""
+        """Return the fraction of an offloaded optimizer that stays on the device. It is whole
+        sub-groups, by `int((1 - ratio) * sub_groups)` of `_create_fp32_partitions` (stage3.py).
+        """
         if self.stage != 3 or self.offload.optimizer is not OffloadDevice.cpu:
             return 0.0
         size = self.zero.sub_group_size
@@ -168,7 +174,10 @@ class EngineMemory:
 
 
 def read_engine(plan: Sketch) -> EngineMemory:
-    """Return the engine of a plan; DeepSpeed's own keys are read where the plan has no option."""
+    """Return the memory view of a plan's engine.
+
+    The user's `deepspeed` section is read for keys that have no option of their own.
+    """
     config = plan.config
     precision, passed = config.precision, config.deepspeed.get("zero_optimization")
     used = formats(precision)
@@ -194,13 +203,10 @@ def read_engine(plan: Sketch) -> EngineMemory:
 
 
 def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
-    """Return which copies an update of a parameter group makes besides gradients and states.
+    """Return the copies that an update of a parameter group makes besides gradients and states.
 
-    Those of trainctl's own rules (`trainctl.train.optimizers`) are compared by a test with what
-    torch's allocator gives out while they step.
-
-    Args:
-        uses_muon: Whether Muon updates the group.
+    A test compares trainctl's own rules (`trainctl.train.optimizers`) with the allocations of torch
+    during their steps.
     """
     config, spec = plan.config, spec_of(plan.config.optimizer)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
@@ -215,7 +221,7 @@ def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
         if is_fused(config, plan.hardware):
             return KERNEL
         if is_ours:
-            return PLAIN  # of what it does not update itself: AdamW, each flat tensor by itself
+            return PLAIN  # AdamW for the other tensors, one flat tensor at a time
     elif spec.device_operator:
         return KERNEL
     return PLAIN if on_cpu else FOREACH

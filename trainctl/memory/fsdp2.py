@@ -1,7 +1,7 @@
-"""The memory of one rank under torch's `fully_shard`, phase by phase.
+"""Memory of one rank under torch's `fully_shard`, phase by phase.
 
-Each function follows what torch 2.13 does at that moment; file names in comments are under
-``torch/distributed/fsdp/_fully_shard``. A unit is a block, or all that is outside the blocks.
+Each function follows the behaviour of torch 2.13; file names in comments are under
+``torch/distributed/fsdp/_fully_shard``. A unit is a block, or everything outside the blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def phases(
     *,
     logit_bytes: LogitBytes | None = None,
 ) -> dict[str, Components]:
-    """Memory of one rank in each phase of a step, as `trainctl.memory.phases.phases`."""
+    """Return the memory of one rank in each phase of a step, like
+    `trainctl.memory.phases.phases`.
+    """
     held = resident(engine, stage, runtime)
     rank = rank_memory(plan, engine, stage, held, logit_bytes)
     return {
@@ -44,7 +46,7 @@ def phases(
 
 
 def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
-    """fp32 shards, which are weights and masters at once, and their states."""
+    """Return the permanent memory: fp32 shards (weights and masters at once) and states."""
     if engine.offloads_optimizer:
         return Components(runtime=runtime)
     own = engine.share(stage.parameters)
@@ -57,7 +59,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
 
 
 def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Return bytes per rank of what `CPUOffloadPolicy` keeps in host memory."""
+    """Return the host bytes per rank that `CPUOffloadPolicy` takes, by component."""
     if not engine.offloads_optimizer:
         return {}
     own = FP32 * engine.share(stage.parameters)
@@ -70,15 +72,17 @@ def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _outside(stage: Stage) -> int:
-    """Return elements of the unit that is not a block."""
+    """Return the number of elements of the unit outside the blocks."""
     return stage.parameters - stage.blocks * stage.block_parameters
 
 
 def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
-    """Return bytes of gathered weights: of so many blocks, or of all at stage 2, and of buffers.
+    """Return the bytes of gathered weights: `blocks` blocks (all at stage 2), `buffers` buffers of
+    a block, and the unit outside the blocks.
 
-    The buffer of the forward pass's last gather is kept (`wait_for_unshard`, _fsdp_param_group.py);
-    in the backward pass that of the next block is there, where weights are gathered again.
+    The buffer of the last gather in the forward pass is kept (`wait_for_unshard`,
+    _fsdp_param_group.py). The backward pass prefetches the next block if weights are gathered
+    again.
     """
     stage = rank.stage
     whole = buffers + (stage.blocks if rank.engine.stage == 2 else blocks)
@@ -86,13 +90,12 @@ def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
 
 
 def _sent(rank: RankMemory, elements: int) -> int:
-    """Return bytes of gradients on their way; on CPUs gloo adds up a copy."""
+    """Return the bytes of gradients in communication; on CPUs gloo reduces into a copy."""
     return FP32 * elements * (2 if rank.engine.on_cpu else 1)
 
 
 def _accumulated(rank: RankMemory) -> int:
-    """Return bytes of gradients that earlier micro-batches of the step have left: in shards, or
-    whole."""
+    """Return the bytes of gradients from earlier micro-batches of the step, sharded or whole."""
     engine, elements = rank.engine, rank.stage.parameters
     if not engine.accumulates:
         return 0
@@ -102,7 +105,7 @@ def _accumulated(rank: RankMemory) -> int:
 
 
 def _forward_end(rank: RankMemory) -> Components:
-    """Return all activations and the loss; of the blocks, the buffer that the last one came in."""
+    """Return the memory with all activations, the loss, and the gather buffer of the last block."""
     return rank.resident.plus(
         activations=rank.activations.forward_end + head_input(rank),
         logits=logits(rank, rank.logit_bytes.forward),
@@ -112,8 +115,9 @@ def _forward_end(rank: RankMemory) -> Components:
 
 
 def _backward_start(rank: RankMemory) -> Components:
-    """Return the fuller of two moments: the gradient of the logits, and the first block going
-    backward, while the one before it is gathered, and what it has made is sent in fp32."""
+    """Return the fuller of two moments: the gradient of the logits, or the backward pass of the
+    last block, while the block before it is gathered and fp32 gradients are reduced.
+    """
     stage, weight = rank.stage, rank.engine.weight_bytes
     common = rank.resident.plus(activations=rank.activations.forward_end)
     loss = common.plus(
@@ -132,8 +136,9 @@ def _backward_start(rank: RankMemory) -> Components:
 
 
 def _backward_end(rank: RankMemory) -> Components:
-    """Return the fuller of two moments: the embedding's gradient, added to the head's where they
-    are tied, and all outside the blocks being sent (`foreach_reduce`, _fsdp_collectives.py)."""
+    """Return the fuller of two moments: the embedding's gradient being added to a tied head's, or
+    the gradients outside the blocks being reduced (`foreach_reduce`, _fsdp_collectives.py).
+    """
     engine, stage = rank.engine, rank.stage
     outside, weight = _outside(stage), engine.weight_bytes
     shards = 0 if engine.offloads_optimizer else FP32 * engine.share(stage.parameters)
@@ -151,7 +156,7 @@ def _backward_end(rank: RankMemory) -> Components:
 
 
 def _step(rank: RankMemory) -> Components:
-    """Return the update of each shard by itself, or by one kernel of all of them."""
+    """Return the memory of the update, shard by shard or by one kernel for all shards."""
     if rank.engine.offloads_optimizer:
         return rank.resident
     own = rank.engine.share(rank.stage.parameters)
@@ -161,7 +166,7 @@ def _step(rank: RankMemory) -> Components:
 
 
 def _update(rank: RankMemory, update: Update) -> int:
-    """Return bytes of the copies that it makes on the way."""
+    """Return the bytes of the update's temporary copies."""
     largest = rank.engine.share(rank.stage.largest)
     group = max((rank.engine.share(each.elements) for each in rank.groups), default=0)
     return update.bytes(largest if update.by_tensor else group, largest)

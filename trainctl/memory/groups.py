@@ -1,7 +1,6 @@
-"""The optimizer's parameter groups on one rank of a pipeline stage: `plan.groups`, by elements.
+"""Parameter groups of the optimizer on one rank of a pipeline stage: `plan.groups`, by elements.
 
-DeepSpeed keeps a buffer and makes an update for each group, so what is there at once depends on how
-many there are.
+DeepSpeed keeps a buffer and makes an update for each group, so the peak depends on their number.
 """
 
 from __future__ import annotations
@@ -16,22 +15,23 @@ from trainctl.plan import groups, shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A parameter group of a stage, unpartitioned."""
+    """Parameter group of a pipeline stage, unpartitioned."""
 
     elements: int
-    """Number in all its tensors on this rank, after tensor parallelism; with ZeRO those that its
-    ranks share out."""
+    """Elements of all tensors on this rank after tensor parallelism; with ZeRO, on all ZeRO
+    ranks.
+    """
     largest: int
-    """Number in the largest of them."""
+    """Elements of the largest tensor."""
     uses_muon: bool = False
-    """Whether Muon updates them."""
+    """Whether Muon updates the group."""
 
 
 def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
-    """Return the groups of a stage, in the order of its tensors."""
+    """Return the parameter groups of a stage, in the order of its tensors."""
     found: dict[tuple[groups.GroupKey, int], Group] = {}
     for piece, count, key in _keys(config, stage):
-        # Experts that other ranks have not are groups of their own.
+        # Experts sharded over the expert axis are separate groups.
         before = found.get((key, piece.spread), Group(elements=0, largest=0))
         numel = piece.numel * (piece.spread if config.zero_stage.stage else 1)
         found[key, piece.spread] = Group(
@@ -43,15 +43,15 @@ def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
 
 
 def _keys(config: RunConfig, stage: Stage) -> Iterator[tuple[Piece, int, groups.GroupKey]]:
-    """Tensors of one group that have one size, how many there are, and the group."""
+    """Yield each piece with its number of tensors in a group and the key of the group."""
     optimizer = config.optimizer
     blocks = range(stage.first_block, stage.first_block + max(stage.blocks, 1))
     if not optimizer.groups and optimizer.layer_lr_decay == 1:
-        blocks = blocks[:1]  # one block's are as another's
+        blocks = blocks[:1]  # all blocks have the same groups
     prefix = shapes.block_prefix(config.model)
     known: dict[tuple[int | str, bool], groups.GroupKey] = {}
     for piece in stage.pieces:
-        shape = (1, 1) if piece.is_matrix else (1,)  # only how many there are matters
+        shape = (1, 1) if piece.is_matrix else (1,)  # only the number of dimensions matters
         names: dict[int | str, str] = {piece.name: piece.name}
         is_of_each_block = piece.in_block and piece.count == stage.blocks
         if is_of_each_block and shapes.block_of(piece.name) is None:

@@ -1,4 +1,4 @@
-"""Host memory, NVMe and disk: what offloading, loading and saving take on one machine."""
+"""Host memory, NVMe and disk space of one machine for offloading, loading and saving."""
 
 from __future__ import annotations
 
@@ -24,22 +24,19 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBudget:
-    """Memory of one machine."""
+    """Host memory of one machine."""
 
     bytes_per_node: int
-    """Sum of the components."""
+    """Sum of `components`."""
     components: dict[str, int]
-    """Name to bytes, all ranks of the machine together."""
+    """Bytes by component, all ranks of the machine together."""
 
 
 def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: int) -> HostBudget:
-    """Host memory of a machine whose ranks all hold `stage`.
+    """Return the host memory of a machine whose ranks all hold `stage`.
 
-    Where the device is the host, the ranks' own memory is host memory, so it is the first
-    component here: the total is the whole machine's and not to be added to the device's.
-
-    Args:
-        device_peak: Peak of one rank, bytes.
+    `device_peak` is the peak of one rank in bytes. If the accelerator is the CPU, it is host memory
+    and the first component here, so the total is not to be added to the device's.
     """
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
@@ -63,15 +60,15 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
 
 
 def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Return bytes per rank of what DeepSpeed keeps on the host, or passes through it to NVMe."""
+    """Return the host bytes per rank of DeepSpeed's offload, NVMe staging buffers included."""
     return _offloaded_optimizer(engine, stage) | _offloaded_parameters(engine, stage)
 
 
 def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Return bytes per rank of an optimizer on the host or passing through it to NVMe.
+    """Return the host bytes per rank of an optimizer offloaded to the host or through it to NVMe.
 
-    18 bytes a parameter with Adam in mixed precision: master 4, fp32 gradients 4, moments 8, and
-    2 of 16-bit staging (stage 1, 2) or gradients (stage 3).
+    Adam in mixed precision takes 18 bytes per parameter: master 4, fp32 gradients 4, moments 8, and
+    2 of 16-bit staging (stages 1 and 2) or gradients (stage 3).
     """
     if not engine.offloads_optimizer:
         return {}
@@ -81,8 +78,8 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     if engine.stage == 3:
         staging = {"gradients": pinned(engine, engine.gradient_bytes * own)}
     elif engine.accumulates and engine.stage == 2:
-        # Reduced after each micro batch (stage 1 leaves them on the device until the last), in
-        # buffers of whole tensors: those that a partition begins and ends in count fully.
+        # Reduced after each micro-batch (stage 1 leaves them on the device until the last), in
+        # buffers of whole tensors: the first and last tensor of a partition count fully.
         cut = trained.largest if engine.ranks > 1 else 0
         staging["gradients"] = engine.weight_bytes * (own + cut)
     if engine.offload.optimizer is OffloadDevice.nvme:
@@ -104,7 +101,7 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Return bytes per rank of a ZeRO-3 shard on the host, or of the buffers it passes through."""
+    """Return the host bytes per rank of an offloaded ZeRO-3 shard, or of its NVMe buffers."""
     if not engine.offloads_parameters:
         return {}
     own = engine.share(stage.partitioned)
@@ -119,8 +116,9 @@ def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
-    """Return bytes per rank of the copy that is written behind the training: all states, dealt
-    out."""
+    """Return the host bytes per rank of an asynchronous checkpoint: a copy of all states, divided
+    among the ranks.
+    """
     nvme = engine.offload.optimizer is OffloadDevice.nvme
     if not plan.config.checkpoint.asynchronous or nvme:
         return {}
@@ -131,8 +129,9 @@ def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
 
 
 def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
-    """Return bytes per rank of the one tensor that is being written or read: its part of the
-    largest, in the master's type. What is on the host already is written from where it is."""
+    """Return the host bytes per rank of the tensor being written or read: this rank's part of the
+    largest one, in the master's type. States on the host are written in place.
+    """
     if engine.offloads_optimizer or engine.on_cpu:
         return {}
     trained = stage.trained
@@ -141,15 +140,16 @@ def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def pinned(engine: EngineMemory, size: int) -> int:
-    """Return bytes of a buffer that may be page-locked: torch's host allocator takes a power of two
-    (CachingHostAllocator.cpp). Without an accelerator nothing is pinned."""
+    """Return the allocated size of a buffer that may be pinned. torch's host allocator rounds up to
+    a power of two (CachingHostAllocator.cpp). Without an accelerator nothing is pinned.
+    """
     if not engine.offload.pin_memory or engine.on_cpu or size == 0:
         return size
     return int(1 << (size - 1).bit_length())
 
 
 def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
-    """Swap files on one machine: shard, master weights, moments, and swapped gradients."""
+    """Return the bytes of a machine's swap files: shard, masters, moments, swapped gradients."""
     own, trained = engine.share(stage.partitioned), engine.share(stage.trained.partitioned)
     size = 0
     if engine.offloads_optimizer and engine.offload.optimizer is OffloadDevice.nvme:
@@ -161,8 +161,9 @@ def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
 
 
 def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
-    """Return one checkpoint: master weights, moments and average of each parameter that trains, and
-    the manifest. Frozen weights are where they came from."""
+    """Return the bytes of one checkpoint: master weights, moments and average of each trained
+    parameter, and the manifest. Frozen weights are not saved.
+    """
     (whole,) = of_run(plan.config, stages(plan.config.model))
     trained = whole.trained
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
@@ -174,9 +175,9 @@ def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
 
 
 def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
-    """Return all checkpoints on disk at once: those kept, the best, and the one being written.
+    """Return the bytes of all checkpoints on disk at once: kept, best, and being written.
 
-    One at the end of a stable phase is kept too; those of earlier extensions are not counted.
+    The checkpoint at the end of a stable phase is counted too; those of earlier extensions are not.
     """
     settings = plan.config.checkpoint
     best, stable = settings.best_of is not None, Curve.of(plan).stable_end is not None
@@ -184,8 +185,7 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
 
 
 def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
-    """Return one checkpoint of the weights alone, in the format that they are computed in; 0 if
-    none is saved."""
+    """Return the bytes of one weights-only checkpoint in the compute format; 0 if none is saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:
         return 0
     trained = of_run(plan.config, stages(plan.config.model))[0].trained
@@ -193,8 +193,9 @@ def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
 
 
 def weights_only_kept_bytes(plan: RunPlan, one: int) -> int:
-    """Return all of them on disk at once: those of the whole run, or those kept and the one being
-    written."""
+    """Return the bytes of all weights-only checkpoints on disk at once: all of the run, or the kept
+    ones and the one being written.
+    """
     settings = plan.config.checkpoint
     every, keep = settings.weights_only_every_steps, settings.weights_only_keep
     if every is None:

@@ -1,4 +1,4 @@
-"""What the output projection and the loss hold besides the blocks."""
+"""Memory of the output projection and the loss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ FP32 = 4
 
 
 def head_input(rank: RankMemory) -> int:
-    """Return bytes that the final norm and the output projection keep, and the gradient to them:
-    where they are frozen, without the scaled values and without the projection's input."""
+    """Return the bytes kept by the final norm and the output projection, and their input gradient.
+
+    A frozen norm keeps no scaled values; a frozen projection keeps no input.
+    """
     if not rank.stage.has_head:
         return 0
     element = compute_bytes(rank.plan)
@@ -23,14 +25,14 @@ def head_input(rank: RankMemory) -> int:
 
 
 def _reads_input(rank: RankMemory) -> bool:
-    """Whether the output projection keeps its input: it learns, or its layer keeps it anyway."""
+    """Return True if the output projection keeps its input: trained, or its layer always does."""
     learning = rank.stage.learning or ()
     keeps = rank.engine.keeps_inputs or any(each.keeps_inputs for each, _ in learning)
     return rank.trained.head > 0 or keeps
 
 
 def logits(rank: RankMemory, per_logit: int) -> int:
-    """Return bytes of the logits that exist at once, and of the loss's copies of them."""
+    """Return the bytes of the logits that exist at once, with the loss's copies of them."""
     if not rank.stage.has_head:
         return 0
     vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
@@ -38,8 +40,9 @@ def logits(rank: RankMemory, per_logit: int) -> int:
 
 
 def fused_head(rank: RankMemory) -> int:
-    """Return bytes of the gradients that a fused loss computes in the forward pass: of the output
-    projection, and of the hidden states that go into it."""
+    """Return the bytes of the gradients that a fused loss computes in the forward pass: of the
+    output projection's weight, and of its input.
+    """
     if not rank.stage.has_head:
         return 0
     if rank.plan.config.kernels.cross_entropy is not CrossEntropyKind.liger_fused:
@@ -49,7 +52,7 @@ def fused_head(rank: RankMemory) -> int:
 
 
 def loss_tokens(plan: Sketch) -> int:
-    """Tokens whose logits exist at once."""
+    """Return the number of tokens whose logits exist at once."""
     tokens, model = tokens_per_rank(plan), plan.config.model
     match plan.config.kernels.cross_entropy:
         case CrossEntropyKind.plain:
@@ -57,7 +60,7 @@ def loss_tokens(plan: Sketch) -> int:
         case CrossEntropyKind.chunked:
             return min(tokens, plan.config.kernels.chunk_tokens)
         case CrossEntropyKind.liger_fused:
-            # One in so many parts as the vocabulary is wider than the hidden states, rounded up
-            # to a power of two (ops/fused_linear_cross_entropy.py of liger-kernel).
+            # Tokens of a chunk: tokens / (vocabulary size / hidden size), rounded up to a power
+            # of two (ops/fused_linear_cross_entropy.py of liger-kernel).
             parts = max(1, -(-model.vocab_size // max(model.hidden_size, 1)))
             return min(tokens, 1 << max(-(-tokens // parts) - 1, 0).bit_length())

@@ -1,8 +1,7 @@
-"""A stage of which not all trains: which of its tensors do, and how far gradients flow.
+"""Pipeline stages of a partly frozen model: which tensors train, and how far gradients flow.
 
-Frozen weights are there in the type that the model computes with, and nothing else is there for
-them: no gradient, no copy that the optimizer updates, no state of its. An adapter's tensors are as
-any that train.
+A frozen weight exists only in the compute type: it has no gradient, no master copy and no
+optimizer state. An adapter's tensors are ordinary trained tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ from trainctl.plan.trainable import Trainable, block_numbers, is_partial, ties, 
 def of_run(
     config: RunConfig, stages: tuple[Stage, ...], *, tensor: int = 1, keeps_inputs: bool = False
 ) -> tuple[Stage, ...]:
-    """Stages of the model as a run trains them: with its adapter, and with what it freezes.
+    """Return the stages as the run trains them: with its adapter, and with its frozen weights.
 
-    Args:
-        stages: As all of the model trains.
-        keeps_inputs: Whether linear layers keep their inputs whatever learns.
+    `stages` describe the fully trained model. With `keeps_inputs`, linear layers keep their inputs
+    even where nothing is trained.
     """
     if not is_partial(config):
         return stages
@@ -40,9 +38,9 @@ def of_run(
 
 
 class _ByText:
-    """A configuration as a key of a cache: two are equal where what decides what trains is.
+    """Configuration as a cache key: equal if the keys that decide what trains are equal.
 
-    A search for what would fit asks hundreds of times, and has changed other keys.
+    A search over plans asks hundreds of times while changing other keys.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -58,7 +56,7 @@ class _ByText:
 
 @lru_cache(maxsize=512)
 def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
-    """Return a stage as a run trains it."""
+    """Return a stage as the run trains it."""
     found, blocks, trained = _tensors(key)
     learning = _learning(key, keeps_inputs)
     own = range(stage.first_block, stage.first_block + stage.blocks)
@@ -73,7 +71,9 @@ def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage
 
 @lru_cache(maxsize=8)
 def _tensors(key: _ByText) -> tuple[Trainable, dict[str, int], frozenset[str]]:
-    """What trains, the block of each parameter, and all names of those that train."""
+    """Return what trains, the block index of each parameter, and all names of trained
+    parameters.
+    """
     config = key.config
     found = trainable(config)
     trained = {item.name for item in found.trained}
@@ -82,8 +82,7 @@ def _tensors(key: _ByText) -> tuple[Trainable, dict[str, int], frozenset[str]]:
 
 
 def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> Iterator[Piece]:
-    """Yield a piece as it trains or does not; one that does in some blocks alone, block by
-    block."""
+    """Yield the piece marked as trained or frozen; one piece per block if the blocks differ."""
     if not piece.in_block or shapes.block_of(piece.name) is not None or piece.count != len(own):
         yield replace(piece, trains=piece.name in trained)
         return
@@ -97,10 +96,10 @@ def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> I
 
 
 def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) -> Piece:
-    """Return a piece as it is where its matrices are in 8 or 4 bits: of bytes."""
+    """Return the piece in bytes if its matrix is quantized to 8 or 4 bits, otherwise unchanged."""
     name = piece.name
     if piece.in_block and shapes.block_of(name) is None and own:
-        name = f"{prefix}{own[0]}.{name}"  # as in the other blocks
+        name = f"{prefix}{own[0]}.{name}"  # the other blocks are alike
     if name not in packed:
         return piece
     return replace(piece, numel=packed[name], element_bytes=1, expanded=piece.numel)
@@ -108,7 +107,7 @@ def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) 
 
 @lru_cache(maxsize=8)
 def _packed(key: _ByText) -> dict[str, int]:
-    """Return bytes of each matrix that is in 8 or 4 bits."""
+    """Return the size in bytes of each matrix quantized to 8 or 4 bits."""
     adapter = low_rank(key.config.adapter)
     return {
         name: packed_size(adapter.base_weights, layer.outputs, layer.inputs).total
@@ -118,7 +117,7 @@ def _packed(key: _ByText) -> dict[str, int]:
 
 
 def _added(found: Trainable, blocks: Mapping[str, int], own: range) -> Iterator[TensorShape]:
-    """Return an adapter's tensors in a stage's blocks."""
+    """Return the adapter's tensors in the stage's own blocks."""
     adapted = {layer.name for layer in found.adapted if blocks[f"{layer.name}.weight"] in own}
     return (item for item in found.trained if item.name.rpartition(".")[0] in adapted)
 
@@ -126,7 +125,7 @@ def _added(found: Trainable, blocks: Mapping[str, int], own: range) -> Iterator[
 def _adapters(
     added: Iterable[TensorShape], own: range, prefix: str, tensor: int
 ) -> Iterator[Piece]:
-    """Pieces of an adapter: those that all blocks have alike together, as a model's own."""
+    """Yield the pieces of an adapter; tensors that all blocks have alike are one piece."""
     alike: dict[tuple[str, tuple[int, ...], bool], list[TensorShape]] = {}
     for item in added:
         inside = item.name.removeprefix(f"{prefix}{shapes.block_of(item.name)}.")
@@ -147,10 +146,11 @@ def _adapters(
 
 @lru_cache(maxsize=16)
 def _learning(key: _ByText, keeps_inputs: bool) -> dict[int, Learning]:
-    """What learns in each block that gradients reach: from the first with something that trains, or
-    from the embedding if that does.
+    """Return the trained parts of each block that gradients reach, by block index.
 
-    Where layers are not called as in the closed form, all are taken to keep their inputs.
+    Gradients reach every block from the first one with a trained tensor, or all blocks if the
+    embedding is trained. If an adapter is on layers that the closed form does not know, all layers
+    are assumed to keep their inputs.
     """
     config, (found, blocks, _) = key.config, _tensors(key)
     adapter, prefix = low_rank(config.adapter), shapes.block_prefix(config.model)
@@ -171,7 +171,7 @@ def _learning(key: _ByText, keeps_inputs: bool) -> dict[int, Learning]:
     whole = everything(spec_of(config.model)).weights
     spec = adapter_of(config.adapter)
     adapted = {f"{name}.weight" for each in ranks.values() for name, _ in each}
-    # A layer that expands its matrix keeps none of its inputs, at any stage.
+    # A layer that expands a quantized matrix never keeps its input, at any ZeRO stage.
     keeps_inputs &= not _packed(key)
     keeps_inputs |= not adapted <= whole
     return {

@@ -1,7 +1,7 @@
-"""The memory of one rank of a pipeline stage, phase by phase.
+"""Memory of one rank of a pipeline stage, phase by phase.
 
-Each function follows what DeepSpeed 0.19 does at that moment; file names in comments are under
-``deepspeed/runtime``. The peak is the largest phase, never the sum of all parts.
+Each function follows the behaviour of DeepSpeed 0.19; file names in comments are under
+``deepspeed/runtime``. The peak is the largest phase, never the sum of all components.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def phases(
     *,
     logit_bytes: LogitBytes | None = None,
 ) -> dict[str, Components]:
-    """Memory of one rank of `stage` in each phase of a step.
+    """Return the memory of one rank of `stage` in each phase of a step.
 
-    Args:
-        runtime: Bytes of the process that are in no tensor.
-        logit_bytes: What the loss holds of each logit; none is trainctl's plain loss.
+    `runtime` is the bytes of the process outside tensors. `logit_bytes` is None for trainctl's
+    plain loss.
     """
     rank = rank_memory(plan, engine, stage, resident(engine, stage, runtime), logit_bytes)
     return {
@@ -51,7 +50,7 @@ def phases(
 
 
 def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
-    """Weights, master weights, states and permanent buffers."""
+    """Return the permanent memory: weights, master weights, states and permanent buffers."""
     trained = stage.trained
     elements = trained.parameters
     on_device = 1.0
@@ -75,7 +74,8 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
         result = result.plus(communication_buffers=engine.weight_bytes * trained.largest)
     if engine.stage == 3:
         kept = engine.share(trained.partitioned) * engine.gradient_bytes
-        # Offloaded gradients live with the optimizer; the part of it that stays keeps fp32 ones.
+        # Offloaded gradients live with the optimizer; the part that stays on the device keeps
+        # fp32 gradients.
         result = result.plus(
             gradients=FP32 * own if engine.offloads_optimizer else kept,
             communication_buffers=engine.communication_bytes * _bucket(engine, elements),
@@ -85,7 +85,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
 
 
 def _weights(engine: EngineMemory, stage: Stage) -> int:
-    """Return bytes of weights on the device between uses."""
+    """Return the bytes of the weights that stay on the device between uses."""
     if engine.stage < 3:
         return stage.bytes(engine.weight_bytes)
     own = engine.share(stage.partitioned_bytes(engine.weight_bytes))
@@ -93,30 +93,31 @@ def _weights(engine: EngineMemory, stage: Stage) -> int:
 
 
 def _bucket(engine: EngineMemory, elements: int) -> int:
-    """Return elements of a reduce bucket. It is allocated whole; a CPU only backs what is written
-    to."""
+    """Return the elements of a reduce bucket. It is allocated whole, but a CPU backs only the pages
+    that are written to.
+    """
     size = engine.zero.reduce_bucket_size
     return min(size, elements) if engine.on_cpu else size
 
 
 def _always_whole(engine: EngineMemory, stage: Stage) -> int:
-    """Return bytes kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
+    """Return the bytes kept whole at stage 3: small tensors, and ZeRO++'s secondary partition."""
     whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
 
 
 def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool = False) -> int:
-    """Return bytes of weights gathered at stage 3 while a module of `module` elements runs, of
-    which `outside` are in no block.
+    """Return the bytes of weights gathered at stage 3 while a module of `module` elements runs;
+    `outside` of them are in no block. `turning` is the turn from forward to backward.
 
-    Each module that runs, with weights or without, asks for `prefetch_bucket_size` more elements of
-    those to come, and for whole tensors, so that the weights ahead grow until there are as many as
-    `max_live_parameters` lets be there, and a tensor more (`_fetch_sub_module_impl`,
-    zero/partitioned_param_coordinator.py); towards the end of the backward pass none are to come.
-    Without prefetching, a weight stays gathered while it is used again within `max_reuse_distance`
-    elements (`__params_to_release`): where forward turns into backward, that is the last half of
-    that distance, or the last third with recomputation, which passes each block three times.
+    Each module that runs, with weights or without, prefetches `prefetch_bucket_size` more elements,
+    in whole tensors. So the prefetched weights grow up to `max_live_parameters` plus one tensor
+    (`_fetch_sub_module_impl`, zero/partitioned_param_coordinator.py). Towards the end of the
+    backward pass nothing is left to prefetch. Without prefetching, a weight stays gathered if it is
+    used again within `max_reuse_distance` elements (`__params_to_release`): at the turn from
+    forward to backward, these are the last half of that distance, or the last third with
+    recomputation, which passes each block three times.
     """
     engine = rank.engine
     if engine.stage < 3 or _is_whole(engine):
@@ -128,18 +129,20 @@ def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool 
         live = max(live, min(reuse + module, limit))
         if engine.zero.prefetch_bucket_size:
             live = max(live, limit + rank.stage.largest_in_block)
-    # What autograd retains is gathered too: count it once.
+    # Weights that autograd retains are gathered too: count them once.
     retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
     size = _of_live(rank, min(live, max(rank.stage.parameters - retained, 0)), outside)
     if engine.zero.quantized_weights:
-        # They arrive as int8, and are expanded into a tensor of their own.
+        # Weights arrive as int8 and are expanded into a separate tensor.
         size += min(module + engine.zero.prefetch_bucket_size, limit, rank.stage.parameters)
     return size
 
 
 def _of_live(rank: RankMemory, elements: int, outside: int) -> int:
-    """Return bytes of gathered elements, `outside` of them in no block. DeepSpeed counts elements:
-    of blocks in 8 or 4 bits most are bytes."""
+    """Return the bytes of `elements` gathered elements, `outside` of them in no block.
+
+    DeepSpeed counts elements: in blocks quantized to 8 or 4 bits, most elements are bytes.
+    """
     weight_bytes, stage = rank.engine.weight_bytes, rank.stage
     if not stage.largest_expanded:
         return weight_bytes * elements
@@ -149,10 +152,10 @@ def _of_live(rank: RankMemory, elements: int, outside: int) -> int:
 
 
 def _retained(rank: RankMemory) -> int:
-    """Return bytes of weights that autograd keeps from forward to backward.
+    """Return the bytes of weights that autograd keeps from forward to backward.
 
-    Stage 3 gives them back because DeepSpeed replaces `torch.nn.functional.linear`
-    (zero/linear.py); GPT-2's Conv1D does not go through it. Autocast's casts are kept always.
+    Stage 3 releases them because DeepSpeed replaces `torch.nn.functional.linear` (zero/linear.py);
+    GPT-2's Conv1D does not go through it. Autocast's casts are always kept.
     """
     engine, stage = rank.engine, rank.stage
     matrices = sum(
@@ -171,13 +174,14 @@ def _retained(rank: RankMemory) -> int:
 
 
 def _is_whole(engine: EngineMemory) -> bool:
-    """Whether stage 3's shard is the whole model, on the device: then nothing is gathered
-    (`_no_gather_coalesced`, zero/partition_parameters.py)."""
+    """Return True if stage 3's shard is the whole model and on the device, so that nothing is
+    gathered (`_no_gather_coalesced`, zero/partition_parameters.py).
+    """
     return engine.ranks == 1 and not engine.offloads_parameters
 
 
 def _accumulated(rank: RankMemory) -> dict[str, int]:
-    """Gradients, and at stage 1 the bucket, that earlier micro batches of the step have left."""
+    """Return gradients, and at stage 1 the bucket, from earlier micro-batches of the step."""
     engine = rank.engine
     if not engine.accumulates:
         return {}
@@ -186,8 +190,7 @@ def _accumulated(rank: RankMemory) -> dict[str, int]:
 
 
 def _gradients(rank: RankMemory) -> int:
-    """Return bytes of gradients at the end of the backward pass, beyond those that are always
-    there."""
+    """Return the bytes of gradients at the end of the backward pass, beyond the resident ones."""
     engine, elements = rank.engine, rank.trained.parameters
     if engine.uses_bf16_optimizer:
         return engine.weight_bytes * elements
@@ -199,7 +202,7 @@ def _gradients(rank: RankMemory) -> int:
 
 
 def _reduction(rank: RankMemory) -> int:
-    """Return bytes of buckets while gradients are reduced, beyond those that are always there."""
+    """Return the bytes of buckets while gradients are reduced, beyond the resident ones."""
     engine, elements = rank.engine, rank.trained.parameters
     if engine.stage == 0:
         if engine.ranks == 1:
@@ -221,8 +224,9 @@ def _reduction(rank: RankMemory) -> int:
 
 
 def _exchanged(rank: RankMemory) -> int:
-    """Return bytes of the rows of one layer that travel to experts on other ranks, as they are sent
-    and as they are received: as many of either, where experts are equally busy."""
+    """Return the bytes of one layer's token rows sent to and received from experts on other ranks.
+    Both are equally many if experts are equally busy.
+    """
     plan = rank.plan
     if plan.mesh.expert == 1:
         return 0
@@ -231,7 +235,7 @@ def _exchanged(rank: RankMemory) -> int:
 
 
 def _forward_end(rank: RankMemory) -> Components:
-    """Return all activations and the loss of the last micro batch in flight."""
+    """Return the memory with all activations and the loss of the last micro-batch in flight."""
     return rank.resident.plus(
         activations=rank.activations.forward_end
         + head_input(rank)
@@ -245,8 +249,9 @@ def _forward_end(rank: RankMemory) -> Components:
 
 
 def _backward_start(rank: RankMemory) -> Components:
-    """Return the fuller of two moments: the gradient of the logits, and the first block going
-    backward."""
+    """Return the fuller of two moments: the gradient of the logits, or the backward pass of the
+    last block, which is the first to run backward.
+    """
     engine, stage = rank.engine, rank.stage
     common = rank.resident.plus(
         activations=rank.activations.forward_end + _sent_on(rank) + _exchanged(rank),
@@ -273,7 +278,9 @@ def _backward_start(rank: RankMemory) -> Components:
 
 
 def _backward_end(rank: RankMemory) -> Components:
-    """Return all gradients, the first block's activations, and the gradient of the embedding."""
+    """Return the memory with all gradients, the first block's activations, and the embedding's
+    gradient.
+    """
     engine, stage = rank.engine, rank.stage
     trained = rank.trained
     embedding = 0 if engine.stage < 2 and not engine.accumulates else trained.embedding
@@ -290,8 +297,10 @@ def _backward_end(rank: RankMemory) -> Components:
 
 
 def _casts(rank: RankMemory) -> int:
-    """Return bytes of what one product in fp8 multiplies: a gradient, and a weight or an input
-    (torchao keeps the 16-bit originals and casts for each product; emulated, to fp32)."""
+    """Return the bytes of the operands of one fp8 product: a gradient, and a weight or an input.
+
+    torchao keeps the 16-bit originals and casts for each product; emulated fp8 casts to fp32.
+    """
     precision, stage = rank.plan.config.precision, rank.stage
     narrow = precision_of(precision).product_bytes
     if narrow is None or not stage.blocks:
@@ -303,8 +312,9 @@ def _casts(rank: RankMemory) -> int:
 
 
 def _merged(rank: RankMemory) -> int:
-    """Return bytes of W + s B A and its two parts, of which DoRA takes the lengths of rows, while a
-    block is computed again (`DoraLayer`, train/adapters.py)."""
+    """Return the bytes of W + s B A and its two parts during recomputation of a block. DoRA takes
+    the row norms of the sum (`DoraLayer`, train/adapters/layers.py).
+    """
     has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
     if not (has_magnitudes and rank.recomputes):
         return 0
@@ -313,14 +323,16 @@ def _merged(rank: RankMemory) -> int:
 
 
 def _expanded(rank: RankMemory) -> int:
-    """Return bytes of one matrix of 8 or 4 bits in the type that computes: each is expanded for a
-    product, and let go (`_Product`, train/quantized.py)."""
+    """Return the bytes of one matrix of 8 or 4 bits expanded to the compute type. Each matrix is
+    expanded for a product and then released (`_Product`, train/adapters/quantized.py).
+    """
     return compute_bytes(rank.plan) * rank.stage.largest_expanded
 
 
 def _sent_on(rank: RankMemory) -> int:
-    """Return bytes of outputs that a pipeline stage keeps for each micro batch in flight, and of
-    the gradient it receives for one (`pipe_buffers`, pipe/engine.py)."""
+    """Return the bytes of the outputs that a pipeline stage keeps for each micro-batch in flight,
+    and of the gradient that it receives for one (`pipe_buffers`, pipe/engine.py).
+    """
     stages, index = rank.plan.mesh.pipeline, rank.stage.index
     if index == stages - 1:
         return 0
@@ -331,7 +343,8 @@ def _sent_on(rank: RankMemory) -> int:
 
 def _step(rank: RankMemory) -> Components:
     """Return the fuller of two moments of the update: gradients being copied to the master's type,
-    and the update with its temporaries, one parameter group (stage 3: sub-group) at a time."""
+    or the update with its temporaries, one parameter group (stage 3: sub-group) at a time.
+    """
     engine, busiest = rank.engine, rank.busiest
     update = rank.update
     if engine.offloads_optimizer:
@@ -353,8 +366,10 @@ def _step(rank: RankMemory) -> Components:
 
 
 def _step_unpartitioned(rank: RankMemory) -> Components:
-    """Stage 0: torch's optimizer on fp32 weights, else DeepSpeed's fp32 copies of all gradients
-    (fp16/unfused_optimizer.py; fp16/fused_optimizer.py flattens them once more)."""
+    """Return the memory of the update at stage 0: torch's optimizer on fp32 weights, otherwise
+    DeepSpeed's fp32 copies of all gradients (fp16/unfused_optimizer.py; fp16/fused_optimizer.py
+    flattens them once more).
+    """
     engine, elements = rank.engine, rank.trained.parameters
     copies = 1 if engine.has_master else 0
     return rank.resident.plus(
@@ -364,8 +379,9 @@ def _step_unpartitioned(rank: RankMemory) -> Components:
 
 
 def _load(rank: RankMemory, runtime: int) -> Components:
-    """Return the fuller of two moments of building: weights being moved into one buffer, and the
-    partition being copied to the master (converted, then cloned)."""
+    """Return the fuller of two moments of engine construction: weights being moved into one buffer,
+    or the partition being copied to the master weights (converted, then cloned).
+    """
     engine, stage = rank.engine, rank.stage
     if engine.stage < 3:
         whole = stage.bytes(engine.weight_bytes)

@@ -1,4 +1,4 @@
-"""One rank of a pipeline stage: what its phases are computed from."""
+"""Inputs of the memory phases of one rank of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from trainctl.plan.types import Sketch
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank of a stage: what its phases are computed from."""
+    """Inputs of the memory phases of one rank of a pipeline stage."""
 
     plan: Sketch
     engine: EngineMemory
-    """The engine of the plan."""
     stage: Stage
-    """What the pipeline stage holds."""
+    """Pipeline stage with its tensors on this rank."""
     groups: tuple[Group, ...]
-    """The optimizer's parameter groups of it."""
+    """Parameter groups of the optimizer on this stage."""
     activations: StageActivations
-    """Activations of its blocks."""
+    """Activations of the stage's blocks."""
     logit_bytes: LogitBytes
-    """What the loss holds of each logit."""
+    """Bytes per logit that the loss holds."""
     resident: Components
-    """What is there all the time after the first step."""
+    """Permanent memory after the first step."""
 
     @cached_property
     def trained(self) -> Stage:
-        """The stage as its optimizer has it."""
+        """Stage without its frozen tensors."""
         return self.stage.trained
 
     @property
@@ -44,12 +43,12 @@ class RankMemory:
 
     @property
     def busiest(self) -> int:
-        """Most elements that the optimizer updates at once."""
+        """Largest number of elements that the optimizer updates at once."""
         return max((self.engine.sub_group(group) for group in self.groups), default=0)
 
     @property
     def update(self) -> int:
-        """Bytes of the copies that the update makes on the way, in the group that makes most."""
+        """Bytes of the update's temporary copies in the parameter group that makes the most."""
         return max((self.engine.update_bytes(group) for group in self.groups), default=0)
 
 
@@ -60,11 +59,7 @@ def rank_memory(
     resident: Components,
     logit_bytes: LogitBytes | None = None,
 ) -> RankMemory:
-    """What the phases of a rank are computed from.
-
-    Args:
-        logit_bytes: What the loss holds of each logit; none is trainctl's plain loss.
-    """
+    """Build the inputs of a rank's phases. `logit_bytes` is None for trainctl's plain loss."""
     micro_batches = plan.batch.gradient_accumulation_steps
     return RankMemory(
         plan=plan,

@@ -1,4 +1,4 @@
-"""Memory of a rank that is in no tensor: driver, communication, and what the allocator wastes."""
+"""Memory of a rank outside tensors: driver, communication, and allocator fragmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.plan.types import Mesh, Sketch
 
 
 def runtime_of(plan: Sketch) -> Range:
-    """Memory of a rank that is in no tensor: as measured on this machine, else usual values."""
+    """Return a rank's memory outside tensors: measured on this machine, otherwise usual values."""
     measured = plan.hardware.runtime_bytes
     if measured is not None:
         doubt = int(constants.CALIBRATION_UNCERTAINTY * measured)
@@ -31,8 +31,9 @@ def runtime_of(plan: Sketch) -> Range:
 
 
 def communicators(mesh: Mesh) -> int:
-    """Groups of ranks that talk to each other on a device: everyone, each axis of the mesh that is
-    not everyone, and a pipeline's neighbours and holders of tied weights."""
+    """Return the number of process groups on a device: the world, each mesh axis smaller than the
+    world, and with a pipeline its neighbours and the holders of tied weights.
+    """
     if mesh.world_size == 1:
         return 0
     axes = (mesh.data, mesh.tensor, mesh.sequence)
@@ -41,8 +42,9 @@ def communicators(mesh: Mesh) -> int:
 
 
 def fragmentation_of(plan: Sketch) -> Fragmentation:
-    """What the allocator cannot use, as a share of what is allocated: as measured on this machine,
-    else by the size of the largest common tensor."""
+    """Return the allocator's fragmentation as a fraction of the allocated memory: measured on this
+    machine, otherwise by the size of the largest common tensor.
+    """
     measured = plan.hardware.fragmentation
     hidden = tokens_per_rank(plan) * plan.config.model.hidden_size * compute_bytes(plan)
     large = hidden >= constants.LARGE_TENSOR_BYTES
@@ -58,11 +60,11 @@ def fragmentation_of(plan: Sketch) -> Fragmentation:
 def reserved_bytes(
     tensors: int, fragmentation: Fragmentation, runtime: Range, capacity: int | None
 ) -> int:
-    """Return bytes that torch's allocator holds where tensors take `tensors` at their peak.
+    """Return the bytes that torch's allocator reserves when tensors take `tensors` at their peak.
 
-    What it cannot use is no reason to run out: when the device refuses a block, it gives back the
-    unused ones and asks again (`release_cached_blocks`, CUDACachingAllocator.cpp). So it holds no
-    more than the device has room for, unless the tensors themselves do.
+    Fragmentation alone is no out-of-memory error: when the device refuses a block, the allocator
+    releases unused blocks and tries again (`release_cached_blocks`, CUDACachingAllocator.cpp). So
+    it reserves no more than fits on the device, unless the tensors themselves need more.
     """
     held = int(tensors * (1 + fragmentation.usual))
     if capacity is None:
@@ -72,13 +74,13 @@ def reserved_bytes(
 
 
 def workspace_bytes(plan: Sketch) -> int:
-    """Return bytes of libraries' workspaces that torch's allocator counts as allocated."""
+    """Return the bytes of library workspaces that torch's allocator counts as allocated."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return 0 if on_cpu else constants.LIBRARY_WORKSPACE.usual
 
 
 def band(peak: Components, runtime: Range, fragmentation: Fragmentation) -> tuple[int, int]:
-    """Return the least and most that a peak may be.
+    """Return the lower and upper bound of a peak, in bytes.
 
     States are known almost exactly, activations less so; the allocator adds fragmentation.
     """

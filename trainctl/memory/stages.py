@@ -1,4 +1,4 @@
-"""Which blocks a pipeline stage holds, and the tensors on one of its ranks."""
+"""Pipeline stages: their blocks, and the tensors on one of their ranks."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from trainctl.plan.shapes import TensorShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tensors of one size on one rank."""
+    """Tensors of one kind and size on one rank."""
 
     numel: int
-    """Elements on this rank, after tensor parallelism."""
+    """Elements per tensor on this rank, after tensor parallelism."""
     count: int
-    """How many there are."""
+    """Number of tensors."""
     is_matrix: bool
-    """Whether the tensor has two dimensions."""
+    """Whether the tensor has two dimensions or more."""
     in_block: bool
-    """Whether it belongs to a decoder block."""
+    """Whether the tensor belongs to a decoder block."""
     embedding: bool
-    """Whether it is an embedding (or a projection tied to one)."""
+    """Whether the tensor is an embedding (or a projection tied to one)."""
     factors: int = 0
-    """Rows and columns of a matrix, elements of a vector: what adafactor keeps of it."""
+    """Elements of a factored second moment: rows plus columns of a matrix, elements of a vector."""
     name: str = ""
-    """Canonical name, relative to the block where there are several; empty if it has none."""
+    """Canonical name, relative to the block if the piece is in several blocks; empty if unknown."""
     is_expert: bool = False
-    """Whether only some tokens meet it: what `parallelism.expert` divides."""
+    """Whether the tensor is part of an expert, which `parallelism.expert` divides."""
     spread: int = 1
-    """Ranks that have a part of the whole tensor each, besides tensor ranks: as many times fewer
-    share out this part."""
+    """Number of expert ranks that divide the whole tensor, besides the tensor ranks. ZeRO
+    partitions this rank's part over that many times fewer ranks.
+    """
     trains: bool = True
-    """Whether the optimizer updates it."""
+    """Whether the optimizer updates the tensor."""
     element_bytes: int | None = None
-    """Bytes of one element, where it is not in the type that computes: a matrix in 8 or 4 bits is
-    so many bytes."""
+    """Bytes per element if not in the compute type: 1 for a matrix of 8 or 4 bits (raw bytes)."""
     expanded: int = 0
-    """Elements of the matrix that such bytes stand for."""
+    """Elements of the matrix that the stored bytes of 8 or 4 bits represent."""
 
     def bytes(self, elements: int, weight_bytes: int) -> int:
-        """Of so many of its elements, where others' have `weight_bytes`."""
+        """Return the bytes of `elements` elements, `weight_bytes` each unless `element_bytes` is
+        set.
+        """
         each = weight_bytes if self.element_bytes is None else self.element_bytes
         return each * elements
 
@@ -55,40 +57,41 @@ class Piece:
 
     @property
     def partitioned(self) -> int:
-        """Elements that ZeRO's ranks, all of a stage's replicas, share out."""
+        """Elements that ZeRO partitions over all replicas of the stage."""
         return self.total * self.spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What a rank of one pipeline stage holds."""
+    """Blocks and tensors of a pipeline stage on one rank."""
 
     index: int
-    """Pipeline stage, from 0."""
+    """Index of the pipeline stage, from 0."""
     blocks: int
     has_embedding: bool
-    """Whether it looks the tokens up."""
+    """Whether the stage looks up the token embeddings."""
     has_head: bool
-    """Whether it computes the logits and the loss."""
+    """Whether the stage computes the logits and the loss."""
     embedding: int
-    """Elements of the token embedding here, if any."""
+    """Elements of the token embedding on this rank; 0 if it is elsewhere."""
     head: int
-    """Elements of the output projection here, tied or not, if any."""
+    """Elements of the output projection on this rank, tied or not; 0 if it is elsewhere."""
     pieces: tuple[Piece, ...]
     traced: BlockActivations | None = None
-    """What one of its blocks keeps, where the model was traced."""
+    """Activations of one block, if the model was traced."""
     first_block: int = 0
-    """Index of its first block in the model."""
+    """Index of the stage's first block in the model."""
     learning: tuple[tuple[Learning, int], ...] | None = None
-    """What learns in the blocks that gradients reach, and in how many; none is all of each
-    (`trainctl.memory.partial`)."""
+    """Trained parts of a block, each with the number of such blocks that gradients reach; None if
+    all blocks are trained whole (`trainctl.memory.partial`).
+    """
 
     @property
     def trained(self) -> Stage:
-        """The stage as its optimizer has it: without the tensors that are frozen."""
+        """Stage without its frozen tensors."""
         if self.learning is None:
             return self
-        tables = {self.embedding, self.head}  # learned positions are none
+        tables = {self.embedding, self.head}  # learned position embeddings are not in here
         embeddings = [p for p in self.pieces if p.embedding and p.numel in tables]
         heads = [p for p in self.pieces if p.is_matrix and not (p.in_block or p.embedding)]
         return replace(
@@ -110,7 +113,9 @@ class Stage:
 
     @property
     def weights(self) -> int:
-        """What `parameters` says, of matrices in 8 or 4 bits what they stand for."""
+        """Number of weights: `parameters`, but counting the weights of quantized matrices, not
+        bytes.
+        """
         return sum((piece.expanded or piece.numel) * piece.count for piece in self.pieces)
 
     @property
@@ -119,7 +124,7 @@ class Stage:
 
     @property
     def partitioned(self) -> int:
-        """Elements that ZeRO's ranks share out: with experts that other ranks have."""
+        """Elements that ZeRO partitions, including experts on other ranks."""
         return sum(piece.partitioned for piece in self.pieces)
 
     @property
@@ -133,7 +138,7 @@ class Stage:
 
     @property
     def expert_parameters(self) -> int:
-        """Elements of the experts, which only some tokens meet."""
+        """Elements of the experts on this rank."""
         return sum(piece.total for piece in self.pieces if piece.is_expert)
 
     @property
@@ -147,21 +152,21 @@ class Stage:
         return max((piece.expanded for piece in self.pieces), default=0)
 
     def bytes(self, weight_bytes: int) -> int:
-        """Of all parameters; those in the type that computes have `weight_bytes` an element."""
+        """Return the bytes of all parameters, `weight_bytes` per element in the compute type."""
         return sum(piece.bytes(piece.total, weight_bytes) for piece in self.pieces)
 
     def partitioned_bytes(self, weight_bytes: int) -> int:
-        """Of what ZeRO's ranks share out."""
+        """Return the bytes of the parameters that ZeRO partitions, of all its ranks together."""
         return sum(piece.bytes(piece.partitioned, weight_bytes) for piece in self.pieces)
 
     def block_bytes(self, weight_bytes: int) -> int:
-        """Of one block."""
+        """Return the bytes of one block's parameters."""
         inside = (piece for piece in self.pieces if piece.in_block)
         size = sum(piece.bytes(piece.total, weight_bytes) for piece in inside)
         return size // max(self.blocks, 1)
 
     def bytes_below(self, threshold: int, weight_bytes: int) -> int:
-        """Of tensors of at most `threshold` elements."""
+        """Return the bytes of all tensors of at most `threshold` elements."""
         small = (piece for piece in self.pieces if piece.numel <= threshold)
         return sum(piece.bytes(piece.total, weight_bytes) for piece in small)
 
@@ -171,11 +176,9 @@ def stages(
 ) -> tuple[Stage, ...]:
     """Return the stages of a pipeline, the embedding on the first, the head on the last.
 
-    A head tied to the embedding is held by both when the pipeline has more than one stage.
-
-    Args:
-        expert: Size of the expert axis.
-        stage_blocks: Blocks of each stage; empty is one stage with all of them.
+    With more than one stage, a head tied to the embedding is held by both the first and the last.
+    `expert` is the size of the expert axis. `stage_blocks` is the number of blocks per stage; empty
+    means one stage with all of them.
     """
     counts = tuple(stage_blocks) or (model.num_layers,)
     read = shapes.anatomy(model)
@@ -192,13 +195,10 @@ def stages_of(
     stage_blocks: Sequence[int] = (),
     traced: BlockActivations | None = None,
 ) -> tuple[Stage, ...]:
-    """Return the stages of a model that has been read, each with its own blocks.
+    """Return the stages of a model with the anatomy `read`, each with its own blocks.
 
-    Args:
-        read: What it is made of.
-        expert: Size of the expert axis.
-        stage_blocks: Blocks of each stage; empty is one stage with all of them.
-        traced: What one of its blocks keeps.
+    `expert` is the size of the expert axis. `stage_blocks` is the number of blocks per stage; empty
+    means one stage with all of them. `traced` is the activations of one block.
     """
     counts = tuple(stage_blocks) or (len(read.blocks),)
     return tuple(
@@ -291,7 +291,9 @@ def _pieces(
     count: int | None = None,
     embedding: bool = False,
 ) -> Iterator[Piece]:
-    """Pieces of the tensors on one tensor rank; `count` blocks of them when they are a block's."""
+    """Yield the pieces of `tensors` on one tensor rank; `count` is the number of blocks that have
+    them, None outside blocks.
+    """
     for item in tensors:
         if count != 0 and item.numel:
             yield Piece(
@@ -306,5 +308,5 @@ def _pieces(
 
 
 def share(numel: int, ranks: int) -> int:
-    """Return elements that a rank has of a tensor that ranks divide."""
+    """Return the elements on one rank of a tensor divided among `ranks` ranks, rounded up."""
     return -(-numel // ranks)

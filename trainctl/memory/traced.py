@@ -1,4 +1,4 @@
-"""A model as its own code describes it, for budgets in place of what follows from its shape."""
+"""Traced model: anatomy and activations read from its own code, in place of the closed form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainctl.memory.activations import BlockActivations
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")
-"""Parts of the names that architectures give to the children of a block."""
+"""Substrings of the names that architectures give to the children of a block."""
 
 
 def part_of(name: str) -> str:
-    """Part of the closed form that a child of a block belongs to, by its name."""
-    if "norm" in name:  # post_attention_layernorm is one
+    """Return the field of `BlockActivations` that a child of a block counts to, by its name."""
+    if "norm" in name:  # post_attention_layernorm contains "attention" too
         return "norms"
     if any(word in name for word in FEED_FORWARD):
         return "feed_forward"
@@ -25,31 +25,30 @@ def part_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """Findings of a trace (`trainctl.train.models.trace`), on one rank without sharding."""
+    """Result of a trace (`trainctl.train.models.trace`), on one rank without sharding."""
 
     anatomy: Anatomy
-    """What it is made of."""
     block: BlockActivations
-    """What one of its blocks keeps, in bytes per token: the mean over the blocks."""
+    """Activations of one block in bytes per token: the mean over the blocks."""
 
     def to_json(self) -> dict[str, Any]:
-        """As another process reads it."""
+        """Return the trace as plain JSON, for another process."""
         return {"anatomy": self.anatomy.to_table(), "block": asdict(self.block)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TracedModel:
-        """What `to_json` gave."""
+        """Build the trace from the result of `to_json`."""
         return cls(
             anatomy=anatomy_of(content["anatomy"]), block=BlockActivations(**content["block"])
         )
 
 
 def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
-    """Return a traced block without a closed form on one of several tensor ranks.
+    """Return a traced block without a closed form on one of `tensor` tensor-parallel ranks.
 
-    What a part keeps shrinks as its weights do, of which the ranks may have some whole: latent
-    attention, routers. What lies between the parts does not, nor what the two last products
-    of a block give, which has its full width.
+    The activations of a part shrink with its weights, some of which the ranks may hold whole:
+    latent attention, routers. Activations between the parts do not shrink, nor do the outputs of
+    the block's two last products, which have full width.
     """
     block = traced.block
 
@@ -66,7 +65,7 @@ def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
         attention=attention,
         feed_forward=feed_forward,
         products=ends + round((block.products - ends) * inside),
-        # As `trainctl.train.models.trace` makes them of the parts.
+        # The same composition of parts as in `trainctl.train.models.trace`.
         feed_forward_gradient=block.feed_forward_gradient
         - block.feed_forward // 2
         + feed_forward // 2,
@@ -75,7 +74,7 @@ def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
 
 
 def _share_of(anatomy: Anatomy, part: str, tensor: int) -> float:
-    """What a tensor rank has of the weights of a part, in all blocks."""
+    """Return the fraction of a part's weights, over all blocks, that one tensor rank holds."""
     numel = shared = 0
     for parameter in anatomy.parameters:
         if parameter.block is None:

@@ -1,1 +1,1 @@
-"""The plan: what a run will do, derived and checked before anything starts. Pure, no torch."""
+"""Plan: what a run will do, derived and checked before anything starts. Pure, no torch."""

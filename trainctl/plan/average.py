@@ -1,26 +1,26 @@
-"""The moving average of the weights: how fast it moves, and where it cannot be kept. No torch."""
+"""Moving average of the weights: its decay, and the settings that rule it out. No torch."""
 
 from __future__ import annotations
 
 from trainctl.config.schema import CompileKind, DataType, OffloadDevice, RunConfig
 
 METRIC = "ema_loss"
-"""Held-out loss of the average, beside that of the weights."""
+"""Name of the average's held-out loss, logged beside the held-out loss of the weights."""
 
 
 def decay_of(update: int, decay: float) -> float:
-    """What an update leaves of the average: ``min(decay, (1 + t) / (10 + t))`` at update t, from 1.
+    """Return the decay at update t, counted from 1: ``min(decay, (1 + t) / (10 + t))``.
 
-    It begins as a copy of the first weights, which a constant decay of 0.999 would still hold a
-    third of after a thousand updates. This one forgets them: 2/11 is left at the first update, and
-    after t updates at most 10! / ((t + 2) ... (t + 10)) of them. (The ramp of TensorFlow's
-    `ExponentialMovingAverage` with `num_updates`.)
+    The average starts as a copy of the first weights. With a constant decay of 0.999 it would still
+    hold a third of them after a thousand updates. This ramp forgets them: 2/11 is left after the
+    first update, and after t updates at most 10! / ((t + 2) ... (t + 10)). It is the ramp of
+    TensorFlow's `ExponentialMovingAverage` with `num_updates`.
     """
     return min(decay, (1 + update) / (10 + update))
 
 
 def why_not(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting under which no average can be kept, and why; None if it can."""
+    """Return the setting that rules out an average, and the reason; None if one can be kept."""
     offload = config.offload
     if offload.zenflow:
         return "offload.zenflow=true", "the master weights lag behind those of the model"

@@ -1,7 +1,7 @@
-"""Sizes of the batches over the run: one, or smaller ones first (`training.batch_ramp`).
+"""Batch sizes over the run: constant, or with a ramp of smaller ones first (`training.batch_ramp`).
 
-Everything here is a function of the step alone, so that it is the same on every rank and layout,
-and after a resume.
+Everything here is a function of the step alone, so it is the same on every rank and layout, and
+after a resume.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Batch arithmetic: global = micro x accumulation x data, in sequences."""
+    """Batch sizes, with global = micro x accumulation x data, in sequences."""
 
     global_batch_size: int
     """Sequences in an optimizer step."""
@@ -29,24 +29,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPhase:
-    """Steps that have the same batch size."""
+    """Range of steps with the same batch size."""
 
     first_step: int
-    """Number of the first of them, from 0."""
+    """First step of the range, from 0."""
     batch: Batch
-    """Global batch of each of them."""
+    """Batch of each step in the range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batch of every step of a run."""
+    """Batch of every step of a run."""
 
     phases: tuple[BatchPhase, ...]
-    """Parts of the run by their first step, ascending from 0; the last one has no end."""
+    """Phases ascending by their first step, from 0; the last one has no end."""
 
     @classmethod
     def of(cls, ramp: tuple[BatchPhase, ...], batch: Batch) -> Batches:
-        """Those of a ramp that ends in `batch`, which is the batch of all steps without one."""
+        """Return the batches of a ramp that ends in `batch`; without a ramp all steps have it."""
         return cls(ramp or (BatchPhase(first_step=0, batch=batch),))
 
     def at(self, step: int) -> Batch:
@@ -54,15 +54,15 @@ class Batches:
         return next(phase.batch for phase in reversed(self.phases) if phase.first_step <= step)
 
     def samples_before(self, step: int) -> int:
-        """Sequences of the updates before number `step`."""
+        """Return the number of sequences in all updates before number `step`."""
         return sum(count * batch.global_batch_size for count, batch in self._until(step))
 
     def tokens_before(self, step: int) -> int:
-        """Tokens of the updates before number `step`."""
+        """Return the number of tokens in all updates before number `step`."""
         return sum(count * batch.tokens_per_step for count, batch in self._until(step))
 
     def steps_for(self, tokens: int) -> int:
-        """Return the smallest number of steps from the start that have at least so many tokens."""
+        """Return the smallest number of steps from the start with at least `tokens` tokens."""
         last = self.phases[-1]
         for phase, following in zip(self.phases, self.phases[1:], strict=False):
             if self.tokens_before(following.first_step) >= tokens:
@@ -72,7 +72,7 @@ class Batches:
         return last.first_step + -(-missing // last.batch.tokens_per_step)
 
     def _until(self, step: int) -> list[tuple[int, Batch]]:
-        """Return how many updates before number `step` each phase has, with its batch."""
+        """Return for each phase the number of its updates before number `step`, with its batch."""
         ends = [phase.first_step for phase in self.phases[1:]] + [step]
         return [
             (max(0, min(end, step) - phase.first_step), phase.batch)

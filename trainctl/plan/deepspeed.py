@@ -1,8 +1,8 @@
-"""DeepSpeed's JSON, as a flat list of settings with their reasons, then nested.
+"""DeepSpeed's JSON: a flat list of settings with their reasons, and its nested form.
 
-Written for DeepSpeed 0.19; file names below are its own. Every key is written out, also where the
-value is DeepSpeed's default, so that a change of its defaults changes nothing here, and nothing is
-left as "auto". How DeepSpeed counts ranks for the batch check: `docs/decisions/003-*.md`.
+Written for DeepSpeed 0.19; file names below are DeepSpeed's. Every key is written out, including
+DeepSpeed's defaults, so that a change of its defaults changes nothing here, and nothing is left as
+"auto". How DeepSpeed counts ranks for the batch check: `docs/decisions/003-*.md`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ BATCH_KEYS = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-"""The batch triple; its product counts data-parallel ranks only."""
+"""Keys of the batch triple; DeepSpeed multiplies it with the data-parallel ranks only."""
 
 MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
-"""Where the matrices are; the second is gpt2's."""
+"""Module classes that hold the weight matrices; gpt2 uses Conv1D."""
 
 STEPS_PER_PRINT = 1_000_000_000
-"""Never: the trainer reports progress itself."""
+"""Effectively never: the trainer reports progress itself."""
 
 
 def render(settings: Iterable[Derived]) -> dict[str, Any]:
@@ -67,9 +67,8 @@ def derived_settings(
 ) -> tuple[Derived, ...]:
     """Return every key of the JSON that trainctl sets, without the user's `deepspeed` section.
 
-    Args:
-        mesh: None where none is possible: then one of the sizes that are set.
-        batch: None where none is possible: then the JSON is without it.
+    `mesh` is None if no mesh is possible; the configured axis sizes are used then. `batch` is None
+    if no batch is possible; the JSON has no batch keys then.
     """
     axes = config.parallelism
     mesh = mesh or Mesh(data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence)
@@ -87,14 +86,14 @@ def derived_settings(
 
 
 def user_settings(section: Mapping[str, Any]) -> tuple[Derived, ...]:
-    """Return the leaves of the user's `deepspeed` section, merged last."""
+    """Return the leaves of the user's `deepspeed` section, which is merged last."""
     return tuple(
         Derived(key=key, value=value, reason=f"deepspeed.{key}") for key, value in flatten(section)
     )
 
 
 def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every leaf; an empty mapping is a leaf."""
+    """Yield the dotted key and the value of every leaf; an empty mapping is a leaf."""
     for name, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -103,8 +102,7 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _set(key: str, value: Any, *sources: str, why: str = "") -> Derived:
-    """Return a setting that follows from config keys; `why` says it where naming them is not
-    enough."""
+    """Return a setting derived from config keys; `why` replaces their names as the reason."""
     return Derived(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
 
 
@@ -128,7 +126,7 @@ def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterat
 
 
 def _is_own(config: RunConfig, hardware: Hardware) -> bool:
-    """Whether the trainer hands DeepSpeed an optimizer of trainctl's."""
+    """Return True if the trainer passes DeepSpeed one of trainctl's own optimizers."""
     return config.trains_itself and maker(config, hardware) is Maker.trainctl
 
 
@@ -154,7 +152,7 @@ def _optimizer_params(
         yield optimizer_parameter(config, parameter, lr_scale)
     for name, (value, why) in form.fixed.items():
         yield _set(f"{params}.{name}", value, "optimizer.kind", why=why)
-    # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
+    # ZenFlow passes these parameters to torch's AdamW, which does not know the key.
     if form.has_torch_adam and not config.offload.zenflow:
         why = (
             "the optimizer is offloaded: DeepSpeedCPUAdam"
@@ -172,7 +170,7 @@ def _optimizer_params(
 def optimizer_parameter(
     config: RunConfig, parameter: OptimizerParameter, lr_scale: float
 ) -> Derived:
-    """Return a parameter of the JSON, from the keys that say it."""
+    """Return one optimizer parameter of the JSON, derived from its config keys."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]
     value: Any = values if len(values) > 1 else values[0]
@@ -215,8 +213,8 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
         yield _set("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
-        # ZeRO sends the gradients of these in the compute type, whatever communication_data_type
-        # says (runtime/torch_autocast.py), and all others in fp32.
+        # ZeRO sends the gradients of these modules in the compute type, ignoring
+        # communication_data_type (runtime/torch_autocast.py), and all others in fp32.
         lower = list(MATRIX_MODULES) if used.communication is precision_of(precision).format else []
         key = "torch_autocast.lower_precision_safe_modules"
         yield _set(key, lower, *on_wire, why=wire_why)
@@ -250,11 +248,11 @@ def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
         why = "the trainer wraps the blocks that are recomputed"
         yield _set("pipeline.activation_checkpoint_interval", 0, why=why)
     if config.trains_itself:
-        return  # it hands DeepSpeed its own mesh (docs/decisions/009-*.md)
+        return  # the trainer passes DeepSpeed its own mesh (docs/decisions/009-*.md)
     if mesh.tensor > 1 and mesh.pipeline == 1:  # AutoTP refuses a PipelineModule
         yield _set("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
     if mesh.sequence > 1:
-        # Without data_parallel_size beside it: the two together make DeepSpeed build its own mesh.
+        # data_parallel_size is left out: with both keys DeepSpeed builds its own mesh.
         yield _set("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
         # With sequence ranks the engine sends gradients in this format (runtime/engine.py).
         wire = formats(config.precision).communication.value

@@ -1,7 +1,7 @@
-"""Keys of DeepSpeed's JSON that say what a config key says: one table, written from and read back.
+"""Table of the DeepSpeed JSON keys that correspond to one config key each.
 
-The renderer goes through it from the config to the JSON, the importer from the JSON to the config.
-The batch, the optimizer and the schedule are not here: they are arithmetic, or units of their own.
+The renderer writes the JSON from it, the importer reads a JSON back through it. The batch, the
+optimizer and the schedule are not here: they need arithmetic, or have modules of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZENFLOW = f"{ZERO}.zenflow"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modes:
-    """What decides which keys of the JSON there are, of a config or of a JSON."""
+    """Modes of a config or JSON that decide which keys the JSON has."""
 
     stage: int
     weights: str
@@ -32,15 +32,15 @@ class Modes:
     parameters: str
     """Device of the parameters: none, cpu or nvme."""
     zenflow: bool
-    """Whether ZenFlow updates."""
+    """Whether ZenFlow is enabled."""
     by_steps: bool = True
-    """Whether ZenFlow counts its intervals in steps; epochs otherwise."""
+    """Whether ZenFlow counts its intervals in steps (otherwise in epochs)."""
     pipeline: int = 1
-    """Pipeline stages; 1 is none."""
+    """Number of pipeline stages; 1 means no pipeline."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Modes:
-        """Those that a config asks for."""
+        """Return the modes of a config."""
         offload = config.offload
         return cls(
             stage=config.zero_stage.stage,
@@ -68,7 +68,7 @@ WHEN: dict[str, Callable[[Modes], bool]] = {
     "fp16": lambda modes: modes.weights == "fp16",
     "no stages": lambda modes: modes.pipeline == 1,
 }
-"""Where the JSON may have a key; elsewhere DeepSpeed does not read it."""
+"""Conditions under which the JSON has a key, by name; DeepSpeed ignores the key otherwise."""
 
 _ZENFLOW = "offload.optimizer=cpu and offload.zenflow=true"
 WORDS = {
@@ -87,7 +87,7 @@ WORDS = {
     "fp16": "fp16 weights",
     "no stages": "parallelism.pipeline=1",
 }
-"""The same to whoever reads it."""
+"""Conditions of `WHEN` in words, for messages."""
 
 
 def _as_it_is(value: Any) -> Any:
@@ -96,28 +96,30 @@ def _as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of the JSON, and the config key that it follows from."""
+    """Key of the JSON with the config key that it is derived from."""
 
     when: str
-    """A name of `WHEN`."""
+    """Name of its condition in `WHEN`."""
     key: str
-    """Dotted, of the JSON."""
+    """Dotted key of the JSON."""
     source: str
-    """The config key; empty if the value is always the same."""
+    """Config key; empty if the value is constant."""
     reason: str = ""
-    """Why it has its value; empty where naming the source says it."""
+    """Reason for the value; empty if the config key explains it."""
     write: Callable[[Any], Any] = _as_it_is
-    """Turns the config key's plain value into the JSON's; None leaves the key out."""
+    """Converts the config key's plain value to the JSON's; None leaves the key out."""
     read: Callable[[Any], Any] | None = _as_it_is
-    """Back from a value that is given; None if this key cannot say it."""
+    """Converts a JSON value back to the config key's; None if the JSON key does not determine
+    it.
+    """
 
     def holds(self, modes: Modes) -> bool:
-        """Whether the JSON may have the key."""
+        """Return True if the JSON has the key in these modes."""
         return WHEN[self.when](modes)
 
 
 def _flag(when: str, key: str, source: str, value: Any, reason: str = "") -> Row:
-    """Return a key that is true where a config key has one certain value, and else left out."""
+    """Return a row that is true if the config key equals `value`, and left out otherwise."""
 
     def write(said: Any) -> bool | None:
         return True if said == value else None
@@ -126,17 +128,17 @@ def _flag(when: str, key: str, source: str, value: Any, reason: str = "") -> Row
 
 
 def at_least_one(size: Any) -> Any:
-    """Return a size that DeepSpeed reads as 1 if it is 0."""
+    """Return the size with 0 replaced by 1, as DeepSpeed reads it."""
     return max(size, 1)
 
 
 def _fixed(when: str, key: str, value: Any, reason: str, source: str = "") -> Row:
-    """Return a key that has one value wherever it is written; there is nothing to read back."""
+    """Return a row with a constant value; there is nothing to read back."""
     return Row(when, key, source, reason, lambda _: value, None)
 
 
 def _interval(when: str, key: str, source: str, undecided: Any, reason: str = "") -> Row:
-    """Return a number of steps; `undecided` stands for none, where DeepSpeed chooses."""
+    """Return a row for a number of steps; `undecided` replaces None and lets DeepSpeed choose."""
 
     def read(steps: Any) -> int | None:
         return steps if isinstance(steps, int) and steps >= 1 else None
@@ -224,14 +226,14 @@ FP16_KEYS = (
 TABLE = (*ZERO_KEYS, *OFFLOAD_KEYS, *BF16_KEYS, *FP16_KEYS)
 
 FROM_ONE = frozenset(row.key for row in TABLE if row.read is at_least_one)
-"""Keys of the JSON of which DeepSpeed takes 0 for 1."""
+"""Keys of the JSON whose value 0 DeepSpeed reads as 1."""
 
 SOURCES = {row.key: row.source for row in TABLE if row.read is not None}
-"""The config key by the key of the JSON that says the same."""
+"""Config key by the JSON key that determines it."""
 
 
 def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
-    """Yield the settings of some rows that a config has."""
+    """Yield the settings that a config has among these rows."""
     modes = Modes.of(config)
     for row in rows:
         value = row.write(value_of(config, row.source)) if row.holds(modes) else None
@@ -242,7 +244,7 @@ def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
 
 
 def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys of ZeRO and offload that a config's JSON does not have, and what they need, in words."""
+    """Yield the ZeRO and offload keys without effect in a config, and what each needs, in words."""
     modes, needs = Modes.of(config), dict[str, list[Row]]()
     for row in (*ZERO_KEYS, *OFFLOAD_KEYS):
         if row.read is not None:
@@ -253,7 +255,7 @@ def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """Return the value of a config key, of a choice its name; None without a key."""
+    """Return the value of a config key, an enum as its plain value; None if `key` is empty."""
     if not key:
         return None
     section, name = key.split(".")

@@ -1,7 +1,7 @@
-"""The arithmetic of a plan: mesh, batch, steps. Pure; each function also says why.
+"""Arithmetic of a plan: mesh, batch, steps. Pure; each function also returns its reasons.
 
-A function gives ``None`` where no legal value exists; `trainctl.rules.plan` says what is wrong and
-what would be legal, so that one impossible choice does not hide the other problems of a config.
+A function returns ``None`` where no legal value exists. `trainctl.rules.plan` reports the problem
+and the legal values, so that one impossible choice does not hide the other problems of a config.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainctl.plan.types import Batch, Mesh
 
 Reasons = tuple[Derived, ...]
 UNCOUNTED_STEPS = 1000
-"""Length of a plan for epochs of a corpus that was not read; a launch reads it before it plans."""
+"""Placeholder length of a plan in epochs of an unread corpus; a launch reads the corpus first."""
 
 
 def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mesh | None, Reasons]:
@@ -56,11 +56,10 @@ def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mes
 def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Reasons]:
     """Return the batch triple, with ``global = micro x accumulation x data``.
 
-    Args:
-        training: Any of the three sizes may be none and is derived from the other two; what the
-            triple leaves open is 1 (the accumulation takes the rest when only the global size is
-            given). A global size in tokens is rounded to what the ranks can share.
-        data: Size of the mesh's data axis.
+    Each of the three sizes may be None in `training`. If two are given, the third is derived;
+    otherwise an open size is 1, except that with only a global size the accumulation takes the
+    rest. A global size in tokens is rounded to a multiple that the ranks can share. `data` is the
+    size of the mesh's data axis.
     """
     micro = training.micro_batch_size
     accumulation = training.gradient_accumulation_steps
@@ -105,7 +104,7 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
 
 
 def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
-    """Blocks of each pipeline stage."""
+    """Return the number of blocks of each pipeline stage."""
     parallelism = config.parallelism
     blocks = blocks_of_stages(
         config.model, parallelism, sequence_length=config.training.sequence_length
@@ -125,12 +124,11 @@ def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
 
 
 def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches | None, Reasons]:
-    """Return the batch of every step: `batch`, after the smaller ones of `training.batch_ramp`.
+    """Return the batch of every step: `batch`, preceded by the smaller ones of
+    `training.batch_ramp`.
 
-    The micro-batch stays, so a smaller batch has fewer accumulation steps.
-
-    Returns:
-        None where an entry of the ramp is not possible.
+    The micro-batch size is constant, so a smaller batch has fewer accumulation steps. Returns None
+    if an entry of the ramp is not possible.
     """
     if batch is None:
         return None, ()
@@ -163,7 +161,7 @@ def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches 
 
 
 def is_ramp_entry(entry: dict[str, int]) -> bool:
-    """Whether an entry of `training.batch_ramp` has the keys that one has."""
+    """Return True if an entry of `training.batch_ramp` has exactly the required keys."""
     return set(entry) in (
         {"until_steps", "global_batch_size"},
         {"until_tokens", "global_batch_size"},
@@ -173,7 +171,9 @@ def is_ramp_entry(entry: dict[str, int]) -> bool:
 def derive_total_steps(
     training: TrainingConfig, batches: Batches | None
 ) -> tuple[int | None, Reasons]:
-    """Optimizer steps of the whole run: `training.steps`, else tokens or epochs, rounded up."""
+    """Return the optimizer steps of the whole run: `training.steps`, otherwise from tokens or
+    epochs, rounded up.
+    """
     if training.steps is not None:
         return training.steps, (_total(training.steps, "training.steps", "training.steps"),)
     if batches is None:
@@ -189,7 +189,7 @@ def derive_total_steps(
 
 
 def uncounted_steps(training: TrainingConfig) -> tuple[int, Reasons]:
-    """Steps that stand for `training.epochs` while nobody knows how long one is."""
+    """Return placeholder steps for `training.epochs` while the epoch length is unknown."""
     why = f"stands for training.epochs {training.epochs:g} until the corpus is read"
     return UNCOUNTED_STEPS, (_total(UNCOUNTED_STEPS, why, "training.epochs"),)
 
@@ -199,25 +199,26 @@ def _total(steps: int, why: str, *sources: str) -> Derived:
 
 
 def _of_ramp(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
-    """Return how a quantity of the whole run is divided into steps, in words, and by which key."""
+    """Return in words how a total is divided into steps, with the config keys it depends on."""
     if len(batches.phases) > 1:
         return "with the batches of training.batch_ramp", ("training.batch_ramp",)
     return otherwise, ()
 
 
 def is_counted_in_epochs(training: TrainingConfig) -> bool:
-    """Whether it is the corpus that says how many steps the run has."""
+    """Return True if the length of the run depends on the corpus."""
     return training.epochs is not None and training.steps is None and training.tokens is None
 
 
 def samples_of_epoch(training: TrainingConfig) -> int:
-    """Packed samples of the training text: each ends with the label of its last token."""
+    """Return the packed samples in the corpus; each ends with the label of its last token."""
     return max(0, ((training.epoch_tokens or 0) - 1) // training.sequence_length)
 
 
 def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | None, Reasons]:
-    """Return the first step at which every sample was seen so often; none while the corpus is
-    unread."""
+    """Return the steps after which every sample was seen `training.epochs` times; None if the
+    corpus is unread.
+    """
     samples = samples_of_epoch(training)
     if training.epochs is None or samples == 0:
         return None, ()
@@ -232,7 +233,7 @@ def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | 
 
 
 def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, Reasons]:
-    """Step of the run at which this launch ends."""
+    """Return the step at which this launch ends."""
     if training.stop_after_steps is None or training.stop_after_steps >= total_steps:
         why = "total_steps: this launch goes to the end"
         return total_steps, (Derived(key="stop_step", value=total_steps, reason=why),)
@@ -243,15 +244,16 @@ def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, R
 def derive_warmup_steps(
     schedule: ScheduleConfig, total_steps: int, batches: Batches
 ) -> tuple[int, Reasons]:
-    """Optimizer steps of the linear warmup; a fraction is rounded to the nearest step."""
+    """Return the steps of the linear warmup; a fraction is rounded to the nearest step."""
     steps, why = warmup_length(schedule, total_steps, batches)
     sources = (_length_key(schedule, "warmup"),)
     return steps, (Derived(key="warmup_steps", value=steps, reason=why, sources=sources),)
 
 
 def _length_key(schedule: ScheduleConfig, phase: str) -> str:
-    """Return the key that says how long the warmup or the decay is: steps, else tokens, else a
-    share."""
+    """Return the key that sets the warmup's or decay's length: steps, else tokens, else
+    fraction.
+    """
     names = (f"{phase}_steps", f"{phase}_tokens")
     given = (name for name in names if getattr(schedule, name) is not None)
     return f"schedule.{next(given, f'{phase}_fraction')}"
@@ -260,7 +262,9 @@ def _length_key(schedule: ScheduleConfig, phase: str) -> str:
 def derive_stable_steps(
     schedule: ScheduleConfig, total_steps: int, warmup_steps: int, batches: Batches
 ) -> Reasons:
-    """Where the decay of `wsd` begins: a checkpoint there can be extended (`Curve`)."""
+    """Return the length and the start of the `wsd` decay; a run can be extended from the checkpoint
+    at its start (`Curve`).
+    """
     if not isinstance(schedule, WithDecay):
         return ()
     decay, why = decay_length(schedule, total_steps, batches)
@@ -290,7 +294,9 @@ def derive_stable_steps(
 def derive_shape(
     schedule: ScheduleConfig, total_steps: int, warmup_steps: int, batches: Batches
 ) -> Reasons:
-    """What the schedule's kind settles where nobody typed it: its floor, and where it turns."""
+    """Return the schedule's default floor, if not configured, and the steps where its curve
+    jumps.
+    """
     found = []
     if isinstance(schedule, WithFloor) and schedule.floor_ratio is None:
         floor, why = floor_ratio(schedule)
@@ -314,8 +320,10 @@ def derive_shape(
 
 
 def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[int, str]:
-    """Return the global batch nearest to `tokens` that all ranks share evenly, at least the
-    smallest."""
+    """Return the global batch in sequences nearest to `tokens` tokens, and the reason.
+
+    It is a positive multiple of `data` times the micro-batch size (if unset, the accumulation).
+    """
     sizes = (training.micro_batch_size, training.gradient_accumulation_steps)
     known = {"micro": sizes[0], "accumulation": None if sizes[0] else sizes[1]}
     each = data * (sizes[0] or sizes[1] or 1)

@@ -1,15 +1,15 @@
-"""What `training.deterministic` asks of the libraries: variables that every rank starts with.
+"""Environment variables of `training.deterministic`, which every rank starts with.
 
-What torch is told besides is in `trainctl.engines.process`. docs/resume.md says what it costs.
+The settings of torch are in `trainctl.engines.process`. docs/resume.md describes the cost.
 """
 
 from __future__ import annotations
 
 VARIABLES = {
-    # One of two workspaces with which cuBLAS's products are reproducible; read when CUDA starts.
+    # One of two workspace sizes that make cuBLAS reproducible; read when CUDA starts.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # FlashAttention's backward pass without atomic sums (modeling_flash_attention_utils.py).
     "FLASH_ATTENTION_DETERMINISTIC": "1",
-    # torch's compiler chooses kernels by rules, not by measured times (torch/_inductor/config.py).
+    # torch.compile chooses kernels by rules, not by measured times (torch/_inductor/config.py).
     "TORCHINDUCTOR_DETERMINISTIC": "1",
 }

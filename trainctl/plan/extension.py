@@ -1,4 +1,4 @@
-"""Going on with another schedule than the one that a checkpoint was trained with."""
+"""Resuming with another schedule than the checkpoint was trained with."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
 
 SAME = 1e-9
-"""Relative; two closed forms of the same curve differ by rounding."""
+"""Relative tolerance: two closed forms of the same curve differ by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateChange:
-    """A learning rate that is another one from a resume on."""
+    """Jump of the learning rate at a resume."""
 
     step: int
-    """Number of the first update after it, from 1."""
+    """Number of the first update after the resume, from 1."""
     before: float
-    """Rate that the earlier plan had for that update; beyond its end, that of its last."""
+    """Learning rate of that update in the earlier plan; beyond its end, of its last update."""
     now: float
-    """Rate that it gets."""
+    """Learning rate of that update in the new plan."""
 
 
 def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | None:
-    """Where the learning rate jumps when `now` goes on after `step` updates of `before`.
+    """Return the jump of the learning rate when `now` resumes after `step` updates of `before`.
 
-    Returns:
-        None if it is what it would have been, or stays what it last was.
+    Returns None if the rate is the one planned before, or stays at its last value.
     """
 
     def rate(plan: RunPlan, update: int) -> float:
@@ -42,15 +41,10 @@ def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | Non
 
 
 def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
-    """Return the last step that `now` can go on from, if a checkpoint after `step` updates is too
-    late.
+    """Return the last step that `now` can resume from if `step` is too late; None otherwise.
 
-    A run with the schedule wsd can be made longer as long as it has not begun to decay. Weights
-    that have seen a part of the decay are not those of a longer stable phase, so they are not taken
-    back to the peak.
-
-    Returns:
-        None if `step` is early enough, or nothing is asked that it is too late for.
+    A run with the schedule wsd can be extended until its decay begins. Weights that were trained in
+    the decay are not weights of a longer stable phase, so they are not taken back to the peak.
     """
     if not all(isinstance(plan.config.schedule, WithDecay) for plan in (before, now)):
         return None
@@ -60,7 +54,7 @@ def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
 
 
 def miscounts_tokens(before: RunPlan, now: RunPlan, step: int) -> bool:
-    """Whether a schedule in tokens takes other batches for granted than were trained on so far."""
+    """Return True if a schedule in tokens assumes other batches than were trained on so far."""
     if now.config.schedule.unit is not ScheduleUnit.tokens:
         return False
     return before.batches.tokens_before(step) != now.batches.tokens_before(step)

@@ -4,20 +4,19 @@ The formula is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B
 floating point operations per token of training:
 
 - N: weights that a token is multiplied with: the matrices of every block, and the output projection
-  (also when it is tied). Looking up an embedding multiplies nothing; norms and biases are left out.
-  Of experts only those count that a token goes to.
-  Each takes a multiplication and an addition forward, and twice that backward.
-- 12 L H Q T: attention scores and their weighted sum, with L blocks, H query heads of width Q, and
-  T keys for each query. As in the paper they are not halved for being causal; a sliding window
-  bounds T. Where a model is read from its own code it is 6 H (Q + V) T for each attention of each
-  block, with its own heads, window, and widths of keys (Q) and values (V).
+(even if tied). Embedding lookups, norms and biases do not count. Of the experts, only those that
+the token is routed to count. Each weight takes a multiplication and an addition forward, and twice
+that backward. - 12 L H Q T: attention scores and their weighted sum, with L blocks, H query heads
+of width Q, and T keys for each query. As in the paper they are not halved for causal attention; a
+sliding window bounds T. For a model read from its own code it is 6 H (Q + V) T for each attention
+of each block, with its own heads, window, and widths of keys (Q) and values (V).
 
-Where some weights are frozen, what is not computed is not counted. A frozen weight has no gradient
-of its own, which saves 2 of its 6 operations; and what lies before the first block in which
-something trains has no backward pass at all, which saves 4. (That block counts as if all of it had
-one.) An adapter's matrices count as weights.
+With frozen weights, operations that are not computed are not counted. A frozen weight has no
+gradient, which saves 2 of its 6 operations. Before the first block with a trained weight there is
+no backward pass at all, which saves 4; that block itself counts as if all of it had one. An
+adapter's matrices count as weights.
 
-What is done again to save memory (recomputed activations) is not counted: it is no progress.
+Recomputed activations are not counted: they are no progress.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ TERA = 1e12
 
 
 def multiplied_weights(model: ModelConfig) -> int:
-    """N: elements of the matrices that every token is multiplied with."""
+    """Return N: the number of matrix elements that every token is multiplied with."""
     read = anatomy(model)
     if read is not None:
         return read.multiplied
@@ -49,20 +48,17 @@ def multiplied_weights(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Floating point operations of the forward and backward pass, per token of a sequence.
+    """Return the floating point operations of forward and backward pass per token.
 
-    Args:
-        model: Its shape.
-        sequence_length: Tokens that attend to each other.
+    `sequence_length` is the number of tokens that attend to each other.
     """
     return 6 * (multiplied_weights(model) + attention_products(model, sequence_length))
 
 
 def flops_of_run(config: RunConfig, sequence_length: int) -> int:
-    """Operations of a run's steps per token: without those that frozen weights save.
+    """Return the floating point operations of a run per token, less those saved by frozen weights.
 
-    Args:
-        sequence_length: Tokens that attend to each other.
+    `sequence_length` is the number of tokens that attend to each other.
     """
     model = config.model
     if not is_partial(config):
@@ -84,7 +80,10 @@ def flops_of_run(config: RunConfig, sequence_length: int) -> int:
 
 
 def _multiplied(model: ModelConfig) -> Iterator[tuple[str, float]]:
-    """What `multiplied_weights` adds up, by canonical name; a tied head is the embedding."""
+    """Yield the canonical name and element count of each matrix that `multiplied_weights` counts.
+
+    A tied head has the embedding's name. An expert counts with the fraction of tokens routed to it.
+    """
     read = anatomy(model)
     tied = dict(ties(model))
     if read is None:
@@ -104,7 +103,7 @@ def _multiplied(model: ModelConfig) -> Iterator[tuple[str, float]]:
 
 
 def attention_products(model: ModelConfig, sequence_length: int) -> int:
-    """Multiplications of attention for one token: scores and their weighted sum, in all blocks."""
+    """Return attention's multiplications per token: scores and weighted sum, in all blocks."""
     read = anatomy(model)
     if read is not None:
         return read.attention_products(sequence_length)
@@ -115,15 +114,10 @@ def attention_products(model: ModelConfig, sequence_length: int) -> int:
 def utilisation(
     flops: float, seconds: float, *, devices: int, peak_tflops: float | None
 ) -> float | None:
-    """Model FLOPs utilisation: the share of what the devices could have done in that time.
+    """Return the model FLOPs utilisation, between 0 and 1; None if the peak is unknown.
 
-    Args:
-        flops: Done by all devices together.
-        devices: Their number.
-        peak_tflops: Dense peak of one of them in the format of the matrix products, TFLOP/s.
-
-    Returns:
-        Between 0 and 1; None without a known peak.
+    `flops` is the work of all devices together. `peak_tflops` is the dense peak of one device in
+    the format of the matrix products, in TFLOP/s.
     """
     if peak_tflops is None:
         return None

@@ -1,7 +1,7 @@
-"""The settings of torch's `fully_shard`, as a flat list with their reasons.
+"""Settings of torch's `fully_shard`, as a flat list with their reasons.
 
-What stands under `optimizer.params` are the arguments of a class of torch's, which are called as in
-DeepSpeed's JSON; the trainer's own optimizers are not there.
+`optimizer.params` holds the arguments of torch's optimizer class, which have the same names as in
+DeepSpeed's JSON; trainctl's own optimizers are not listed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREFIX = "fsdp2"
 def derived_settings(
     config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[Derived, ...]:
-    """Return every setting of the engine, as `trainctl.plan.deepspeed.derived_settings`."""
+    """Return every setting of the engine, like `trainctl.plan.deepspeed.derived_settings`."""
     settings = (*_sharding(config), *_optimizer(config, hardware, batch))
     return tuple(
         Derived(
@@ -76,7 +76,7 @@ def _sharding(config: RunConfig) -> Iterator[Derived]:
 
 
 def _optimizer(config: RunConfig, hardware: Hardware, batch: Batch | None) -> Iterator[Derived]:
-    """Yield the class of torch's that updates, and its arguments."""
+    """Yield torch's optimizer class and its arguments."""
     spec = spec_of(config.optimizer)
     if maker(config, hardware) is not Maker.torch or spec.deepspeed is None:
         return

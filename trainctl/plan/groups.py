@@ -1,16 +1,16 @@
-"""The optimizer's parameter groups: which tensor is decayed, and by which learning rate it learns.
+"""Parameter groups of the optimizer: weight decay and learning rate of each tensor.
 
-One rule for the plan, which prints the groups, and the trainer, which makes them:
+The plan, which prints the groups, and the trainer, which builds them, use the same rule:
 
-- Matrices are decayed; vectors (norms, biases) and embeddings are not, and an output projection
-  that is tied to the embedding is one. `optimizer.decay_embeddings` decays embeddings too.
-- Muon updates the matrices inside blocks; AdamW updates all else.
-- The learning rate of a tensor is the base one, `optimizer.lr` or Muon's `optimizer.matrix_lr`,
-  times three factors: that of the first entry of `optimizer.groups` whose pattern is found in its
-  canonical name, `optimizer.layer_lr_decay` to the power of the blocks above it (arXiv:1801.06146,
-  section 3.1), and muP's, by whose inverse the weight decay is multiplied.
-- An entry of `optimizer.groups` may also limit the gradient norm of its group: of the tensors that
-  are updated by the same numbers, as the plan lists them.
+- Matrices are decayed. Vectors (norms, biases) and embeddings are not, nor is an output projection
+  tied to the embedding. `optimizer.decay_embeddings` decays embeddings too.
+- Muon updates the matrices inside blocks; AdamW updates everything else.
+- The learning rate of a tensor is the base rate, `optimizer.lr` or Muon's `optimizer.matrix_lr`,
+  times three factors: the factor of the first entry of `optimizer.groups` whose pattern matches its
+  canonical name; `optimizer.layer_lr_decay` to the power of the blocks above it (arXiv:1801.06146,
+  section 3.1); and muP's factor, by whose inverse the weight decay is multiplied.
+- An entry of `optimizer.groups` may also limit the gradient norm of its group: the tensors with
+  the same numbers, as the plan lists them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from trainctl.plan.trainable import trainable
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
-    """What the tensors of a group have in common."""
+    """Common update settings of the tensors in a group."""
 
     uses_muon: bool
-    """Whether Muon updates them."""
+    """Whether Muon updates the tensors."""
     is_decayed: bool
-    """Whether `optimizer.weight_decay` is for them."""
+    """Whether `optimizer.weight_decay` applies."""
     lr_factor: float
     """Multiple of the base learning rate."""
     weight_decay: float
     clip_at: float = 0.0
-    """Largest norm of their gradient together; 0 for none of their own."""
+    """Limit of the group's own gradient norm; 0 for no limit of its own."""
 
     def name(self, config: RunConfig) -> str:
-        """Unique among the groups of a config, and the same on every layout."""
+        """Return a name unique among the groups of a config, and the same on every layout."""
         words = ["muon" if self.uses_muon else "decayed" if self.is_decayed else "undecayed"]
         if self.lr_factor != 1:
             words.append(f"lr x{self.lr_factor:.6g}")
@@ -53,7 +53,7 @@ class GroupKey:
         return ", ".join(words)
 
     def peak_lr(self, config: RunConfig) -> float:
-        """Return the group's learning rate where the schedule is at its peak."""
+        """Return the group's learning rate at the peak of the schedule."""
         return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
 
 
@@ -62,24 +62,24 @@ class ParameterGroup:
     """Tensors that are updated by the same rule with the same numbers."""
 
     name: str
-    """As in the records and the plan."""
+    """Name in the records and the plan."""
     lr_factor: float
     """Multiple of the base learning rate."""
     weight_decay: float
     uses_muon: bool
-    """Whether Muon updates them."""
+    """Whether Muon updates the tensors."""
     parameters: tuple[str, ...]
     """Canonical names, in the model's order."""
     elements: int
-    """Number in all of them."""
+    """Elements of all tensors together."""
 
     def peak_lr(self, config: RunConfig) -> float:
-        """Return the group's learning rate where the schedule is at its peak."""
+        """Return the group's learning rate at the peak of the schedule."""
         return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
 
 
 def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
-    """Return the groups of the whole model; every tensor that trains is in exactly one. Pure."""
+    """Return the groups of the whole model. Every trained tensor is in exactly one."""
     members: dict[GroupKey, list[TensorShape]] = {}
     for tensor in trainable(config).trained:
         key = group_of(config, tensor.name, tensor.shape, embedding=tensor.embedding)
@@ -98,7 +98,7 @@ def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
 
 
 def in_order(keys: Iterable[GroupKey]) -> list[GroupKey]:
-    """Keys in the order of the optimizer's groups: Muon's, the decayed, the others."""
+    """Return the keys in the order of the optimizer's groups: Muon's, the decayed, the others."""
 
     def place(key: GroupKey) -> tuple[bool, bool, float, float, float]:
         numbers = (-key.lr_factor, -key.weight_decay, key.clip_at)
@@ -117,10 +117,9 @@ def group_of(
 ) -> GroupKey:
     """Return the group of one tensor.
 
-    Args:
-        shape: Of the whole tensor, whatever shard of it a rank has.
-        embedding: Whether it is looked up; none tells it by the family's names.
-        head: Whether it is known to be the output projection, whatever its name.
+    `shape` is the shape of the whole tensor, not of a rank's shard. `embedding` says whether the
+    tensor is an embedding; None decides by the names of the model family. `head` marks the output
+    projection under any name.
     """
     kind = mup.kind_of(name, tuple(shape))
     if embedding:
@@ -128,7 +127,7 @@ def group_of(
     elif head and len(shape) > 1:
         kind = TensorKind.output
     elif embedding is not None and kind is TensorKind.embedding:
-        kind = TensorKind.output  # tied, by name; an embedding it is not
+        kind = TensorKind.output  # tied by its name, but not an embedding
     optimizer, model = config.optimizer, config.model
     override = override_of(config, name)
     is_decayed = kind in (TensorKind.hidden, TensorKind.output) or (
@@ -148,7 +147,7 @@ def group_of(
         uses_muon=(
             spec_of(optimizer).has_matrix_rule
             and kind is TensorKind.hidden
-            and len(shape) == 2  # experts in one tensor, of another architecture, are no matrix
+            and len(shape) == 2  # a tensor that stacks experts is not a matrix
         ),
         is_decayed=is_decayed,
         lr_factor=lr_factor,
@@ -162,7 +161,9 @@ def _base_lr(config: RunConfig, *, uses_muon: bool) -> float:
 
 
 def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
-    """Blocks between a tensor and the output: all for embeddings, none for the last norm."""
+    """Return the blocks between a tensor and the output: all for embeddings, 0 for the last
+    norm.
+    """
     block = shapes.block_of(name)
     if block is not None:
         return max(0, config.model.num_layers - 1 - block)
@@ -170,7 +171,7 @@ def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
 
 
 def override_of(config: RunConfig, name: str) -> GroupOverride | None:
-    """Return the first entry of `optimizer.groups` whose pattern is found in the name."""
+    """Return the first entry of `optimizer.groups` whose pattern matches the name, or None."""
     for entry in config.optimizer.groups:
         if re.search(entry.match, name):
             return entry

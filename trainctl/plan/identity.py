@@ -1,9 +1,9 @@
-"""Which model a checkpoint is of: all that decides what its weights compute.
+"""Identity of a checkpoint's model: everything that decides what its weights compute.
 
-Weights alone do not say it. The same tensors with other heads, another rotary base or another
-epsilon are another function, which trains on as if nothing had happened. What only changes how the
-function is computed (kernels, layout, number formats), where training starts or what is dropped at
-random is not part of it, and may change on a resume.
+Weights alone do not determine it. The same tensors with other heads, another rotary base or
+another epsilon are another function, and training would continue without an error. Settings that
+only change how the function is computed (kernels, layout, number formats), where training starts,
+or what dropout drops are not part of the identity and may change on a resume.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _BESIDE_THE_FUNCTION = (
     "transformers_version",
     "use_cache",
 )
-"""Keys of a transformers `config.json` that change nothing of what the weights compute."""
+"""Keys of a transformers `config.json` that do not change what the weights compute."""
 
 
 BESIDE_THE_OPTIMIZER = frozenset({"master", "average"})
-"""States of a checkpoint that every optimizer has, or none."""
+"""States of a checkpoint that do not depend on the optimizer."""
 
 OF_LONGER_CONTEXT = (
     "config.json",
@@ -62,14 +62,14 @@ OF_LONGER_CONTEXT = (
     "rope_theta",
     "sliding_window",
 )
-"""Parts of an identity that a new run may change on purpose: weights are often trained on so."""
+"""Parts of an identity that a new run may change on purpose, to train for a longer context."""
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
-    """What decides the function of a model's weights, besides muP's multipliers; plain JSON.
+    """Return what decides the function of a model's weights, without muP's multipliers, as JSON.
 
     Raises:
-        TrainctlError: Its directory has no readable config.json (exit code 5).
+        TrainctlError: The model's directory has no readable config.json (exit code 5).
     """
     found: dict[str, Any] = {"family": model.family}
     found |= {name: getattr(model, name) for name in (*_SHAPE, *model.own_keys)}
@@ -89,14 +89,13 @@ def identity(model: ModelConfig) -> dict[str, Any]:
 
 
 def description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> dict[str, Any]:
-    """What a manifest says of its model.
+    """Return the description of a model for a checkpoint's manifest.
 
-    Args:
-        shapes: Of its parameters, by canonical name.
+    `shapes` are the shapes of the model's parameters, by canonical name.
 
     Returns:
-        ``name``; ``configuration``, as `identity` gives it; and ``sha256``, equal for two
-        checkpoints whose weights mean the same.
+        ``name``; ``configuration``, the result of `identity`; and ``sha256``, equal for two
+        checkpoints whose weights compute the same function.
     """
     configuration = identity(model)
     text = json.dumps([configuration, multipliers(model), shapes], sort_keys=True)
@@ -114,14 +113,13 @@ def check_model(
     *,
     may_differ: Sequence[str] = (),
 ) -> None:
-    """Refuse a checkpoint of another model; what one that says no model is of, its tensors tell.
+    """Refuse a checkpoint of another model than `model`.
 
-    Args:
-        model: The model that is to have its weights.
-        may_differ: Parts of the identity that are not compared.
+    A manifest without a model is accepted here; `check_shapes` compares its tensors. `may_differ`
+    names parts of the identity that are not compared.
 
     Raises:
-        TrainctlError: It is another one (exit code 5); names what differs.
+        TrainctlError: The models differ (exit code 5); the message names the differences.
     """
     check_multipliers(model, name, manifest)
     if "model" not in manifest:
@@ -144,15 +142,12 @@ def check_model(
 
 
 def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with the states of another optimizer.
+    """Refuse a checkpoint with the states of another optimizer than the one in `config`.
 
-    Each optimizer would take those whose names it knows, and drop the others.
-
-    Args:
-        config: Of the run that is to go on from it.
+    An optimizer would load the states whose names it knows, and drop the others silently.
 
     Raises:
-        TrainctlError: They are another's (exit code 5).
+        TrainctlError: The states belong to another optimizer (exit code 5).
     """
     had = set(manifest["states"]) - BESIDE_THE_OPTIMIZER
     optimizer, spec = config.optimizer, spec_of(config.optimizer)
@@ -163,17 +158,15 @@ def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
 
 
 def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a run in which something else trained.
-
-    Args:
-        config: Of the run that is to go on from it.
+    """Refuse a checkpoint of a run in which other weights trained than in `config`.
 
     Raises:
-        TrainctlError: Another adapter's, or with other weights frozen (exit code 5); says which.
+        TrainctlError: The adapter or the frozen weights differ (exit code 5); the message names the
+            differences.
     """
     if "base" not in manifest and not is_partial(config):
         return
-    # Read as a section is, so that one of before a key has its default.
+    # Read like a config section, so that keys missing in older manifests get defaults.
     saved_adapter: AdapterConfig = from_plain(AdapterConfig, manifest.get("adapter", {}))
     had, now = (
         {key: value for key, value in to_plain(adapter).items() if key != "dropout"}
@@ -195,7 +188,7 @@ def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> 
 
 
 def another_optimizer(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:
-    """What is said of a checkpoint whose optimizer's states are not those that are wanted."""
+    """Return the error for a checkpoint whose optimizer states are not the expected ones."""
     return TrainctlError(
         f"{name} has the states of another optimizer, {_listed(had)}; this one has "
         f"{_listed(wanted)}",
@@ -205,13 +198,13 @@ def another_optimizer(name: str, had: Collection[str], wanted: Collection[str]) 
 
 
 def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> None:
-    """Refuse a checkpoint unless its tensors are those of a model, one for one.
+    """Refuse a checkpoint unless its tensors are exactly those of the model.
 
-    Args:
-        shapes: Of the model's parameters, by canonical name.
+    `shapes` are the shapes of the model's parameters, by canonical name.
 
     Raises:
-        TrainctlError: One is missing, left over or of another shape (exit code 5); says which.
+        TrainctlError: A tensor is missing, left over or of another shape (exit code 5); the message
+            names it.
     """
     saved = manifest["shapes"]
     problems = [
@@ -233,7 +226,7 @@ def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, li
 
 
 def _model_in_words(name: str, found: Mapping[str, Any]) -> str:
-    """Return a model's name, architecture and size; of before manifests had a name, without it."""
+    """Return a model's name, architecture and size; older manifests have no name."""
     kind = found.get("config.json", {}).get("model_type") or found.get("family")
     size = f"{found.get('num_layers')} blocks of width {found.get('hidden_size')}"
     return f"{name} ({kind}, {size})" if name else f"a {kind} of {size}"
@@ -244,13 +237,13 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _count(what: str, names: list[str]) -> str:
-    """Tensors in words; empty if there are none."""
+    """Return the first of `names` and the number of the others in words; empty without names."""
     more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     return f"{what} {names[0]}{more}" if names else ""
 
 
 def _changes(had: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """What differs between two identities, key by key."""
+    """Yield the differences of two identities in words, key by key."""
     for key in sorted({*had, *now}):
         left, right = had.get(key), now.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
@@ -260,7 +253,7 @@ def _changes(had: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Ite
 
 
 def _of_directory(folder: Path) -> dict[str, Any]:
-    """What a transformers directory says of the function."""
+    """Return the part of a transformers directory's config.json that decides the function."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -274,7 +267,7 @@ def _of_directory(folder: Path) -> dict[str, Any]:
 
 
 def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a transformers configuration, what decides the function, in its parts as well."""
+    """Return a transformers configuration without keys irrelevant to the function, recursively."""
     return {
         key: _deciding(value) if isinstance(value, dict) else value
         for key, value in found.items()

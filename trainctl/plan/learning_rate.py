@@ -1,12 +1,12 @@
-"""The peak learning rate, where it follows the batch size, and what the gradient is clipped at.
+"""Scaling of the peak learning rate with the batch size, and the gradient clipping in effect.
 
-`optimizer.lr` is then the one that was tuned at `optimizer.lr_scaling_batch_size` sequences, b. At
-a global batch of B it is multiplied by
+`optimizer.lr` is then the rate tuned at `optimizer.lr_scaling_batch_size` sequences, b. At a global
+batch of B it is multiplied by
 
 - linear: B / b, for SGD                              (arXiv:1706.02677, the linear scaling rule)
-- sqrt: sqrt(B / b), for Adam and its relatives       (arXiv:2205.10287, the square root one)
+- sqrt: sqrt(B / b), for Adam and its relatives       (arXiv:2205.10287, the square root rule)
 
-A batch ramp changes nothing of it: B is the batch after the ramp.
+With a batch ramp, B is the batch after the ramp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES = {LrScaling.linear: "arXiv:1706.02677", LrScaling.sqrt: "arXiv:2205.102
 
 
 def lr_scale(optimizer: OptimizerConfig, batch: Batch) -> float:
-    """What all learning rates are multiplied by; 1 without scaling."""
+    """Return the factor of all learning rates; 1 without scaling."""
     if optimizer.lr_scaling is LrScaling.none or optimizer.lr_scaling_batch_size is None:
         return 1.0
     ratio = batch.global_batch_size / optimizer.lr_scaling_batch_size
@@ -36,7 +36,7 @@ def lr_scale(optimizer: OptimizerConfig, batch: Batch) -> float:
 
 
 def reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
-    """Yield the scaled rates with the arithmetic, and who decides on the clipping."""
+    """Yield the scaled rates with their arithmetic, and adaptive clipping if enabled."""
     optimizer, scale = config.optimizer, lr_scale(config.optimizer, batch)
     if optimizer.lr_scaling is not LrScaling.none:
         ratio = (

@@ -1,4 +1,4 @@
-"""Sources and stages of a run, from its configuration alone: no text is read, nothing counted."""
+"""Data sources and stages of a run, from its configuration alone; no text is read or counted."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.types import RunPlan, Sketch
 
 SOLE = "data"
-"""Name of the source of a run that has only one: its section is `data` itself."""
+"""Name of the source of a run with a single source: its section is `data` itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataStage:
-    """Steps with one mixture and one length of sample."""
+    """Range of steps with one mixture and one sequence length."""
 
     first_step: int
-    """Number of the first of them, from 0."""
+    """First step of the stage, from 0."""
     end_step: int
-    """Number of the first after them."""
+    """First step after the stage."""
     first_sample: int
-    """Counter of its first sample, over all ranks and stages."""
+    """Index of the stage's first sample, counted over all ranks and stages."""
     batches: Batches
-    """The batch of every step of the run, as if all of it had this length."""
+    """Batch of every step of the run, as if the whole run had this sequence length."""
     weights: Mapping[str, Fraction] | None
-    """Its own, by name of the source; None for those of the sources."""
+    """The stage's own weights, by name of the source; None to use the weights of the sources."""
 
     @property
     def sequence_length(self) -> int:
@@ -52,24 +52,23 @@ class DataStage:
         return self.samples * self.sequence_length
 
     def sample_of(self, step: int) -> int:
-        """Counter of the first sample of one of its steps."""
+        """Return the index of the first sample of a step in this stage."""
         before = self.batches.samples_before(step) - self.batches.samples_before(self.first_step)
         return self.first_sample + before
 
 
 def sources_of(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the sections of a run's sources, by name; without `data.sources` the one of `data`
-    itself."""
+    """Return the sections of a run's sources by name; without `data.sources`, `data` itself."""
     return dict(data.sources) or {SOLE: data}  # type: ignore[arg-type]
 
 
 def exact(weight: float) -> Fraction:
-    """Return the decimal fraction that a weight was written as: 0.7 is 7/10."""
+    """Return a weight as the decimal fraction it was written as: 0.7 is 7/10."""
     return Fraction(repr(weight))
 
 
 def add_up(weights: Iterable[float]) -> bool:
-    """Whether weights are shares with the sum 1, or whole numbers in proportion."""
+    """Return True if the weights are fractions with the sum 1, or whole numbers in proportion."""
     parts = [exact(weight) for weight in weights]
     return sum(parts) == 1 or all(part.denominator == 1 for part in parts)
 
@@ -77,15 +76,11 @@ def add_up(weights: Iterable[float]) -> bool:
 def shares_of_amounts(
     sources: Mapping[str, SourceConfig], epoch_tokens: Mapping[str, int], of: int
 ) -> dict[str, Fraction]:
-    """Shares that give each source its weight, tokens or epochs.
+    """Return the share of each source that has a weight, tokens or epochs.
 
-    What tokens and epochs leave of the run is shared by weight; where nothing has a weight, tokens
-    and epochs are only in proportion.
-
-    Args:
-        sources: Their sections; one without any of the three has no share.
-        epoch_tokens: Tokens in the samples of an epoch of each source.
-        of: Tokens of the steps that these shares are of.
+    Sources with a weight share the tokens of the run that tokens and epochs leave. If no source has
+    a weight, tokens and epochs are only proportions. `epoch_tokens` is the number of tokens in one
+    epoch of each source. `of` is the number of tokens that the shares divide.
     """
     amounts = {
         name: amount
@@ -104,16 +99,16 @@ def shares_of_amounts(
 
 
 def amount_of(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
-    """Tokens that a source is to give in the run, where it says how many."""
+    """Return the tokens that a source is to contribute to the run; None if not configured."""
     if source.tokens is not None:
         return Fraction(source.tokens)
     return None if source.epochs is None else exact(source.epochs) * epoch_tokens
 
 
 def batch_of_length(batch: Batch, length: int) -> Batch | None:
-    """Return the same tokens in samples of another length, and no more of them at once on a rank.
+    """Return a batch with the same tokens per step in samples of another length.
 
-    A micro-batch keeps its tokens, or else has fewer; None where that takes no whole numbers.
+    A micro-batch keeps its tokens or has fewer. Returns None if the sizes are not whole numbers.
     """
     if length == batch.sequence_length:
         return batch
@@ -136,7 +131,7 @@ def batch_of_length(batch: Batch, length: int) -> Batch | None:
 
 
 def batches_of_length(batches: Batches, length: int) -> Batches | None:
-    """Return the batch of every step at another length; None where one of them has none."""
+    """Return the batch of every step at another length; None if one of them is not possible."""
     phases = []
     for phase in batches.phases:
         batch = batch_of_length(phase.batch, length)
@@ -147,8 +142,7 @@ def batches_of_length(batches: Batches, length: int) -> Batches | None:
 
 
 def end_of(stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total: int) -> int:
-    """Return the step that a stage ends before: a share counts as the schedule does, steps or
-    tokens."""
+    """Return the first step after a stage; its `until` is a fraction in the schedule's unit."""
     if stage.until_step is not None:
         return stage.until_step
     if stage.until_tokens is not None:
@@ -165,7 +159,7 @@ def stages_of(
     batches: Batches,
     total: int,
 ) -> tuple[DataStage, ...]:
-    """Return the stages of a run that the rules have nothing against; one without `data.stages`."""
+    """Return the data stages of a run that passed the rules; a single one without `data.stages`."""
     found: list[DataStage] = []
     first_step = first_sample = 0
     for stage in data.stages or [StageConfig()]:
@@ -186,16 +180,15 @@ def stages_of(
 
 
 def stages_of_plan(plan: RunPlan) -> tuple[DataStage, ...]:
-    """Return the stages of a plan's data; one without `data.stages`."""
+    """Return the data stages of a plan; a single one without `data.stages`."""
     config = plan.config
     return stages_of(config.data, config.training, config.schedule, plan.batches, plan.total_steps)
 
 
 def batches_at_once(sketch: Sketch) -> tuple[Batch, ...]:
-    """Return the largest batch of each length of sample that a run has, that of the configuration
-    first.
+    """Return the largest batch of each sequence length in a run, the config's own length first.
 
-    Stages whose length takes no whole batch are left out: a rule refuses them.
+    Stages whose length divides into no whole batch are left out: a rule refuses them.
     """
     lengths = {stage.sequence_length or 0 for stage in sketch.config.data.stages}
     others = sorted(lengths - {0, sketch.batch.sequence_length})
@@ -205,26 +198,22 @@ def batches_at_once(sketch: Sketch) -> tuple[Batch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StagedBatches:
-    """The batch of a step, by the position of the run: the stage that it is in.
+    """Batch of a step, by the data stage that the run's position is in.
 
-    A position is a step and the counter of the next sample. Where batches were passed over the
-    counter is ahead of the step, and it alone says which stage that is: so the samples of a stage
-    are the same whatever happened before.
+    A position is a step and the index of the next sample. If batches were skipped, the index is
+    ahead of the step. The index alone decides the stage, so the samples of a stage do not depend on
+    skipped batches.
     """
 
     stages: tuple[DataStage, ...]
-    """All that the run has, one after the other."""
+    """All data stages of the run, in order."""
 
     def at(self, step: int, samples: int) -> tuple[int, Batch]:
-        """Return the first sample's counter of a step's batch, and the batch.
+        """Return the index of the first sample of the batch after `step` steps, and the batch.
 
-        A batch has samples of one length: one that would reach into a stage of another length
-        begins with that stage, which is more than the next sample only behind batches that were
-        passed over.
-
-        Args:
-            step: Steps of the run before it.
-            samples: Counter of the next sample.
+        `samples` is the index of the next sample. A batch has samples of one length: a batch that
+        would reach into a stage of another length begins with that stage instead. This moves the
+        index forward only after skipped batches.
         """
         number = max(n for n, stage in enumerate(self.stages) if stage.first_sample <= samples)
         stage = self.stages[number]

@@ -1,8 +1,8 @@
-"""Maximal-update parametrisation: what depends on the width, as factors on what the config says.
+"""Maximal-update parametrisation (muP): factors on configured values that depend on the width.
 
 Tensor Programs V (arXiv:2203.03466), table 8: the form whose output weights start, and learn, like
-the embedding, so that the two may be tied; a multiplier on the logits does the rest. With m, the
-width over the base's, and everything at m = 1 as without it:
+the embedding, so that the two may be tied; a multiplier on the logits does the rest. With m the
+width divided by the base width, and everything unchanged at m = 1:
 
 | tensors | initial deviation | Adam, AdamW, Lion | SGD | Muon |
 |---|---|---|---|---|
@@ -12,16 +12,16 @@ width over the base's, and everything at m = 1 as without it:
 | norms, biases | - | 1 | m | 1 (by AdamW) |
 
 The logits are multiplied by 1 / m. Attention's scale becomes sqrt(d0) / d for heads of width d
-where the base has d0: 1 / d, as section 4 wants it, and 1 / sqrt(d) for heads of the same width.
+where the base has d0: 1 / d, as section 4 requires, and 1 / sqrt(d) for heads of the same width.
 
-What the table does not say:
+Not in the table:
 
-- Lion's step has the size of its learning rate, as Adam's has, so it scales as Adam's.
+- Lion's step has the size of its learning rate, like Adam's, so it scales like Adam's.
 - Muon's step is a matrix of spectral norm sqrt(rows / columns) times a constant of the shape's
-  ratio, whatever the width: what arXiv:2310.17813 (condition 1) asks for, with a factor of 1.
-- A step shrinks a weight by learning rate x decay. That product does not depend on the width: the
+  ratio, at every width. This is what arXiv:2310.17813 (condition 1) requires, with a factor of 1.
+- A step shrinks a weight by learning rate x decay, which must not depend on the width. So the
   decay is multiplied by what the learning rate is divided by (arXiv:2405.13698).
-- Every gradient is 1 / m as large, as the logits are: so is Adam's epsilon.
+- Every gradient shrinks by 1 / m, like the logits, and so does Adam's epsilon.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainctl.plan.shapes import head_dim, key_value_heads
 
 
 class TensorKind(Enum):
-    """What a tensor does with widths: which of its dimensions grow with the model's."""
+    """Kind of a tensor by the dimensions that grow with the model's width."""
 
     embedding = "embedding"
     hidden = "hidden"
@@ -52,9 +52,8 @@ class TensorKind(Enum):
 def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
     """Return the kind of a tensor.
 
-    Args:
-        name: Canonical name, of a family with a shape of ours.
-        shape: Of the whole tensor. A tied output projection is the embedding.
+    `name` is the canonical name in a family with a closed form. `shape` is the shape of the whole
+    tensor. A tied output projection is an embedding.
     """
     if len(shape) < 2 or name.endswith("bias"):  # the biases of all experts are one tensor
         return TensorKind.vector
@@ -66,49 +65,48 @@ def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
 
 @cache
 def _ends() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Endings of the names of output projections, and of embeddings, in all families."""
+    """Return the name suffixes of output projections, and of embeddings, in all families."""
     heads = {f"{spec.head}.weight" for spec in families()}
     embeddings = {f"{module}.weight" for spec in families() for module in spec.embeddings}
     return tuple(sorted(heads)), tuple(sorted(embeddings))
 
 
 def width_factor(model: ModelConfig) -> float:
-    """m: the width over the base's; 1 without muP."""
+    """Return m, the width divided by the base width; 1 without muP."""
     if not model.mup or model.mup_base_width is None:
         return 1.0
     return model.hidden_size / model.mup_base_width
 
 
 def initial_factor(model: ModelConfig, kind: TensorKind) -> float:
-    """Of `initializer_range`, the standard deviation of a tensor's initial values."""
+    """Return the factor of `initializer_range`, the standard deviation of the initial values."""
     return width_factor(model) ** -0.5 if kind is TensorKind.hidden else 1.0
 
 
 def output_multiplier(model: ModelConfig) -> float:
-    """Of the logits."""
+    """Return the factor of the logits."""
     return 1 / width_factor(model)
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """Of the usual attention scale, 1 / sqrt(head_dim)."""
+    """Return the factor of the usual attention scale, 1 / sqrt(head_dim)."""
     if not model.mup or model.mup_base_head_dim is None:
         return 1.0
     return math.sqrt(model.mup_base_head_dim / head_dim(model))
 
 
 def multipliers(model: ModelConfig) -> dict[str, float]:
-    """What a model's function has besides its weights; both are 1 without muP."""
+    """Return the multipliers of logits and attention; both are 1 without muP."""
     return {"output": output_multiplier(model), "attention": attention_factor(model)}
 
 
 def check_multipliers(model: ModelConfig, name: str, manifest: Mapping[str, Any]) -> None:
-    """A checkpoint has weights only: under other multipliers they are another model's.
+    """Refuse a checkpoint trained with other multipliers than `model` has.
 
-    Args:
-        model: The model that is to have them.
+    A checkpoint has weights only: with other multipliers they compute another function.
 
     Raises:
-        TrainctlError: They are not the ones that it was trained with.
+        TrainctlError: The multipliers differ (exit code 5).
     """
     had = manifest.get("multipliers", {"output": 1.0, "attention": 1.0})
     if had != multipliers(model):
@@ -123,7 +121,7 @@ def check_multipliers(model: ModelConfig, name: str, manifest: Mapping[str, Any]
 
 
 def lr_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) -> float:
-    """Of the learning rate of a tensor."""
+    """Return the factor of a tensor's learning rate."""
     m = width_factor(model)
     rule = spec_of(optimizer).width_rule
     if rule is WidthRule.adam:
@@ -134,19 +132,19 @@ def lr_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) 
 
 
 def decay_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) -> float:
-    """Of the weight decay of a tensor, so that learning rate x decay is that of the base."""
+    """Return the factor of a tensor's weight decay, which keeps learning rate x decay constant."""
     return 1 / lr_factor(model, optimizer, kind)
 
 
 def epsilon(config: RunConfig, value: float) -> float:
-    """Adam's `value`, as small as the gradients are."""
+    """Return Adam's epsilon `value` divided by m, like the gradients."""
     return value / width_factor(config.model) if config.trains_itself else value
 
 
 def base_heads(model: ModelConfig) -> tuple[float, float]:
-    """Query heads, and key and value heads, of the model of base width; whole where it exists.
+    """Return the query and key-value heads of the base-width model; whole numbers if it exists.
 
-    Widths grow together: that model has 1 / m of the feed-forward width as well.
+    All widths scale together: the base-width model also has 1 / m of the feed-forward width.
     """
     width = head_dim(model)
     shrink = width_factor(model) * (model.mup_base_head_dim or width) / width
@@ -154,7 +152,9 @@ def base_heads(model: ModelConfig) -> tuple[float, float]:
 
 
 def reasons(config: RunConfig) -> Iterator[Derived]:
-    """What muP makes of the model; the optimizer's groups have its learning rates."""
+    """Yield the values that muP derives for the model; learning rates are in the optimizer's
+    groups.
+    """
     model = config.model
     if not model.mup or not config.trains_itself:
         return

@@ -1,4 +1,4 @@
-"""The whole numbers next to one that is not legal."""
+"""Legal whole numbers nearest to an illegal one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from math import isqrt
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, ascending, in the time of its square root."""
+    """Return the divisors of a positive number, ascending, in square-root time."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     large = [number // size for size in reversed(small) if size * size != number]
     return small + large
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the divisors of `number` next to `wanted`: the largest below, the smallest above."""
+    """Return the divisors of `number` next to `wanted`: the largest up to it, the smallest
+    above.
+    """
     sizes = divisors(number)
     below = [size for size in sizes if size <= wanted]
     above = [size for size in sizes if size > wanted]
@@ -28,6 +30,6 @@ def nearest_multiples(number: int, step: int) -> list[int]:
 
 
 def choices(values: Iterable[int], key: str = "") -> str:
-    """`key=4 or 8`, for hints."""
+    """Return `key=4 or 8` as text for hints."""
     text = " or ".join(str(value) for value in values)
     return f"{key}={text}" if key else text

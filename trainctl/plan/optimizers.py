@@ -1,4 +1,4 @@
-"""What an optimizer is in one plan: whose code updates, with one kernel or not, what it refuses."""
+"""Optimizer of a plan: its implementation, whether it is fused, and the settings it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainctl.options.optimizer import Maker, spec_of
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A setting that the optimizer does not allow, why, and the nearest that it does."""
+    """Setting that the optimizer does not allow, with the reason and the nearest allowed one."""
 
     key: str
     value: object
@@ -23,7 +23,7 @@ class Refusal:
 
 
 def refusals(config: RunConfig) -> Iterator[Refusal]:
-    """What of a config its optimizer does not allow in trainctl's trainer."""
+    """Yield the settings of a config that its optimizer does not allow in trainctl's trainer."""
     can = spec_of(config.optimizer)
     stage, offload = config.zero_stage.stage, config.offload.optimizer
     if stage not in can.stages:
@@ -44,7 +44,7 @@ def refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def is_fused(config: RunConfig, hardware: Hardware) -> bool:
-    """Whether one fused kernel on the device makes the update."""
+    """Return True if a single fused kernel on the device makes the update."""
     if spec_of(config.optimizer).fused_by not in engine_of(config).makers:
         return False
     if config.offload.optimizer is not OffloadDevice.none:
@@ -55,7 +55,7 @@ def is_fused(config: RunConfig, hardware: Hardware) -> bool:
 
 
 def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
-    """Whose optimizer it is, where the config leaves it open."""
+    """Yield the optimizer's implementation and fusion where the config does not set them."""
     if not config.trains_itself:
         return
     spec, made_by = spec_of(config.optimizer), maker(config, hardware)
@@ -68,12 +68,14 @@ def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
 
 
 def maker(config: RunConfig, hardware: Hardware) -> Maker:
-    """Whose code updates: torch's and DeepSpeed's come by the JSON, trainctl's beside it."""
+    """Return whose implementation updates the weights. torch's and DeepSpeed's are named in the
+    JSON; trainctl's is passed beside it.
+    """
     spec = spec_of(config.optimizer)
     if config.offload.optimizer is not OffloadDevice.none:
         on_host = spec.made_on_host_by or spec.made_by
         return on_host if on_host in engine_of(config).makers else spec.made_by
-    # A kernel of torch's is a switch of whoever makes the rest.
+    # torch's fused kernel is an argument of its optimizer; DeepSpeed's is a class of its own.
     if spec.fused_by is Maker.deepspeed and is_fused(config, hardware):
         return spec.fused_by
     return spec.made_by

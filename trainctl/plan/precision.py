@@ -1,4 +1,4 @@
-"""Which number format each tensor really has, once "none means ..." is worked out."""
+"""Number format of each kind of tensor, with the defaults resolved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from trainctl.options.precision import precision_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Formats as DeepSpeed sees them."""
+    """Number formats as DeepSpeed sees them."""
 
     weights: DataType
-    """The weights that forward and backward use; fp32 under autocast, and bf16 under fp8, whose
-    matrix products convert on the way."""
+    """Format of the weights in forward and backward pass: fp32 under autocast, and bf16 under fp8,
+    which casts for each matrix product.
+    """
     gradient_accumulation: DataType
-    """Gradients while they accumulate."""
+    """Format of accumulated gradients."""
     communication: DataType
-    """Gradients on the wire; under autocast, those of matrices only."""
+    """Format of gradients in communication; under autocast, of the matrices' gradients only."""
 
 
 def formats(precision: PrecisionConfig) -> Formats:

@@ -1,9 +1,9 @@
-"""Frozen matrices in 8 or 4 bits: which layers have them, and in how many bytes. Without torch.
+"""Frozen matrices in 8 or 4 bits: the layers that have them, and their sizes in bytes. No torch.
 
 A matrix is one tensor of bytes, its scales before its codes, so that ZeRO and every count of bytes
-see one frozen parameter under the name that it had. NF4 has a scale for each block of 64 weights
-(arXiv:2305.14314), 8 bits one for each row (arXiv:2208.07339); what takes double quantization holds
-the blocks' scales in 8 bits, with a scale for 256 of them and one number for all.
+see one frozen parameter under its usual name. NF4 has a scale for each block of 64 weights
+(arXiv:2305.14314); 8 bits has one for each row (arXiv:2208.07339). Double quantization keeps the
+blocks' scales in 8 bits, with one scale for 256 of them and one number for all.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from trainctl.options.adapter import BaseWeights, LowRank
 from trainctl.plan.trainable import LinearLayer, linear_layers
 
 BLOCK = 64
-"""Weights of NF4 that share a scale, in the order of the flattened matrix."""
+"""NF4 weights that share a scale, in the order of the flattened matrix."""
 
 BLOCK_OF_SCALES = 256
-"""Scales in 8 bits that share one."""
+"""Number of 8-bit scales that share a second-level scale (double quantization)."""
 
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSize:
-    """How long a matrix is."""
+    """Size of a quantized matrix."""
 
     header: int
-    """Bytes of its scales, which come first."""
+    """Bytes of the scales, which come first."""
     codes: int
-    """Bytes of its weights."""
+    """Bytes of the quantized weights."""
 
     @property
     def total(self) -> int:
@@ -38,7 +38,7 @@ class PackedSize:
 
 
 def packed_size(kind: BaseWeights, outputs: int, inputs: int) -> PackedSize:
-    """Return bytes of a matrix of (outputs, inputs), whose number of weights blocks divide."""
+    """Return the size of a quantized (outputs, inputs) matrix that divides into whole blocks."""
     weights = outputs * inputs
     if kind is BaseWeights.int8:
         return PackedSize(SCALE_BYTES * outputs, weights)
@@ -51,8 +51,9 @@ def packed_size(kind: BaseWeights, outputs: int, inputs: int) -> PackedSize:
 
 
 def quantized_layers(model: ModelConfig, adapter: LowRank | None) -> dict[str, LinearLayer]:
-    """Linear layers whose matrix is in bytes, with an adapter or without, by canonical name of the
-    matrix; none where a run holds its base in the type that computes."""
+    """Return the linear layers whose matrix is quantized, with an adapter or without, by canonical
+    name of the matrix; empty if the run keeps its base weights in the compute type.
+    """
     if adapter is None or not adapter.is_quantized:
         return {}
     return {f"{layer.name}.weight": layer for layer in linear_layers(model)}

@@ -1,4 +1,4 @@
-"""Which decoder blocks are recomputed in the backward pass."""
+"""Selection of the decoder blocks that are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from trainctl.options.activation_checkpointing import Recomputing, recomputed
 
 
 def is_wrapped(block: int, settings: Recomputing) -> bool:
-    """Whether a block, counted from 0 over the whole model, is recomputed.
+    """Return True if a block, counted from 0 over the whole model, is recomputed.
 
-    The first of every k: of the others the last is then kept whole, whose backward pass comes when
-    memory is fullest and would need its activations at once again.
+    The first block of every k is. The last block is then kept whole: its backward pass comes when
+    memory is fullest and would need its activations again at once.
     """
     return block % settings.every_kth_block == 0
 
 
 def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
-    """Return how many of the model's blocks are recomputed; nothing where recomputation is off."""
+    """Return the number of recomputed blocks; empty if recomputation is off."""
     settings, layers = recomputed(config), config.model.num_layers
     if settings is None:
         return ()

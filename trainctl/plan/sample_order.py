@@ -1,7 +1,7 @@
-"""Which text a run trains on after a resume that cuts or orders its samples otherwise.
+"""Changes of the sample order after a resume that cuts or orders the samples differently.
 
-A sample is a piece of `training.sequence_length` tokens of the whole text, and the position of a
-run is a count of samples: c is place c % n of pass c // n, for n samples in a pass. The order of a
+A sample is `training.sequence_length` tokens of the whole text, and the position of a run is a
+count of samples: with n samples in a pass, count c is place c % n of pass c // n. The order of a
 pass is a function of the seed, the pass and n alone (`trainctl.data.order`).
 """
 
@@ -18,18 +18,17 @@ _MIXED = "of the text, some is seen again in this pass and some is left out"
 
 
 def samples_in(tokens: int, sequence_length: int) -> int:
-    """Samples that a text of so many tokens is cut into; the last needs one more for its label."""
+    """Return the number of samples in a text of `tokens` tokens; the last sample needs one more
+    token for its label.
+    """
     return max(0, (tokens - 1) // sequence_length)
 
 
 def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -> Iterator[str]:
-    """What going on with another plan does to the order of the samples, in sentences.
+    """Yield the changes of the sample order, as sentences, when a run resumes with another plan.
 
-    Args:
-        before: The plan that the run was trained with.
-        now: The plan that it goes on with.
-        samples: Drawn so far: the run's position.
-        tokens: Of the text that it trains on.
+    `before` is the plan that the run was trained with, and `now` the plan that it resumes with.
+    `samples` is the number of samples drawn so far. `tokens` is the length of the training text.
     """
     old, new = before.batch.sequence_length, now.batch.sequence_length
     was, becomes = samples_in(tokens, old), samples_in(tokens, new)
@@ -64,7 +63,7 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
 
 
 def leaves_others_out(before: DataConfig, now: DataConfig) -> bool:
-    """Whether conversations that are too long were cut, and are left out, or the other way."""
+    """Return True if overlong conversations change between being cut and being dropped."""
     rules = {before.on_too_long, now.on_too_long}
     has_chats = any(spec_of(each).encoder for each in sources_of(now).values())
     return has_chats and rules == {OnTooLong.cut, OnTooLong.drop}

@@ -1,12 +1,12 @@
-"""The learning rate over the run, as closed forms of the step: nothing to save, nothing to replay.
+"""Learning rate over the run, as a closed form of the step: nothing to save, nothing to replay.
 
-One rule for steps and tokens. Phases (warmup, decay) begin and end with a step: a length in tokens
-is rounded up to whole steps, a share of the run to the nearest one. Between these points the curve
-is a function of a position x(s): the number s of the update, from 0, or with `unit=tokens` the
-tokens of the updates before it. Without a batch ramp the two are proportional and every curve is
-the same; with one, tokens make a curve slow in steps while the batches are small.
+Phases (warmup, decay) begin and end with a step: a length in tokens is rounded up to whole steps, a
+fraction of the run to the nearest step. Between these points the curve is a function of a position
+x(s): the number s of the update, from 0, or with `unit=tokens` the tokens of the updates before
+it. Without a batch ramp the two are proportional and give the same curve. With a ramp, a curve in
+tokens is slow in steps while the batches are small.
 
-With W the position where the warmup ends, E = x(T - 1) that of the last of T updates, f the floor:
+With W the position where the warmup ends, E = x(T - 1) the position of the last of T updates:
 
 - warmup, x(s) < W:  x(s + 1) / W, times the shape's value at W
 - after it, p = (x(s) - W) / (E - W), so that p is 0 right after the warmup and 1 at the last update
@@ -27,16 +27,16 @@ from trainctl.plan.types import RunPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve(Course):
-    """What the peak learning rate is multiplied by in each update of a run.
+    """Factor of the peak learning rate in each update of a run.
 
-    After the warmup it is the shape of the schedule's kind (`trainctl.options.schedule`). Those
-    that decay to the floor reach it exactly at update T - 1. Where no update is left to decay over,
+    After the warmup it is the shape of the schedule's kind (`trainctl.options.schedule`). Shapes
+    that decay to the floor reach it exactly at update T - 1. If no update is left to decay over,
     the peak is kept. Updates beyond the end keep the last value.
     """
 
     @classmethod
     def of(cls, plan: RunPlan) -> Curve:
-        """That of a plan."""
+        """Return the curve of a plan."""
         batches = plan.batches
         decay, _ = decay_length(plan.config.schedule, plan.total_steps, batches)
         return cls(
@@ -49,22 +49,21 @@ class Curve(Course):
 
     @property
     def stable_end(self) -> int | None:
-        """The step whose checkpoint is kept, to be extended; None where no decay follows."""
+        """Step whose checkpoint is kept so that a run can be extended; None if no decay follows."""
         has_decay = isinstance(self.config, WithDecay)
         return self.stable_steps if has_decay and self.stable_steps < self.total_steps else None
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Numbers of the updates before which the curve jumps, as far as its formula says."""
+        """Numbers of the updates at which the curve jumps, as far as its formula says."""
         turns = spec_of(self.config).turns
         return () if turns is None else turns.at(self)
 
     def factor(self, step: int, *, drops: int = 0) -> float:
-        """Of update number `step`, from 0; in [floor, 1] after the warmup.
+        """Return the factor of update number `step`, from 0; in [floor, 1] after the warmup.
 
-        Args:
-            step: The update's number.
-            drops: That the held-out loss has brought so far, where the schedule follows it.
+        `drops` is the number of drops caused by the held-out loss so far, if the schedule follows
+        it.
         """
         spec, course = spec_of(self.config), replace(self, drops=drops) if drops else self
         if step >= self.warmup_steps:
@@ -76,7 +75,7 @@ class Curve(Course):
 
 
 def warmup_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -> tuple[int, str]:
-    """Optimizer steps of the warmup, and why."""
+    """Return the optimizer steps of the warmup, and the reason."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps, "schedule.warmup_steps"
     if schedule.warmup_tokens is not None:
@@ -90,7 +89,7 @@ def warmup_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) 
 
 
 def decay_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -> tuple[int, str]:
-    """Optimizer steps of the last phase, as of `wsd`, and why; 0 for kinds without one."""
+    """Return the steps of the final decay (`wsd`), and the reason; 0 for kinds without one."""
     if not isinstance(schedule, WithDecay):
         return 0, f"schedule.kind={schedule.kind} has no decay of its own"
     if schedule.decay_steps is not None:

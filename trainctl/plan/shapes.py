@@ -1,8 +1,8 @@
-"""The tensors of a decoder, exactly, from its published shape: no torch, no checkpoint.
+"""Tensors of a decoder, exactly, from its published shape: no torch, no checkpoint.
 
-Names are those of transformers, so a test compares them one by one with transformers' own models
-on the meta device. A directory whose architecture has no closed form brings its anatomy
-(`trainctl.config.anatomy`, read from its own code), and everything of it is counted by that.
+Names are transformers' names; a test compares them with transformers' own models on the meta
+device. A directory whose architecture has no closed form brings its anatomy
+(`trainctl.config.anatomy`, read from its own code), which replaces the closed form everywhere.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShape:
-    """One parameter tensor."""
+    """Name and shape of one parameter tensor."""
 
     name: str
-    """Name in transformers; for a block relative to it (``self_attn.q_proj.weight``)."""
+    """Name in transformers; for a tensor of a block, relative to the block
+    (``self_attn.q_proj.weight``).
+    """
     shape: tuple[int, ...]
     sharded: bool = True
-    """Whether tensor parallelism splits it; norms, position embeddings and the biases of
-    row-parallel layers are copied to every rank instead."""
+    """Whether tensor parallelism splits the tensor. Norms, position embeddings and the biases of
+    row-parallel layers are replicated on every rank instead.
+    """
     embedding: bool = False
-    """Whether it is looked up by token or position."""
+    """Whether the tensor is a lookup table by token or position."""
 
     @property
     def numel(self) -> int:
@@ -47,16 +50,16 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """Parameters of a whole model, tied weights counted once."""
+    """Parameter counts of a whole model, tied weights counted once."""
 
     embeddings: int
-    """Token and learned position embeddings."""
+    """Parameters of token and learned position embeddings."""
     block: int
     blocks: int
     final_norm: int
-    """The norm before the output projection."""
+    """Parameters of the norm before the output projection."""
     head: int
-    """The output projection; 0 when it is tied to the embedding."""
+    """Parameters of the output projection; 0 if tied to the embedding."""
     tensors: int
     """Number of parameter tensors."""
 
@@ -66,27 +69,27 @@ class ParameterCount:
 
 
 def head_dim(model: ModelConfig) -> int:
-    """Width of an attention head."""
+    """Return the width of an attention head."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
 def key_value_heads(model: ModelConfig) -> int:
-    """Key and value heads."""
+    """Return the number of key-value heads."""
     if spec_of(model).has_equal_heads:
         return model.num_attention_heads
     return model.num_key_value_heads or model.num_attention_heads
 
 
 def attention_window(model: ModelConfig) -> int | None:
-    """Tokens that one attends to; None attends to everything."""
+    """Return the number of tokens that a token attends to; None for no window."""
     return model.sliding_window if spec_of(model).has_window else None
 
 
 def anatomy(model: ModelConfig) -> Anatomy | None:
-    """What a model is made of that its own code makes; None of a family with a closed form.
+    """Return the anatomy of a model built by its own code; None for a family with a closed form.
 
     Raises:
-        TrainctlError: It has not been read: no other family is taken for it.
+        TrainctlError: The model has not been read; no other family is substituted.
     """
     if model.has_closed_form:
         return None
@@ -100,7 +103,7 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
 
 
 def tensor_units(model: ModelConfig) -> dict[str, int]:
-    """What tensor ranks have whole units of, and how many there are."""
+    """Return the counts that the tensor-parallel size must divide, by config key or description."""
     read = None if model.is_unread else anatomy(model)
     if read is None:
         return {
@@ -108,16 +111,16 @@ def tensor_units(model: ModelConfig) -> dict[str, int]:
             "model.num_key_value_heads": key_value_heads(model),
             "model.intermediate_size": model.intermediate_size,
         }
-    vocabulary = (Role.embedding, Role.head)  # of which the last rank may have less
+    vocabulary = (Role.embedding, Role.head)  # need not divide: the last rank may have less
     inside = [p for p in read.parameters if p.shares and p.role not in vocabulary]
-    # One of each kind of parameter is enough, and the first is the easiest to find.
+    # One parameter per number of units is enough; the first is the easiest to find.
     first = {p.shares: p.name for p in reversed(inside)}
     return {f"the units of {name}": shares for shares, name in first.items()}
 
 
 def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
-    """What stands before the first block."""
-    # Rows of the token embedding are shared by the tensor ranks, those of positions are not.
+    """Return the embedding tensors before the first block."""
+    # Tensor parallelism splits the rows of the token embedding, not those of positions.
     rows, spec = ((model.vocab_size, True), (model.max_position_embeddings, False)), spec_of(model)
     return tuple(
         TensorShape(
@@ -136,31 +139,31 @@ def block_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
 
 
 def block_prefix(model: ModelConfig) -> str:
-    """Name of the list of blocks in transformers."""
+    """Return the name of the list of blocks in transformers."""
     spec = spec_of(model)
     return f"{spec.decoder}.{spec.blocks}"
 
 
 def final_norm_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
-    """Return the norm after the last block."""
+    """Return the tensors of the norm after the last block."""
     spec = spec_of(model)
     return tuple(_norm(f"{spec.decoder}.{spec.final_norm}", model.hidden_size, spec))
 
 
 def head_tensor(model: ModelConfig) -> TensorShape:
-    """Return the output projection; the same tensor as the embedding when tied."""
+    """Return the output projection; the same tensor as the embedding if tied."""
     name = f"{spec_of(model).head}.weight"
     return TensorShape(name=name, shape=(model.vocab_size, model.hidden_size))
 
 
 def block_of(name: str) -> int | None:
-    """Index of the block that a canonical name belongs to, if any."""
+    """Return the index of the block that a canonical name belongs to; None outside blocks."""
     found = _BLOCK.search(name)
     return int(found[1]) if found else None
 
 
 def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
-    """Yield every tensor of the model under its canonical name; a tied one once."""
+    """Yield every tensor of the model under its canonical name; a tied tensor once."""
     read = anatomy(model)
     if read is not None:
         for parameter in read.parameters:
@@ -183,7 +186,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Exact parameter counts of the whole model."""
+    """Return the exact parameter counts of the whole model."""
     read = anatomy(model)
     if read is not None:
         return _count_read(read)
@@ -202,7 +205,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def _count_read(read: Anatomy) -> ParameterCount:
-    """The counts of an anatomy; its block is the largest of them."""
+    """Return the parameter counts of an anatomy; `block` is its largest block."""
     blocks = [0] * len(read.blocks)
     for parameter in read.parameters:
         if parameter.block is not None:
@@ -232,8 +235,9 @@ def _block(model: ModelConfig, spec: Family) -> Iterator[TensorShape]:
 def _region(
     model: ModelConfig, spec: Family, region: Region, widths: tuple[int, ...]
 ) -> Iterator[TensorShape]:
-    """Yield the tensors of a region, by the widths of what its matrices give; the first goes
-    back."""
+    """Yield the tensors of a region, given the output widths of its column-parallel matrices. The
+    row matrix maps the first width back to the hidden size.
+    """
     outputs = (sum(widths),) if region.fused > 1 else widths
     for name, width in zip(region.columns, outputs, strict=False):
         yield _matrix(f"{region.module}.{name}", width, model.hidden_size, spec)

@@ -1,4 +1,4 @@
-"""Which blocks a pipeline stage has: the chain of embedding, blocks and head, cut in pieces."""
+"""Blocks of the pipeline stages: the chain of embedding, blocks and head, cut in pieces."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from trainctl.plan import shapes
 def blocks_of_stages(
     model: ModelConfig, parallelism: ParallelismConfig, *, sequence_length: int
 ) -> tuple[int, ...]:
-    """Return number of blocks of each stage, at least one each; what the config lists, if it lists
-    it.
+    """Return the number of blocks of each pipeline stage, at least one each.
 
-    The heaviest stage is made as light as possible, as `partition_balanced` of
-    deepspeed/runtime/utils.py does; of several such cuts, the one whose early stages have most.
-
-    Args:
-        model: The model; with fewer blocks than stages (a rule's error) some have none.
-        parallelism: Number of stages and what they are balanced by.
-        sequence_length: Tokens of a sequence, which attention's time depends on.
+    `parallelism.stage_blocks` is used if it is set. Otherwise the heaviest stage is made as light
+    as possible, as in `partition_balanced` of deepspeed/runtime/utils.py; among equal cuts, the one
+    with most blocks on the early stages. With fewer blocks than stages, which a rule refuses, some
+    stages have none. The time of attention depends on `sequence_length`.
     """
     if parallelism.stage_blocks:
         return tuple(parallelism.stage_blocks)
@@ -39,12 +35,10 @@ def blocks_of_stages(
 
 
 def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
-    """Blocks of each stage, at least one, with the heaviest stage as light as possible.
+    """Return the number of blocks of each stage, at least one, so that the heaviest is lightest.
 
-    Args:
-        layers: Blocks in all, at least as many as stages.
-        fixed: What each stage weighs without blocks.
-        block: What a block weighs, above 0.
+    `layers` is the total number of blocks, at least the number of stages. `fixed` is the weight of
+    each stage without blocks. `block` is the weight of a block, above 0.
     """
     low = max(max(fixed) + block, -(-(sum(fixed) + layers * block) // len(fixed)))
     high = max(fixed) + layers * block
@@ -56,23 +50,23 @@ def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
             low = limit + 1
     counts: list[int] = []
     for stage, load in enumerate(fixed):
-        later = len(fixed) - stage - 1  # each of these has at least one
+        later = len(fixed) - stage - 1  # each later stage has at least one block
         counts.append(min((low - load) // block, layers - sum(counts) - later))
     return tuple(counts)
 
 
 def _parameters(model: ModelConfig) -> tuple[int, int, int]:
-    """Parameters before the blocks, of a block, and after the blocks."""
+    """Return the parameters before the blocks, of one block, and after the blocks."""
     count, read = shapes.count_parameters(model), shapes.anatomy(model)
     head = shapes.head_tensor(model).numel if read is None else read.head
     return count.embeddings, count.block, count.final_norm + head
 
 
 def _time(model: ModelConfig, sequence_length: int) -> tuple[int, int, int]:
-    """Multiply-adds of a token before the blocks, in a block, and after the blocks.
+    """Return the multiply-adds per token before the blocks, in one block, and after the blocks.
 
-    A matrix has one for each element, attention two for each element of a query and key before the
-    token, on average half the sequence (arXiv:2001.08361, section 2.1).
+    A matrix takes one per element. Attention takes two per element of a query and each earlier key,
+    on average half the sequence (arXiv:2001.08361, section 2.1).
     """
     read = shapes.anatomy(model)
     if read is not None:

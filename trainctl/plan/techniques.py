@@ -1,4 +1,4 @@
-"""What a config asks for that training does not do yet, although it plans and budgets it."""
+"""Techniques that can be planned and budgeted but not yet trained with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from trainctl.config.schema import (
 
 
 def not_yet(config: RunConfig) -> tuple[str, ...]:
-    """Return one sentence for each technique that `launch` has to refuse today; it names the
-    key."""
+    """Return one sentence, naming the key, for each technique that `launch` has to refuse today."""
     return tuple(
         f"{key}={value}: training with {technique} is not there yet"
         for key, value, technique in _wanted(config)
@@ -19,7 +18,7 @@ def not_yet(config: RunConfig) -> tuple[str, ...]:
 
 
 def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
-    """Key, value and name of each technique that the config uses and training lacks."""
+    """Yield key, value and name of each technique that the config uses and training lacks."""
     if not config.trains_itself:
         return
     if config.model.trust_remote_code:

@@ -1,8 +1,8 @@
-"""What of a model trains, what stays as it is, and what an adapter adds. Pure, without torch.
+"""Trained, frozen and adapter tensors of a model. Pure, without torch.
 
-Rules, groups, budget, counts and checkpoints ask here, and a rank makes sure that what it has built
-agrees. Everything is under canonical names. A tied weight is one tensor: frozen by one of its
-names, it is frozen under both. With an adapter all of the model is frozen.
+Rules, groups, budget, counts and checkpoints use these; a rank verifies that the model it has built
+agrees. All names are canonical. A tied weight is one tensor: frozen under one of its names, it is
+frozen under both. With an adapter the whole model is frozen.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
 EMBEDDINGS, HEAD, ALL_BUT_LAST = "embeddings", "head", "all_but_last_blocks"
-"""Words of `training.freeze` that are no patterns; the last has a number after a colon."""
+"""Keywords of `training.freeze`, not patterns; the last takes a number after a colon."""
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
-"""What an adapter's tensors are called, in the layer that they are added to."""
+"""Names of an adapter's tensors, relative to the layer that they are added to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLayer:
-    """A linear layer of a block, to which an adapter may be added."""
+    """Linear layer of a block, to which an adapter may be added."""
 
     name: str
     """Canonical name of the module."""
     inputs: int
-    """Width of what enters it."""
+    """Input width."""
     outputs: int
-    """Width of what leaves it."""
+    """Output width."""
     split: str | None = None
-    """How tensor ranks share its matrix: by "outputs" or by "inputs"; None if that is not known, or
-    each has all of it."""
+    """Dimension split by tensor parallelism: "outputs" or "inputs"; None if unknown or
+    replicated.
+    """
     inputs_first: bool = False
-    """Whether its matrix has a row for each input: transformers' Conv1D."""
+    """Whether the matrix has shape (inputs, outputs), as transformers' Conv1D has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """The tensors of a run."""
+    """Trained and frozen tensors of a run."""
 
     trained: tuple[TensorShape, ...]
-    """Those that an optimizer updates, in the model's order; the adapter's at the end."""
+    """Tensors that the optimizer updates, in the model's order; the adapter's at the end."""
     frozen: tuple[TensorShape, ...] = ()
-    """Those that stay as they were at step 0: no gradient, master copy or state."""
+    """Tensors without gradient, master copy or optimizer state."""
     adapted: tuple[LinearLayer, ...] = ()
     """Layers that have an adapter."""
     reasons: tuple[str, ...] = ()
-    """Why, one sentence each."""
+    """Reasons, one sentence each."""
 
     @property
     def trained_elements(self) -> int:
@@ -69,9 +70,9 @@ class Trainable:
 
 
 def trainable(config: RunConfig) -> Trainable:
-    """What trains in a run, and what does not.
+    """Return the trained and the frozen tensors of a run.
 
-    An entry of `training.freeze` or `adapter.targets` that meets nothing is left out here;
+    An entry of `training.freeze` or `adapter.targets` that matches nothing is ignored here;
     `trainctl.rules.plan.trainable` reports it.
 
     Raises:
@@ -102,7 +103,7 @@ def trainable(config: RunConfig) -> Trainable:
 
 
 def reasons(config: RunConfig) -> tuple[Derived, ...]:
-    """Return how many parameters train and how many do not, where some do not."""
+    """Return the numbers of trained and of frozen parameters; empty if all are trained."""
     if not is_partial(config) or config.model.is_unread:
         return ()
     found = trainable(config)
@@ -117,7 +118,7 @@ def reasons(config: RunConfig) -> tuple[Derived, ...]:
 
 
 def is_partial(config: RunConfig) -> bool:
-    """Whether some of the model's own weights do not train."""
+    """Return True if some of the model's own weights are frozen."""
     return low_rank(config.adapter) is not None or bool(config.training.freeze)
 
 
@@ -125,12 +126,14 @@ def is_partial(config: RunConfig) -> bool:
 
 
 def frozen_names(config: RunConfig) -> frozenset[str]:
-    """Canonical names of the parameters that `training.freeze` holds."""
+    """Return the canonical names of the parameters that `training.freeze` freezes."""
     return _met(config.model, config.training.freeze)
 
 
 def _met(model: ModelConfig, entries: Sequence[str]) -> frozenset[str]:
-    """Canonical names of the parameters that entries stand for."""
+    """Return the canonical names of the parameters that the entries match; invalid ones are
+    skipped.
+    """
     found: set[str] = set()
     for entry in entries:
         with suppress(ValueError):
@@ -139,15 +142,15 @@ def _met(model: ModelConfig, entries: Sequence[str]) -> frozenset[str]:
 
 
 def also_trained(model: ModelConfig, adapter: LowRank) -> frozenset[str]:
-    """Canonical names of the model's own parameters that train beside an adapter."""
+    """Return the canonical names of the model's own parameters that train with an adapter."""
     return _met(model, adapter.also_train)
 
 
 def met_by(model: ModelConfig, entry: str) -> tuple[str, ...]:
-    """Canonical names of the parameters that an entry of `training.freeze` stands for.
+    """Return the canonical names of the parameters that an entry of `training.freeze` matches.
 
     Raises:
-        ValueError: It is neither a word that is known nor a regular expression; says why.
+        ValueError: The entry is neither a keyword nor a regular expression; the message says why.
     """
     tensors = tuple(shapes.all_tensors(model))
     tied = {alias: name for alias, name in ties(model) if name != alias}
@@ -172,7 +175,7 @@ def met_by(model: ModelConfig, entry: str) -> tuple[str, ...]:
 def _before_last(
     model: ModelConfig, tensors: tuple[TensorShape, ...], number: str
 ) -> tuple[str, ...]:
-    """Embeddings, and all blocks but the last so many."""
+    """Return the names of the embeddings, and of all blocks but the last `number`."""
     if not number.isdecimal() or int(number) > model.num_layers:
         raise ValueError(f"needs a number of blocks up to {model.num_layers}: {ALL_BUT_LAST}:1")
     blocks, first = block_numbers(model), model.num_layers - int(number)
@@ -184,7 +187,7 @@ def _before_last(
 
 
 def block_numbers(model: ModelConfig) -> dict[str, int]:
-    """Return number of the block of each parameter that lies in one."""
+    """Return the block index of each parameter that is in a block."""
     read = shapes.anatomy(model)
     if read is not None:
         return {p.name: p.block for p in read.parameters if p.block is not None}
@@ -193,7 +196,7 @@ def block_numbers(model: ModelConfig) -> dict[str, int]:
 
 
 def ties(model: ModelConfig) -> tuple[tuple[str, str], ...]:
-    """Other names of tied parameters, and their canonical ones."""
+    """Return the (alias, canonical name) pairs of tied parameters."""
     read = shapes.anatomy(model)
     if read is not None:
         return read.ties
@@ -203,7 +206,7 @@ def ties(model: ModelConfig) -> tuple[tuple[str, str], ...]:
 
 
 def head_name(model: ModelConfig) -> str:
-    """Name of the output projection's weight, which may be another one's name too."""
+    """Return the name of the output projection's weight, which may be an alias of a tied tensor."""
     read = shapes.anatomy(model)
     if read is None:
         return shapes.head_tensor(model).name
@@ -212,7 +215,7 @@ def head_name(model: ModelConfig) -> str:
 
 
 def frozen_ties(config: RunConfig) -> tuple[tuple[str, str], ...]:
-    """Tied weights that are frozen: both of their names."""
+    """Return the (alias, canonical name) pairs of tied parameters that are frozen."""
     frozen = frozen_names(config)
     return tuple((alias, name) for alias, name in ties(config.model) if name in frozen)
 
@@ -227,11 +230,7 @@ def _reasons(config: RunConfig, frozen: frozenset[str]) -> tuple[str, ...]:
 
 
 def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
-    """Pipeline stages on which nothing trains.
-
-    Args:
-        sizes: Blocks of each stage.
-    """
+    """Return the pipeline stages on which nothing trains, given the number of blocks of each."""
     blocks, last = block_numbers(config.model), len(sizes) - 1
     starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
     busy: set[int] = set()
@@ -253,7 +252,7 @@ def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def adapted_layers(model: ModelConfig, adapter: LowRank) -> tuple[LinearLayer, ...]:
-    """Linear layers that `adapter.targets` names: without any, all of the blocks."""
+    """Return the linear layers that `adapter.targets` names; without targets, all in the blocks."""
     layers = tuple(linear_layers(model))
     if not adapter.targets:
         return layers
@@ -261,14 +260,15 @@ def adapted_layers(model: ModelConfig, adapter: LowRank) -> tuple[LinearLayer, .
 
 
 def is_target(layer: LinearLayer, target: str) -> bool:
-    """Whether a layer's name ends as a target says: `q_proj`, or `self_attn.q_proj`."""
+    """Return True if the layer's name ends with the target: `q_proj`, or `self_attn.q_proj`."""
     return layer.name == target or layer.name.endswith(f".{target}")
 
 
 def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
     """Yield the linear layers of the blocks, in the model's order.
 
-    Routers are none, nor are experts that lie in one tensor: their weights are no layers'.
+    Routers are excluded, and so are experts stored in one tensor: their weights belong to no linear
+    module.
     """
     family = architecture(model)
     splits: dict[str, str] = {}
@@ -287,7 +287,7 @@ def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
 
 
 def _matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Weights of linear layers in blocks, by name."""
+    """Yield name and shape of the weights of linear layers in blocks."""
     read = shapes.anatomy(model)
     if read is None:
         blocks = block_numbers(model)
@@ -302,9 +302,9 @@ def _matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def added_tensors(layer: LinearLayer, adapter: LowRank) -> tuple[TensorShape, ...]:
-    """What an adapter adds to a layer, in the type of the model's weights.
+    """Return the tensors that an adapter adds to a layer, in the type of the model's weights.
 
-    Tensor ranks share B of a layer that is cut by outputs, and A of one that is cut by inputs.
+    Tensor parallelism splits B of a layer split by outputs, and A of a layer split by inputs.
     """
     by_outputs, by_inputs = layer.split == "outputs", layer.split == "inputs"
     found = [

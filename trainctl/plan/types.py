@@ -1,4 +1,4 @@
-"""The frozen plan and its parts: what every other room reads."""
+"""The frozen plan and its parts, which all other packages read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PLAN_SCHEMA = 1
 class Mesh:
     """Sizes of the process mesh; `world_size` is the product of data, tensor, pipeline, sequence.
 
-    Ranks are ordered with tensor fastest, then sequence, then data, then pipeline slowest, so that
-    a tensor-parallel group stays inside a node. The expert axis is a part of the data axis, and
-    its ranks lie next to each other there.
+    Rank order is tensor fastest, then sequence, then data, then pipeline slowest, so that a
+    tensor-parallel group stays inside a node. The expert axis is a part of the data axis; its ranks
+    are adjacent there.
     """
 
     data: int
@@ -33,7 +33,7 @@ class Mesh:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks of a stage that have the same experts."""
+        """Ranks of a pipeline stage that hold the same experts."""
         return self.data * self.sequence // self.expert
 
     @property
@@ -43,15 +43,15 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """As much of a plan as the memory of its devices and the time of its steps follow from."""
+    """Part of a plan that determines device memory and step time."""
 
     config: RunConfig
-    """The configuration as composed (derived values are not written back into it)."""
+    """Configuration as composed; derived values are not written back into it."""
     hardware: Hardware
     """Machines and devices, declared or detected."""
     mesh: Mesh
     batch: Batch
-    """Batch arithmetic; with a ramp that of the steps after it."""
+    """Batch of each step; with a ramp, of the steps after it."""
     stage_blocks: tuple[int, ...] = ()
     """Number of blocks of each pipeline stage."""
 
@@ -71,34 +71,33 @@ class RunPlan(Sketch):
     total_steps: int
     """Optimizer steps of the whole run."""
     stop_step: int
-    """Step at which this launch ends; equals total_steps unless `training.stop_after_steps` is
-    set."""
+    """Step at which this launch ends; `total_steps` unless `training.stop_after_steps` is set."""
     warmup_steps: int
     """Optimizer steps of the linear warmup."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """The JSON of the engine of that name, complete, without "auto"; of another, empty."""
+    """Complete DeepSpeed JSON without "auto"; empty for another engine."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What another engine than DeepSpeed is told, nested."""
+    """Settings of an engine other than DeepSpeed, nested."""
     ramp: tuple[BatchPhase, ...] = ()
-    """Batch sizes of the run by their first step, the last of them `batch`; empty if all steps have
-    it."""
+    """Batch phases of the run, the last of them with `batch`; empty if the batch is constant."""
     derived: tuple[Derived, ...] = ()
     """Every derived value with its reason."""
     not_yet: tuple[str, ...] = ()
-    """What this plan asks for that cannot be trained with yet, in words; `launch` refuses while it
-    is not empty."""
+    """Planned techniques that cannot be trained with yet, in words; `launch` refuses such a
+    plan.
+    """
     lr_scale: float = 1.0
-    """What `optimizer.lr_scaling` makes of the learning rates."""
+    """Factor of the learning rates by `optimizer.lr_scaling`."""
     engine: str = "deepspeed"
-    """What makes the steps: an option of the group `engine`."""
+    """Engine that runs the steps: an option of the group `engine`."""
     schema: int = field(default=PLAN_SCHEMA)
 
     @property
     def peak_lr(self) -> float:
-        """The base learning rate where the schedule is at its peak."""
+        """Base learning rate at the peak of the schedule."""
         return self.config.optimizer.lr * self.lr_scale
 
     @property
     def batches(self) -> Batches:
-        """The batch of every step."""
+        """Batch of every step."""
         return Batches.of(self.ramp, self.batch)

@@ -1,1 +1,1 @@
-"""Rules: what must hold of a plan and of a DeepSpeed JSON. Pure, no torch."""
+"""Rules that a plan and a DeepSpeed JSON must satisfy. Pure, no torch."""

@@ -1,4 +1,4 @@
-"""A JSON Schema (draft 2020-12) of DeepSpeed's JSON, from the schema of the installed version."""
+"""JSON Schema (draft 2020-12) of DeepSpeed's JSON, from the schema of the installed version."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TYPES = {
 
 
 def deepspeed_schema() -> dict[str, Any]:
-    """Of a `ds_config.json`: every key with its type, range, default and what replaced it.
+    """Return the JSON Schema of a `ds_config.json`: every key's type, range, default, replacement.
 
-    An unknown key is refused also where DeepSpeed would ignore it silently. "auto" is taken
-    everywhere but in sections, because transformers and accelerate fill it in.
+    It refuses unknown keys even where DeepSpeed would ignore them silently. It accepts "auto"
+    everywhere except for sections, because transformers and accelerate fill it in.
     """
     schema = load()
     return {

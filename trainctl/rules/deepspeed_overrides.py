@@ -1,4 +1,4 @@
-"""A plan's own JSON, checked by the same rules as anybody's, and told by the keys of its config."""
+"""Checks of a plan's own DeepSpeed JSON by the common rules, reported by its config keys."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainctl.rules.deepspeed.names import Names, plain
 from trainctl.rules.passed_keys import CONFIG_KEYS
 
 OPTIONS = {"zero_stage.stage": "zero_stage", "optimizer.kind": "optimizer"}
-"""Groups whose options are named by the value of a key."""
+"""Groups whose option has the same name as the value of a key."""
 
 
 class PlanNames(Names):
-    """Those of a plan's JSON: the config keys that its own follow from, as they are typed."""
+    """Names for a plan's JSON: the config keys that its keys are derived from, as typed."""
 
     def __init__(self, config: RunConfig, passed: Sequence[Derived] = ()) -> None:
         self._config = config
         self._passed = [setting.key for setting in passed]
 
     def passes(self, key: str) -> bool:
-        """Whether the user passes a key of the JSON through, a part of it or what holds it."""
+        """Return True if the user passes through the JSON key, a part of it, or its section."""
         return any(overlap(key, other) for other in self._passed)
 
     def key(self, key: str) -> str:
@@ -56,13 +56,11 @@ def own_case(
     settings: Sequence[Derived],
     passed: Sequence[Derived] = (),
 ) -> Case:
-    """A plan's JSON, as the rules over any JSON look at it.
+    """Build the case of a plan's JSON, as the common rules check it.
 
-    Args:
-        hardware: Where it will run.
-        mesh: Its layout: the script's own mpu, as DeepSpeed sees it; None where none is possible.
-        settings: The keys of the JSON that trainctl sets.
-        passed: Those that the user passes through.
+    `hardware` is the hardware of the run. `mesh` takes the place of the script's own mpu for
+    DeepSpeed; None if no mesh is possible. `settings` are the JSON keys that trainctl sets, and
+    `passed` those that the user passes through.
     """
     around = Surroundings(
         world_size=hardware.world_size,
@@ -76,15 +74,12 @@ def own_case(
 
 
 def check_own_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
-    """What DeepSpeed would refuse or misread in the JSON of a plan.
+    """Yield what DeepSpeed would refuse or misread in the JSON of a plan.
 
-    A finding about a key of the user's `deepspeed` section names it there; an error about another
-    key names the configuration key that it comes from. Warnings about what trainctl writes itself
-    are left out: it writes them knowingly.
-
-    Args:
-        case: Of `own_case`, with what the user passes through.
-        settings: Every key of the JSON that trainctl sets, with its sources.
+    A finding about a key of the user's `deepspeed` section names it there. An error about another
+    key names the config key that it is derived from. Warnings about keys that trainctl sets are
+    left out: it sets them on purpose. `case` comes from `own_case`, with the user's keys.
+    `settings` are all JSON keys that trainctl sets, with their sources.
     """
     names = case.names
     assert isinstance(names, PlanNames)
@@ -96,11 +91,11 @@ def check_own_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]
 
 
 def overlap(key: str, other: str) -> bool:
-    """Whether two dotted keys are one, or one is in the section that the other names."""
+    """Return True if two dotted keys are equal, or one is inside the section named by the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _comes_from(key: str, settings: Sequence[Derived]) -> str:
-    """The configuration key that a key of the JSON is derived from; empty if there is none."""
+    """Return the config key that a JSON key is derived from; empty if there is none."""
     near = (setting for setting in settings if overlap(key, setting.key))
     return next((setting.sources[0] for setting in near if setting.sources), "")

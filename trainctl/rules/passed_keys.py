@@ -1,9 +1,10 @@
-"""What becomes of each key of DeepSpeed's JSON in the `deepspeed` section: a closed list.
+"""Treatment of every key of DeepSpeed's JSON in the `deepspeed` section: a closed list.
 
-A key that a config key says belongs to that one. A key that the trainer relies on belongs to the
-trainer; a program of the user's may set it. Of the others, some change no loss and no gradient norm
-(real runs show it: `tests/train/test_passed_keys_on_ranks.py`), and nothing reads the rest.
-`tests/plan/test_passed_keys.py` holds that every key of the schema is in one of these tables.
+A key that is derived from a config key is set by the config key. A key that the trainer relies on
+belongs to the trainer, but a user's own program may set it. Some of the other keys change neither
+loss nor gradient norm (shown by real runs: `tests/train/test_passed_keys_on_ranks.py`); nothing reads the
+rest. `tests/plan/test_passed_keys.py` verifies that every key of the schema is in one of these
+tables.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CONFIG_KEYS = SOURCES | {
     "data_types.grad_accum_dtype": "precision.gradient_accumulation",
     "torch_autocast.enabled": "precision.autocast",
 }
-"""The config key by the key of the JSON that follows from it."""
+"""Config key by the JSON key derived from it."""
 
 OWNED = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
     **dict.fromkeys(BATCH_KEYS, "use training.global_batch_size and training.micro_batch_size"),
@@ -49,7 +50,7 @@ OWNED = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
     f"{ZERO}.cpu_offload_param": "use the offload group",
     f"{ZERO}.cpu_offload_use_pin_memory": "use offload.pin_memory",
 }
-"""Keys and sections that config keys say, and which: refused for every program."""
+"""Keys and sections that config keys set, with what to use instead; refused for every program."""
 
 _OWN_LOGGERS = (
     "use {} in logging.to: this would get nothing but the learning rate, and begin again at 0 "
@@ -93,8 +94,9 @@ TRAINERS = {
     f"{ZERO}.save_muon_momentum_buffer_in_memory": _UNTRIED,
     f"{ZERO}.zero_quantized_nontrainable_weights": "use adapter.base_weights",
 }
-"""Keys and sections that the trainer relies on, and what to use; a program of the user's may set
-them."""
+"""Keys and sections that the trainer relies on, with what to use instead; a user's own program
+may set them.
+"""
 
 PASSED = {
     **dict.fromkeys(
@@ -121,7 +123,7 @@ PASSED = {
             "flops_profiler.recompute_fwd_factor",
             "flops_profiler.top_modules",
         ),
-        "no stages",  # with them, DeepSpeed starts a timer of the profiler twice and fails
+        "no stages",  # with stages, DeepSpeed starts a profiler timer twice and fails
     ),
     **dict.fromkeys(
         (
@@ -153,7 +155,9 @@ PASSED = {
         "nvme",
     ),
 }
-"""Keys that change no loss and no norm, and where something reads them: a name of `WHEN`."""
+"""Keys that change neither loss nor gradient norm, each with the condition in `WHEN` under which
+DeepSpeed reads it; empty for always.
+"""
 
 _OWN_CHECKPOINTS = "the trainer writes and reads checkpoints of its own"
 IDLE = {
@@ -171,26 +175,22 @@ IDLE = {
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "`trainctl export` writes the weights",
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "`trainctl export` writes the weights",
 }
-"""Keys and sections that nothing reads when the trainer makes the steps, and why."""
+"""Keys and sections that nothing reads when the trainer runs the steps, with the reasons."""
 
 TABLES: tuple[Mapping[str, str], ...] = (OWNED, TRAINERS, PASSED, IDLE)
 
 
 def canonical(name: str, schema: Schema | None = None) -> str:
-    """Return a dotted key of the JSON as trainctl spells it: DeepSpeed takes some in two ways."""
+    """Return a dotted JSON key in trainctl's spelling: DeepSpeed accepts two for some keys."""
     known = (schema or load()).keys.get(name)
     return (known and known.same_as) or name
 
 
 def entry_of(name: str, schema: Schema | None = None) -> str:
-    """Return the key, or the innermost section, under which the tables have a key of the JSON.
+    """Return the table entry of a JSON key: the key itself, or the innermost section listed.
 
-    Args:
-        name: Dotted, in any spelling that DeepSpeed takes.
-        schema: Of the installed DeepSpeed; the newest known by default.
-
-    Returns:
-        Empty for a key that no table has.
+    `name` is dotted, in any spelling that DeepSpeed accepts. `schema` belongs to the installed
+    DeepSpeed; the newest known by default. Returns an empty string for a key in no table.
     """
     parts = canonical(name, schema).split(".")
     sections = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -198,18 +198,13 @@ def entry_of(name: str, schema: Schema | None = None) -> str:
 
 
 def owner_of(name: str, config: RunConfig) -> str:
-    """Return what to use in place of a key that is not to be passed through; else empty.
-
-    Args:
-        name: Dotted, of the JSON.
-        config: The configuration that it would be passed in.
-    """
+    """Return what to use instead of a JSON key that is not passed through; empty if it is."""
     entry = entry_of(name)
     return OWNED.get(entry) or (TRAINERS.get(entry, "") if config.trains_itself else "")
 
 
 def idle_reason(name: str, config: RunConfig) -> str:
-    """Return why nothing reads a key that is passed through; empty if something does."""
+    """Return why nothing reads a passed-through key; empty if something does."""
     entry = entry_of(name)
     if not config.trains_itself:
         return ""

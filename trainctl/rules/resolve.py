@@ -1,4 +1,4 @@
-"""From a configuration and the hardware to a frozen plan, with every problem found in one go."""
+"""Resolution of a configuration and the hardware to a frozen plan, with all problems at once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from trainctl.rules.plan import Draft, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """What came of a configuration."""
+    """Result of resolving a configuration."""
 
     plan: RunPlan | None
-    """The plan; ``None`` exactly when a finding is an error."""
+    """Plan; ``None`` exactly when a finding is an error."""
     findings: tuple[Finding, ...]
     """Errors and warnings, in the order of the rules."""
 
@@ -49,8 +49,9 @@ class Resolution:
 def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     """Derive everything that the config leaves open, and check it.
 
-    A step that is impossible gives ``None`` and is reported by the rules; the steps and rules that
-    do not need it go on, so that all problems are reported together. Pure: reads nothing else.
+    An impossible derivation gives ``None`` and is reported by the rules. Derivations and rules that
+    do not depend on it still run, so that all problems are reported together. Pure: reads nothing
+    else.
     """
     mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
     batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
@@ -68,9 +69,9 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     findings = check(draft)
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
-    # Without an error each of these has a value: a rule reports each way to have none.
+    # Without an error each of these has a value: rules report every way to have none.
     assert mesh is not None and batch is not None and batches is not None
-    if total_steps is None:  # which TC067 warns of
+    if total_steps is None:  # TC067 warns of this
         total_steps, total_reasons = uncounted_steps(config.training)
 
     passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
@@ -124,7 +125,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
 
 
 def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
-    """Number formats that follow from `precision.compute`."""
+    """Return the number formats that follow from `precision.compute` or from the engine."""
     used, always = formats(config.precision), engine_of(config).gradients
     why, source = f"precision.compute={config.precision.compute}", "precision.compute"
     if always is not None:

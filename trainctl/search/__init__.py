@@ -1,1 +1,1 @@
-"""From a configuration to whether it can run, and to what would run instead."""
+"""Assessment of a configuration, and search for configurations that can run instead."""

@@ -1,4 +1,4 @@
-"""Whether a configuration is legal and fits: resolution and memory budget in one."""
+"""Assessment of a configuration: plan, memory budget and findings in one."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ DEVICE_TOO_SMALL, HOST_TOO_SMALL, NVME_TOO_SMALL = "TC150", "TC151", "TC152"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """What is known about a configuration before anything starts."""
+    """Plan, memory budget and problems of a configuration, before anything starts."""
 
     plan: RunPlan | None
-    """The plan; None exactly when the configuration is not legal."""
+    """Plan; None exactly when the configuration is not legal."""
     budget: MemoryBudget | None
-    """Its memory budget; None without a plan."""
+    """Memory budget of the plan; None without a plan."""
     findings: tuple[Finding, ...]
-    """Problems of resolution, then of memory."""
+    """Findings of resolution, followed by findings on memory."""
 
     @property
     def fits(self) -> bool:
-        """Whether it can be launched and surely fits."""
+        """Whether the configuration can be launched and certainly fits."""
         no_error = not any(finding.is_error for finding in self.findings)
         return no_error and self.budget is not None and self.budget.fits is True
 
 
 def assess(config: RunConfig, hardware: Hardware, traced: TracedModel | None = None) -> Assessment:
-    """Resolve a configuration and hold its memory budget against the hardware.
+    """Resolve a configuration and compare its memory budget with the hardware.
 
-    Args:
-        traced: What a trace found of the model; none budgets the closed form of its shape, and
-            has one traced that has none.
+    `traced` is a trace of the model. Without one, the closed form of its shape is budgeted, and a
+    model that has none is traced.
     """
     resolution = resolve(config, hardware)
     if resolution.plan is None:
@@ -61,7 +60,9 @@ def assess(config: RunConfig, hardware: Hardware, traced: TracedModel | None = N
 
 
 def _too_small(memory: MemoryBudget, hardware: Hardware) -> Iterator[Finding]:
-    """What is too small, or may be. Disk space is not known here: launching checks it."""
+    """Yield a finding for each memory of the hardware that is, or may be, too small. Disk space is
+    unknown here: launching checks it.
+    """
     capacity = hardware.device_memory_bytes
     if capacity is not None and memory.fits is not True:
         certain = memory.fits is False

@@ -1,4 +1,4 @@
-"""Small changes to a configuration: what each sets, how far it goes, and their combinations."""
+"""Small changes to a configuration: the keys they set, their reach, and their combinations."""
 
 from __future__ import annotations
 
@@ -25,37 +25,39 @@ from trainctl.plan.types import Batch
 from trainctl.search.variants import Values
 
 FULL_NODE = 8
-"""Devices of a machine before more machines are suggested."""
+"""Devices per machine up to which more devices are suggested before more machines."""
 MOST_DOUBLINGS = 3
-"""Of the devices, and of the micro batch."""
+"""Limit for doubling the devices, and for doubling the micro-batch."""
 
 MOST_SIZES = 12
-"""Micro batches to try; a billion has a hundred divisors."""
+"""Limit of the micro-batch sizes to try; a billion has a hundred divisors."""
 
 
 LONG_SEQUENCE = 65536
-"""Tokens of a sequence on one rank from which feed-forward layers in tiles are suggested."""
+"""Tokens of a sequence on one rank above which tiled feed-forward layers are suggested."""
 
 TILES = 16
-"""That are suggested."""
+"""Number of tiles suggested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
-    """Keys and their new values."""
+    """Changed keys with their new values."""
 
     values: Values
     kinds: tuple[tuple[str, float], ...]
-    """The dimensions that it changes, with how far; a change that goes at least as far in all of
-    another's dimensions only adds to it."""
+    """Changed dimensions with their reach. A change that reaches at least as far in all dimensions
+    of another change only adds to it.
+    """
 
     def only_adds_to(self, other: KeyChange) -> bool:
+        """Return True if this change reaches at least as far in every dimension of `other`."""
         own = dict(self.kinds)
         return all(own.get(kind, 0) >= reach for kind, reach in other.kinds)
 
     @property
     def doublings(self) -> float:
-        """Of the devices."""
+        """Number of times that the devices are doubled."""
         return dict(self.kinds).get("devices", 0)
 
 
@@ -67,7 +69,7 @@ NO_CHANGE = KeyChange(values={}, kinds=())
 
 
 def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
-    """Yield one of each dimension's changes, or none of it; at least one in all."""
+    """Yield every combination of at most one change per dimension, and at least one in all."""
     for parts in product(*([NO_CHANGE, *dimension] for dimension in dimensions)):
         kinds = tuple(kind for part in parts for kind in part.kinds)
         if kinds:
@@ -77,8 +79,11 @@ def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
 
 
 def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[KeyChange]:
-    """Yield every combination of smaller micro batches, recomputation, a loss in chunks, layers in
-    tiles, higher stages, offload and more devices, all with the same global batch."""
+    """Yield every combination of memory-saving changes with the same global batch.
+
+    The dimensions are smaller micro-batches, recomputation, a chunked loss, tiled layers, higher
+    ZeRO stages, offload, and more devices.
+    """
     on_cpu = hardware.accelerator is Accelerator.cpu
     for doublings in range(1 if on_cpu else MOST_DOUBLINGS + 1):
         devices = _devices(config, hardware, doublings)
@@ -103,10 +108,10 @@ def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Ite
 
 
 def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
-    """LoRA beside the weights that training starts from, with what saves memory on these devices.
+    """Yield LoRA on the initial weights, alone and with memory-saving changes on the same devices.
 
-    It learns something else than all weights would, so it is none of `that_save_memory`. Without
-    weights to start from there is nothing for an adapter to adapt.
+    An adapter learns something else than full training, so it is not part of `that_save_memory`.
+    Yields nothing without initial weights.
     """
     if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:
         return
@@ -114,8 +119,9 @@ def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
 
 
 def with_a_quantized_base(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
-    """Yield the same with frozen matrices in 4 bits (QLoRA), or an adapter that is there beside
-    these."""
+    """Yield an adapter with its base in 4 bits (QLoRA), alone and with memory-saving changes. A
+    configured adapter is kept.
+    """
     adapter = low_rank(config.adapter)
     if adapter is None:
         if config.model.initial_weights is None or is_partial(config):
@@ -131,7 +137,7 @@ def with_a_quantized_base(config: RunConfig, batch: Batch) -> Iterator[KeyChange
 
 
 def _beside(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
-    """Yield a change, and with it what saves memory on these devices."""
+    """Yield a change, alone and combined with memory-saving changes on the same devices."""
     yield first
     for change in _combinations(
         _smaller_batches(config, batch, 0),
@@ -145,8 +151,11 @@ def _beside(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyCh
 
 
 def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
-    """Yield every combination of larger micro batches, less recomputation, a plain loss, lower
-    stages and less offload, with the same global batch."""
+    """Yield every combination of memory-using changes with the same global batch.
+
+    The dimensions are larger micro-batches, less recomputation, a plain loss, lower ZeRO stages,
+    and less offload.
+    """
     yield from _combinations(
         _larger_batches(config, batch),
         _less_recomputation(config),
@@ -157,7 +166,7 @@ def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
 
 
 def _batch_values(config: RunConfig, micro: int, accumulation: int) -> Values:
-    """Return a global batch in tokens derives the accumulation itself."""
+    """Return the batch keys of a change; a global batch in tokens derives the accumulation."""
     values: dict[str, object] = {"training.micro_batch_size": micro}
     if config.training.global_batch_tokens is None:
         values["training.gradient_accumulation_steps"] = accumulation
@@ -165,7 +174,9 @@ def _batch_values(config: RunConfig, micro: int, accumulation: int) -> Values:
 
 
 def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[KeyChange]:
-    """Micro batches on twice `doublings` as many devices; the same ones where those are more."""
+    """Return changes to smaller micro-batches on 2**`doublings` times as many devices. With more
+    devices, the present micro-batch is included.
+    """
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     changes = []
     for smaller in _spread(divisors(micro)):
@@ -180,7 +191,7 @@ def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Ke
 
 
 def _spread(sizes: list[int]) -> list[int]:
-    """At most `MOST_SIZES` of ascending sizes, the largest first; the ends are always there."""
+    """Return at most `MOST_SIZES` of ascending sizes, the largest first, always with both ends."""
     if len(sizes) > MOST_SIZES:
         last = len(sizes) - 1
         sizes = [sizes[round(k * last / (MOST_SIZES - 1))] for k in range(MOST_SIZES)]
@@ -197,7 +208,7 @@ def _larger_batches(config: RunConfig, batch: Batch) -> list[KeyChange]:
 
 
 def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange:
-    """More devices in a machine while it has few, then more machines, started by Slurm."""
+    """Return a change to more devices per machine up to `FULL_NODE`, then to more machines."""
     if not doublings:
         return NO_CHANGE
     nodes, devices = hardware.nodes, hardware.devices_per_node
@@ -245,7 +256,9 @@ def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:
 
 
 def _layers_in_tiles(config: RunConfig, batch: Batch) -> list[KeyChange]:
-    """Of sequences so long that one is a micro batch too large; otherwise that is made smaller."""
+    """Return the change to tiled feed-forward layers for long sequences, where a single sequence
+    may be too large a micro-batch. For shorter sequences, smaller micro-batches do the same.
+    """
     tokens = batch.sequence_length // max(config.parallelism.sequence, 1)
     if config.kernels.mlp_tiles > 1 or tokens < LONG_SEQUENCE or not config.trains_itself:
         return []
@@ -259,7 +272,7 @@ def _plain_loss(config: RunConfig) -> list[KeyChange]:
 
 
 def _higher_stages(config: RunConfig) -> list[KeyChange]:
-    """Stage 3 reduces gradients beside the backward pass at no cost in memory."""
+    """Return changes to higher ZeRO stages; stage 3 overlaps reduction at no cost in memory."""
     stage = config.zero_stage.stage
     changes = []
     for higher in range(stage + 1, 4):
@@ -280,7 +293,7 @@ def _lower_stages(config: RunConfig) -> list[KeyChange]:
 
 
 def _more_offload(config: RunConfig) -> list[KeyChange]:
-    """Return the optimizer, then parameters too, in host memory."""
+    """Return changes that offload the optimizer, and then also the parameters, to host memory."""
     values: dict[str, object] = {}
     changes = []
     for reach, name in enumerate(("optimizer", "parameters"), 1):
@@ -291,7 +304,7 @@ def _more_offload(config: RunConfig) -> list[KeyChange]:
 
 
 def _less_offload(config: RunConfig) -> list[KeyChange]:
-    """Return the parameters, then the optimizer too, back on the device."""
+    """Return changes that keep the parameters, and then also the optimizer, on the device."""
     values: dict[str, object] = {}
     changes = []
     for reach, name in enumerate(("parameters", "optimizer"), 1):

@@ -1,4 +1,4 @@
-"""Computation of a micro batch: matrix products, attention, what lies between them, the loss."""
+"""Compute time of a micro-batch: matrix products, attention, other operations, loss."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a device does in a second."""
+    """Achievable rates of a device, per second."""
 
     products: float
-    """Speed of matrix products of blocks, FLOP/s."""
+    """FLOP/s of the matrix products in blocks."""
     wide_products: float
-    """Speed of those outside blocks and of eager attention, which fp8 leaves in 16 bits."""
+    """FLOP/s of products outside blocks and of eager attention, which fp8 leaves in 16 bits."""
     attention: float
-    """Speed of attention as one kernel, FLOP/s."""
+    """FLOP/s of fused attention."""
     memory: float
-    """Bytes that other operations move."""
+    """Bytes/s of the operations between matrix products."""
     is_known: bool
-    """Whether the hardware says its peak and bandwidth."""
+    """Whether the hardware states its peak and its memory bandwidth."""
 
 
 def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
-    """Achievable rates of a device in a number format; an A100's where they are not known."""
+    """Return the achievable rates of a device in a number format; an A100's where unknown."""
     compute = precision_of(precision)
     peak = hardware.peak_tflops(compute.format)
     is_known = peak is not None and hardware.memory_bandwidth_gb_per_second is not None
@@ -70,17 +70,19 @@ def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """How much of a model trains."""
+    """Trained fraction of a model."""
 
     weights: float = 1.0
-    """The share of its elements that the optimizer updates."""
+    """Fraction of the weights that the optimizer updates."""
     blocks: float = 1.0
-    """The share of its blocks that gradients reach."""
+    """Fraction of the blocks that gradients reach."""
 
 
 def learnt(config: RunConfig) -> Learnt:
-    """Return how much of a run's model trains. An adapter's own products, and what it takes to
-    expand a base of 8 or 4 bits, are left out of the time."""
+    """Return the trained fraction of a run's model.
+
+    The time of an adapter's own products, and of expanding a base of 8 or 4 bits, is neglected.
+    """
     if not is_partial(config):
         return Learnt()
     (stage,) = of_run(config, stages(config.model))
@@ -93,7 +95,9 @@ def learnt(config: RunConfig) -> Learnt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
-    """Seconds of a micro batch in one block: both passes, and what its recomputation adds."""
+    """Seconds per micro-batch in one block: forward plus backward pass (`both`), and its
+    recomputation (`again`).
+    """
 
     both: float
     again: float
@@ -102,13 +106,10 @@ class BlockTime:
 def block_time(
     config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
 ) -> BlockTime:
-    """Return the time of a block.
+    """Return the compute time of one block.
 
-    Args:
-        config: The model, its kernels and recomputation.
-        tokens: Of a micro batch on this rank.
-        sequence_length: Tokens that attend to each other.
-        tensor: Ranks that share the block's matrices.
+    `tokens` are the tokens of a micro-batch on this rank. `sequence_length` is the number of tokens
+    that attend to each other. `tensor` is the number of ranks that share the block's matrices.
     """
     model, element = config.model, BYTES[precision_of(config.precision).format]
     products, moved, weights = _products_of(model)
@@ -123,7 +124,7 @@ def block_time(
     )
     forward = max(product_seconds + attention + traffic, starts)
     train = learnt(config)
-    # Of each product a gradient of its input, and one of its weight where that learns.
+    # Each product has a gradient of its input, and of its weight if trained.
     back = constants.BACKWARD_TO_FORWARD * (1 + train.weights) / 2
     backward = max(
         (back + _share_in_tiles(config)) * product_seconds
@@ -139,7 +140,7 @@ def block_time(
 
 
 def _share_in_tiles(config: RunConfig) -> float:
-    """Return the share of a block's products that tiles multiply again in the backward pass."""
+    """Return the fraction of a block's products that tiling recomputes in the backward pass."""
     if config.kernels.mlp_tiles == 1:
         return 0.0
     inside = all_of = 0
@@ -154,11 +155,11 @@ def _share_in_tiles(config: RunConfig) -> float:
 def _attention(
     config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
 ) -> tuple[float, float]:
-    """Seconds of scores and their weighted sum, forward and backward.
+    """Return the seconds of the scores and their weighted sum, forward and backward.
 
-    One kernel leaves out what comes later in the sequence; eager attention computes it all, and
-    moves the scores through memory: product, mask, fp32 softmax and cast (one fused kernel for the
-    middle ones when compiled).
+    Fused attention skips later positions. Eager attention computes all of them and moves the scores
+    through memory: product, mask, fp32 softmax and cast (compiled, one fused kernel for the middle
+    ones).
     """
     model = config.model
     products = attention_products(model, sequence_length) / max(model.num_layers, 1) / tensor
@@ -173,11 +174,11 @@ def _attention(
 
 
 def _traffic(config: RunConfig, tensor: int) -> float:
-    """Return bytes per token that a block's other operations move in a forward pass.
+    """Return the bytes per token that a block's other operations move in a forward pass.
 
-    In elements of two bytes, from the operations of transformers' modelling code: an RMSNorm reads
-    and writes fp32 copies (36 bytes per element) where a fused one reads and writes once (4); a
-    residual addition 6; a rotation 16 or 4; SwiGLU 10 or 6; GELU in its tanh form 36 or 4.
+    For elements of two bytes, from the operations of transformers' modelling code: an RMSNorm reads
+    and writes fp32 copies (36 bytes per element), a fused one reads and writes once (4); a
+    residual addition takes 6; a rotation 16 or 4; SwiGLU 10 or 6; GELU in its tanh form 36 or 4.
     """
     model, spec = config.model, spec_of(config.model)
     hidden, ffn = float(model.hidden_size), _inner_width(model) / tensor
@@ -194,11 +195,11 @@ def _traffic(config: RunConfig, tensor: int) -> float:
 
 
 def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
-    """Seconds of a micro batch in the output projection and the loss, both passes."""
+    """Return the seconds per micro-batch in the output projection and the loss, both passes."""
     model, kind = config.model, config.kernels.cross_entropy
     logits = tokens * model.vocab_size / tensor
     product = 2 * logits * model.hidden_size / speed.wide_products
-    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are computed again
+    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are recomputed
     per_logit = constants.LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
         passes, per_logit = 3.0, constants.FUSED_LOGIT_BYTES
@@ -208,7 +209,9 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
 def stage_parameters(
     model: ModelConfig, blocks: int, tensor: int, has_embedding: bool, has_head: bool
 ) -> float:
-    """Parameters of a rank of a stage, nearly: tensor ranks are taken to share them all."""
+    """Return the approximate parameters of a rank of a pipeline stage: tensor ranks are assumed to
+    share all of them.
+    """
     _, _, weights = _products_of(model)
     vocabulary = model.vocab_size * model.hidden_size
     alone = has_embedding and has_head and model.tie_word_embeddings
@@ -217,13 +220,15 @@ def stage_parameters(
 
 
 def _is_fused(config: RunConfig) -> bool:
-    """Whether what lies between matrix products runs as few kernels."""
+    """Return True if the operations between matrix products are fused into few kernels."""
     return config.kernels.liger or config.kernels.compile is not CompileKind.none
 
 
 def _products_of(model: ModelConfig) -> tuple[float, float, float]:
-    """Of a block, on average: weights that a token is multiplied with, elements that these products
-    read and write for it, and weights in all, with the experts that it does not go to."""
+    """Return averages over the blocks: the weights multiplied per token, the elements that these
+    products read and write per token, and all weights, including experts that the token is not
+    routed to.
+    """
     read = shapes.anatomy(model)
     if read is None:
         products, moved = _products(*_shape(model))
@@ -241,14 +246,15 @@ def _products_read(read: Anatomy) -> tuple[float, float, float]:
 
 
 def _chosen(read: Anatomy, parameter: Parameter) -> float:
-    """Return how many of the experts in a tensor a token goes to."""
+    """Return the number of experts in a tensor that a token is routed to; 1 for other tensors."""
     return read.active_share(parameter) * parameter.shape[0] if len(parameter.shape) > 2 else 1.0
 
 
 def _inner_width(model: ModelConfig) -> float:
-    """Width of the feed-forward layer; of experts and shared ones, that of all that a token meets.
+    """Return the width of the feed-forward layer; with experts, the summed width of the routed and
+    the shared experts, averaged over the blocks.
 
-    A gated layer has three matrices of its width.
+    A gated layer has three matrices of this width.
     """
     read = shapes.anatomy(model)
     if read is None or not read.has_experts:
@@ -276,7 +282,7 @@ def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
 def _products(
     up: int, hidden: int, ffn: int, heads: int, key_heads: int, width: int
 ) -> tuple[int, int]:
-    """Weights of a block's matrix products; elements that they read and write for each token."""
+    """Return the weights of a block's products, and the elements read and written per token."""
     queries, keys = heads * width, key_heads * width
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += [(hidden, ffn)] * up + [(ffn, hidden)]

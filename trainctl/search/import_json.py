@@ -1,7 +1,7 @@
-"""From a DeepSpeed JSON to group choices and overrides that render back to an equivalent one.
+"""Import of a DeepSpeed JSON as group choices and overrides that render back to an equivalent JSON.
 
-Equivalent is meant as DeepSpeed reads it: by the values in force, defaults included. What no key of
-trainctl's says is passed through as `deepspeed.*`; what trainctl derives is left out, and said.
+Equivalent means equal values in force for DeepSpeed, defaults included. Keys without a trainctl key
+are passed through as `deepspeed.*`; keys that trainctl derives are left out and reported.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OURS = {
     "sequence_parallel_size": "parallelism.sequence says it",
     "seq_parallel_communication_data_type": "precision.communication says it",
 }
-"""Keys that trainctl sets by itself, and why they are not taken over."""
+"""Keys that trainctl sets by itself, each with the reason for not importing it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutKey:
-    """A key of the JSON that is not taken over, its value, and why."""
+    """JSON key that is not imported, with its value and the reason."""
 
     key: str
     value: Any
@@ -44,20 +44,20 @@ class LeftOutKey:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a DeepSpeed JSON becomes."""
+    """Result of an import."""
 
     choices: Mapping[str, str]
-    """Option of each group that it implies."""
+    """Option of each group that the JSON implies."""
     settings: Mapping[str, Any]
-    """Keys that differ from these options, with their values."""
+    """Keys that differ from the chosen options, with their values."""
     passed: Mapping[str, Any]
-    """Keys of DeepSpeed's that are passed through, without `deepspeed.`."""
+    """DeepSpeed keys that are passed through, without the prefix `deepspeed.`."""
     left_out: tuple[LeftOutKey, ...]
-    """Keys that are not taken over."""
+    """Keys that are not imported."""
 
     @property
     def overrides(self) -> list[str]:
-        """As they are typed on the command line, without a shell's quotes."""
+        """Command-line overrides, without shell quotes."""
         return [
             *(f"{group}={option}" for group, option in self.choices.items()),
             *(f"{key}={as_override(value)}" for key, value in self.settings.items()),
@@ -66,12 +66,10 @@ class Imported:
 
 
 def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = "cpu") -> Imported:
-    """Turn a DeepSpeed JSON without errors into choices and overrides.
+    """Convert a DeepSpeed JSON to choices and overrides.
 
-    Args:
-        json: As read; `trainctl.rules.deepspeed.check` finds no error in it.
-        world_size: Ranks that it is for; batches are counted over them.
-        accelerator: Kind of their device, an option of the group `hardware`.
+    The JSON must have no error by `trainctl.rules.deepspeed.check`. `world_size` is the number of
+    ranks, over which the batch is counted. `accelerator` is their kind, as in `hardware=8xcpu`.
     """
     case = Case(json, Surroundings(world_size=world_size, fills_auto=True))
     wanted = wanted_values(case)
@@ -92,7 +90,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
 
 
 def ranks_of(json: Mapping[str, Any]) -> int:
-    """Return the ranks that a JSON is for: by its three batch numbers, or as few as it can have."""
+    """Return a JSON's world size by its three batch sizes; the smallest possible without them."""
     case = Case(json, Surroundings(fills_auto=True))
     total, micro, steps = (case.get(name) for name in BATCH)
     sequence = case.get("sequence_parallel_size")
@@ -107,10 +105,10 @@ def ranks_of(json: Mapping[str, Any]) -> int:
 def differences(
     original: Mapping[str, Any], rendered: Mapping[str, Any], *, world_size: int
 ) -> list[str]:
-    """Keys whose value in force differs, of all that either JSON has; `OURS` apart.
+    """Return the keys whose values in force differ between two JSONs, except `OURS`.
 
-    What the trainer does itself, by keys of its own, is not compared: the schedule, the
-    optimizer's parameters one by one, and what is recomputed.
+    The schedule, single parameters of the optimizer, and recomputation are not compared: the
+    trainer handles them by its own keys.
     """
     before = Case(original, Surroundings(world_size=world_size, fills_auto=True))
     ranks = int(before.counted_ranks or 1) // before.tensor_size
@@ -119,7 +117,7 @@ def differences(
     names -= {*BATCH}
     names = {name for name in names if not name.startswith(f"{RECOMPUTE}.")}
     if after.stage == 0 and after.get("gradient_clipping") == 0:
-        names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips
+        names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips, not DeepSpeed
     names = {name for name in names if not before.schema.keys[name].is_section}
     different = [name for name in names if not _same(before, after, name)]
     batches = (_batch(before, ranks), _batch(after, ranks))
@@ -127,14 +125,13 @@ def differences(
 
 
 def _differing(wanted: Wanted, base: RunConfig) -> dict[str, Any]:
-    """What is wanted and the chosen options do not say already."""
+    """Return the wanted values that the chosen options do not have already."""
     plain = {key: to_plain(value) for key, _, value in walk(base)}
     return {key: value for key, value in wanted.settings.items() if plain[key] != value}
 
 
 def _rendered(config: RunConfig) -> dict[str, Any]:
-    """Return the JSON of a configuration; of what can be derived where the whole cannot be
-    planned."""
+    """Return the JSON of a configuration; if it cannot be planned, the part that can be derived."""
     from trainctl.hardware import resolve_hardware
     from trainctl.plan.deepspeed import derived_settings, render
     from trainctl.plan.derive import derive_batch, derive_mesh
@@ -151,7 +148,7 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
 def _rest(
     case: Case, wanted: Wanted, config: RunConfig, rendered: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[LeftOutKey]]:
-    """What is left of the JSON: passed through, or left out with the reason."""
+    """Return the remaining keys of the JSON: passed through, or left out with the reason."""
     ours = Case(rendered)
     derived = {key for key, _ in flatten(rendered)}
     passed: dict[str, Any] = {}
@@ -182,21 +179,20 @@ def _rest(
 
 
 def _has_any(taken: Iterable[str], keys: Sequence[str]) -> bool:
-    """Whether one of the keys, or a key in a section that they name, is taken over."""
+    """Return True if one of the keys, or a key inside a section of that name, is imported."""
     return any(f"{key}.".startswith(f"{name}.") for name in keys if name for key in taken)
 
 
 def _unread(name: str, config: RunConfig) -> str:
-    """Return what a key of the table needs that the configuration lacks; else empty."""
+    """Return what a table key needs that the configuration lacks; empty if nothing."""
     modes = Modes.of(config)
     row = next((each for each in TABLE if each.key == name and not each.holds(modes)), None)
     return "" if row is None else f"it needs {WORDS[row.when]}"
 
 
 def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value of the JSON that is no section, or a section that may hold anything.
-
-    Also what no version of DeepSpeed reads, as a whole.
+    """Yield every value of the JSON that is no section, every free-form section, and as a whole
+    every entry that no version of DeepSpeed reads.
     """
     for path, value, key in case.entries():
         is_section = key is not None and key.is_section and isinstance(value, Mapping)
@@ -207,7 +203,7 @@ def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _same(before: Case, after: Case, name: str) -> bool:
-    """Whether a value in force is the same, or nothing reads it in either."""
+    """Return True if both JSONs have the same value in force, or neither reads the key."""
     left, right = _in_force(before, name), _in_force(after, name)
     return bool(left == right)
 
@@ -243,10 +239,10 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def _batch(case: Case, ranks: int) -> tuple[int, int] | None:
-    """Micro batch and accumulation steps, from whichever of the batch keys are given.
+    """Return the micro-batch size and the accumulation steps, from the batch keys that are present.
 
-    None where others fill them in. As runtime/config.py does it; the samples that the ranks of a
-    tensor-parallel group share count once.
+    Returns None if transformers or accelerate fill them in. The arithmetic follows
+    runtime/config.py; samples shared by a tensor-parallel group count once.
     """
     total, micro, steps = (case.get(name) for name in BATCH)
     if any(case.has(name) and case.get(name) is None for name in BATCH):

@@ -1,4 +1,4 @@
-"""Which keys of trainctl's say what a DeepSpeed JSON says."""
+"""Mapping of a DeepSpeed JSON's values to trainctl's keys."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from trainctl.rules.deepspeed.values import is_number
 DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
 NOT_PARAMETERS = ("torch_adam", "adam_w_mode")
-"""Which class updates, and how: the kind and the offload say it."""
+"""Keys that select the optimizer's class; `optimizer.kind` and the offload determine it here."""
 
 KERNELS = {
     True: "offloaded states are updated by DeepSpeed's own kernel",
     False: "states on the device are updated by torch's AdamW: nothing to compile",
 }
-"""Why `torch_adam` is not taken over, by whether the optimizer is offloaded."""
+"""Reasons for not importing `torch_adam`, by whether the optimizer is offloaded."""
 
 TORCH_WEIGHT_DECAY = 0.01
-"""Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
+"""Default of torch.optim.AdamW, which `torch_adam` selects; FusedAdam's is 0."""
 
 RECOMPUTE = "activation_checkpointing"
-"""The same name in DeepSpeed's JSON and among the groups."""
+"""Name of both DeepSpeed's JSON section and trainctl's group."""
 
 NOT_RECOMPUTED_SO = {
     "partition_activations": "there are no tensor ranks to partition over",
@@ -48,7 +48,7 @@ NOT_RECOMPUTED_SO = {
     "synchronize_checkpoint_boundary": "it is of DeepSpeed's own recomputation",
     "profile": "it is of DeepSpeed's own recomputation",
 }
-"""Keys of that section that trainctl's recomputation does without, and why."""
+"""Keys of that section that trainctl's recomputation does not need, with the reasons."""
 
 LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in FILLED_BY_OTHERS} | {
     "train_batch_size": "training.global_batch_size",
@@ -68,30 +68,30 @@ LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in FILLED_BY_OTH
     "zero_optimization.offload_optimizer.device": "the group offload",
     "zero_optimization.offload_param.device": "the group offload",
 }
-"""What says here what transformers or accelerate would have filled in."""
+"""trainctl's key, or group, for each JSON key that transformers or accelerate would fill in."""
 
 
 @dataclass
 class Wanted:
-    """What trainctl's keys must say."""
+    """Values of trainctl's keys that a JSON asks for."""
 
     choices: dict[str, str] = field(default_factory=dict)
     """Option of each group."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Value of each key."""
     taken: set[str] = field(default_factory=set)
-    """Keys and sections of the JSON that these stand for."""
+    """Keys and sections of the JSON that are imported by these."""
     left_out: list[tuple[str, Any, str]] = field(default_factory=list)
-    """Key, value and reason of what nothing stands for."""
+    """Key, value and reason of each JSON key that is not imported."""
 
     def take(self, key: str, ours: str, value: Any) -> None:
-        """A key of ours stands for one of DeepSpeed's."""
+        """Import the JSON key `key` as trainctl's key `ours`."""
         self.taken.add(key)
         self.settings[ours] = value
 
 
 def wanted_values(case: Case) -> Wanted:
-    """Choices and values for everything in the JSON that trainctl has a key for."""
+    """Return the choices and values for everything in the JSON that trainctl has a key for."""
     wanted, modes = Wanted(), _modes(case)
     _batch(case, wanted)
     _optimizer(case, wanted)
@@ -112,7 +112,7 @@ def wanted_values(case: Case) -> Wanted:
 
 
 def _left_open(case: Case, wanted: Wanted) -> None:
-    """What is "auto" was set by nobody: it is named, and trainctl's own value holds."""
+    """Record each unfilled "auto" as left out: trainctl's own value holds."""
     for name in autos(case):
         if name in FILLED_BY_OTHERS:
             instead = LEFT_OPEN.get(name)
@@ -131,10 +131,10 @@ def _batch(case: Case, wanted: Wanted) -> None:
         if value is None:
             continue
         if key == "train_batch_size" and case.tensor_size > 1:
-            value //= case.tensor_size  # AutoTP counts each sample once a tensor rank
+            value //= case.tensor_size  # AutoTP counts each sample once per tensor rank
         wanted.take(key, f"training.{ours}", value)
     if not any(case.has(key) for key in list(names)[1:]):
-        wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's choice then
+        wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's default
 
 
 def _optimizer(case: Case, wanted: Wanted) -> None:
@@ -164,8 +164,7 @@ def _optimizer(case: Case, wanted: Wanted) -> None:
 
 
 def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
-    """Return the spec that says what a JSON's optimizer does; of several the one that says more of
-    it."""
+    """Return the spec of a JSON's optimizer, the most specific one that matches, or None."""
     named = [
         spec
         for spec in specs("optimizer")
@@ -175,7 +174,7 @@ def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters, defaults of DeepSpeed's among them, without those left to others."""
+    """Return the parameters, DeepSpeed's defaults included, without the unfilled "auto" ones."""
     left_open = set(autos(case))
     return {
         name: value for name, value in values.items() if f"{section}.params.{name}" not in left_open
@@ -226,7 +225,7 @@ def _schedule(case: Case, wanted: Wanted) -> None:
 
 
 def _schedule_of(name: str) -> Any:
-    """Return the spec that says what a JSON's schedule does."""
+    """Return the spec of a JSON's schedule; None without one."""
     named = (
         spec
         for spec in specs("schedule")
@@ -236,7 +235,7 @@ def _schedule_of(name: str) -> Any:
 
 
 def _modes(case: Case) -> Modes:
-    """What decides which keys there are; of what others decide the least."""
+    """Return the modes of the JSON; values that transformers or accelerate decide count as off."""
     stage = case.stage or 0
     is_decided = _has_devices(case)
     return Modes(
@@ -250,12 +249,12 @@ def _modes(case: Case) -> Modes:
 
 
 def _has_devices(case: Case) -> bool:
-    """Whether the JSON says where states and parameters are; else transformers or accelerate do."""
+    """Return True if the JSON sets the offload devices, and not transformers or accelerate."""
     return not any(case.has(key) and case.get(key) is None for key in DEVICES)
 
 
 def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> None:
-    """What the JSON says by rows of the table; where two say the same thing, the first does."""
+    """Import the JSON values of table rows; of two rows for one trainctl key, the first counts."""
     for row in rows:
         if row.read is None or row.source in wanted.settings or not row.holds(modes):
             continue
@@ -263,7 +262,7 @@ def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> No
         if value is None and row.key == f"{ZERO}.overlap_comm":
             value = modes.stage == 3
         said = None if value is None else row.read(value)
-        is_off = value is False and said is None  # such as super_offload: it asks for nothing
+        is_off = value is False and said is None  # super_offload=false changes nothing
         if value is not None and not is_off:
             wanted.take(row.key, row.source, said)
 
@@ -297,7 +296,9 @@ def _offload(case: Case, modes: Modes, wanted: Wanted) -> None:
 
 
 def _recomputation(case: Case, wanted: Wanted) -> None:
-    """DeepSpeed's section recomputes only in a model that calls it: whoever wrote one has such."""
+    """Import the recomputation section. DeepSpeed recomputes only in a model that calls its API,
+    which a JSON with the section is assumed to be for.
+    """
     if not case.json.get(RECOMPUTE):
         return
     to_host = bool(case.get(f"{RECOMPUTE}.cpu_checkpointing"))

@@ -1,4 +1,4 @@
-"""Why a search found nothing: the rules, the global batch, or memory, whichever emptied it."""
+"""Reasons for a search without result: the rules, the global batch, or memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARING = (
     "training.micro_batch_size",
     "training.gradient_accumulation_steps",
 )
-"""What decides how many sequences the ranks take at a time, and is searched unless it is set."""
+"""Keys that decide how many sequences the ranks take at a time; searched unless set."""
 SAVING = (
     "offload",
     "offload.optimizer",
@@ -33,15 +33,14 @@ SAVING = (
     "kernels",
     "kernels.cross_entropy",
 )
-"""What else is searched to save memory."""
+"""Other keys that are searched to save memory."""
 
 
 def why_no_plan(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
-    """What to change for a search to find something.
+    """Return what to change so that a search finds something.
 
-    Args:
-        space: Whose candidates were all looked at.
-        least_bytes: What the smallest variant that was budgeted needs; none if none was.
+    All candidates of `space` have been tried. `least_bytes` is the memory of the smallest budgeted
+    variant; None if none was budgeted.
     """
     left_out = space.left_out
     key, legal = _nearest_batches(space)
@@ -50,7 +49,7 @@ def why_no_plan(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
         for finding in assess(space.base, space.hardware).findings
         if finding.is_error
         and finding.exit_code is not ExitCode.does_not_fit
-        # That its own layout cannot share the batch is no reason where every other one could.
+        # A batch that only the config's own layout cannot share is not the reason.
         and (finding.key != key or left_out.shares)
     )
     if not_memory and least_bytes is None:
@@ -96,15 +95,17 @@ def _does_not_fit(space: Space, least_bytes: int | None, larger: str) -> Finding
 
 
 def _left_open(space: Space, keys: tuple[str, ...]) -> str:
-    """Return the part of a hint that names what is set and would else be searched."""
+    """Return the part of a hint that names the set keys of `keys`, which a search could choose."""
     settled = [key for key in keys if key in space.fixed]
     return f", or leave {' and '.join(settled)} to the search" if settled else ""
 
 
 def _nearest_batches(space: Space) -> tuple[str, list[int]]:
-    """Return the key of the global batch, and the values next to the wanted one that ranks which
-    cannot share it could: at most one below and one above; none where no layout was left out for
-    it."""
+    """Return the key of the global batch, and its nearest values that some layout could share.
+
+    There is at most one value below the wanted one and one above, and none if no layout was left
+    out because of the batch.
+    """
     unit = 1 if space.exactly else space.config.training.sequence_length
     key = "training.global_batch_size" if space.exactly else "training.global_batch_tokens"
     near = {

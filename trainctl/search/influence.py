@@ -1,7 +1,7 @@
-"""What a configuration key turns into: the derived values and JSON keys that hang on it.
+"""Influence of a configuration key: the derived values and JSON keys that depend on it.
 
-Two ways of finding them complement each other. A derived value has the keys that it follows from;
-and a key that is changed, everything else being equal, changes what depends on it.
+Two methods complement each other: the declared sources of a derived value, and a changed value of
+the key with everything else equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainctl.rules.resolve import resolve
 
 
 def depending_on(key: str, plan: RunPlan) -> list[Derived]:
-    """Return the derived values of a plan that come from a key, in the plan's order."""
+    """Return the derived values of a plan that depend on a key, in the plan's order."""
     moved = _moved(key, plan)
     return [
         item
@@ -31,7 +31,7 @@ def depending_on(key: str, plan: RunPlan) -> list[Derived]:
 
 
 def _moved(key: str, plan: RunPlan) -> set[str]:
-    """Return names of the derived values that another value of the key would change."""
+    """Return the names of the derived values that another value of the key would change."""
     before = {item.key: item.value for item in plan.derived}
     kinds = leaves()[key].kinds
     if kinds and kind_of(getattr(plan.config, key.partition(".")[0])) not in kinds:
@@ -61,7 +61,7 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def _other_values(leaf: Leaf, value: Any) -> Iterator[Any]:
-    """Yield a few legal values that the key does not have; none for names, lists and mappings."""
+    """Yield a few legal values other than the key's own; none for names, lists and mappings."""
     candidates: list[Any] = []
     if isinstance(value, (list, dict)):
         return

@@ -1,4 +1,4 @@
-"""Which links a mesh's groups talk over, and how long their collectives take."""
+"""Links used by the process groups of a mesh, and the time of their collectives."""
 
 from __future__ import annotations
 
@@ -12,27 +12,23 @@ from trainctl.search import constants
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that communicate with each other."""
+    """Process group with its bandwidth."""
 
     ranks: int
     bandwidth: float
-    """Bytes per second that each of them sends in a ring over all."""
+    """Bytes per second that each rank sends in a ring over all ranks."""
     on_a_machine: int
-    """How many of them are devices of one machine."""
+    """Number of ranks on one machine."""
 
 
 class Links:
-    """The groups of a mesh on given machines.
+    """Process groups of a mesh on given machines, and the time of their collectives.
 
-    Ranks are ordered with tensor fastest, then sequence, data and pipeline (`Mesh`), and machines
-    are filled in this order. A ring over several machines enters and leaves each through the
-    network cards of all its members there, so those of a machine share the burden.
-
-    Attributes:
-        tensor: Link of tensor parallelism.
-        sequence: Link of sequence parallelism.
-        zero: Over which ZeRO partitions: data and sequence ranks.
-        pipeline: Two neighbouring stages.
+    Rank order is tensor fastest, then sequence, data and pipeline (`Mesh`), and machines are filled
+    in this order. A ring over several machines enters and leaves each one through the network cards
+    of all its members there, so the members on a machine share the traffic. ZeRO partitions over
+    the group `zero`, the data and sequence ranks. The group `pipeline` is a chain of neighbouring
+    stages.
     """
 
     def __init__(self, hardware: Hardware, mesh: Mesh) -> None:
@@ -52,23 +48,26 @@ class Links:
         self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
 
     def near(self, ranks: int) -> RankGroup:
-        """Return a group of neighbouring devices of one machine."""
+        """Return a group of neighbouring devices on one machine."""
         return RankGroup(ranks, self._link, ranks)
 
     def all_gather(self, size: float, group: RankGroup) -> float:
-        """Seconds to bring `size` bytes together from all ranks, or to reduce and scatter them."""
+        """Return the seconds of an all-gather, or a reduce-scatter, of `size` bytes in total."""
         if group.ranks == 1:
             return 0.0
         share = (group.ranks - 1) / group.ranks
         return share * size / group.bandwidth + self._latency(group)
 
     def all_reduce(self, size: float, group: RankGroup) -> float:
-        """Seconds to add `size` bytes over all ranks: a reduction that scatters, then a gather."""
+        """Return the seconds of an all-reduce of `size` bytes: reduce-scatter plus all-gather."""
         return 2 * self.all_gather(size, group)
 
     def all_to_all(self, size: float, group: RankGroup) -> float:
-        """Seconds in which each rank keeps its share of `size` bytes and sends the others, those of
-        its machine over the links while those of other machines go over the network."""
+        """Return the seconds of an all-to-all of `size` bytes per rank.
+
+        Traffic inside a machine uses the device links, and at the same time traffic between
+        machines uses the network.
+        """
         if group.ranks == 1:
             return 0.0
         near = (group.on_a_machine - 1) / group.ranks * size / self._link
@@ -76,16 +75,18 @@ class Links:
         return max(near, far) + self._latency(group)
 
     def send(self, size: float, group: RankGroup) -> float:
-        """Seconds to send `size` bytes to the next stage; each pair has its own network cards."""
+        """Return the seconds to send `size` bytes to the next stage; each pair has its own
+        cards.
+        """
         stage_is_inside = self._nodes == 1
         return size / (self._link if stage_is_inside else self._network)
 
     def from_host(self, size: float) -> float:
-        """Seconds to copy `size` bytes between a device and its host."""
+        """Return the seconds to copy `size` bytes between a device and its host."""
         return size / self._host
 
     def _group(self, ranks: int, stride: int) -> RankGroup:
-        """Return the group of `ranks` ranks that lie `stride` apart."""
+        """Return the group of `ranks` ranks with the stride `stride`."""
         members = max(1, min(ranks, self._node // stride))
         if members >= ranks:
             return RankGroup(ranks, self._link, ranks)

@@ -1,4 +1,4 @@
-"""Files of weights and tokenizers held against the model, before anything starts. No torch."""
+"""Checks of weight files against the model, before anything starts. No torch."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC
 NOT_NAMED = "TC144"
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
-"""Ends of names of what some files hold beside the parameters: tables, masks, a tied head."""
+"""Suffixes of tensors that are no parameters: tables, masks, a tied head."""
 
 OTHER_HEADS = re.compile(
     r"(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\."
 )
-"""Names that transformers and TRL give to heads of classifiers and reward models."""
+"""Names of the heads of classifiers and reward models in transformers and TRL."""
 
 DECODERS = ("model.", "transformer.")
 
 
 def check_model_files(config: RunConfig) -> list[Finding]:
-    """What is wrong with the weights that a run is to start from.
+    """Return the problems of the weights that a run is to start from.
 
-    Names, shapes and types are read from the headers; the values are not looked at. Weights of a
-    model of the hub's are downloaded first.
+    Names, shapes and types are read from the headers; the values are not read. Weights from the
+    Hugging Face hub are downloaded first.
     """
     if not config.trains_itself:
         return []
@@ -70,7 +70,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
         stored = stored_tensors(folder)
     except TrainctlError as error:
         return [_finding(NO_WEIGHTS, error.message, error.hint)]
-    if config.model.factory is not None:  # its names are its own
+    if config.model.factory is not None:  # a factory's tensor names are unknown here
         return []
     return list(_compare(config.model, folder, stored))
 
@@ -109,23 +109,23 @@ def _needs_weights(config: RunConfig) -> str:
 
 
 def is_run_or_checkpoint(folder: Path) -> bool:
-    """Whether weights are taken from one of our own checkpoints, which have a manifest."""
+    """Return True if the weights are a run or checkpoint of trainctl, which has a manifest."""
     return (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
 
 
 def _other_task(folder: Path) -> Finding | None:
-    """Return what the config.json beside the weights is of, if that is no language model."""
+    """Return a finding if the config.json beside the weights is no language model's."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # weights need none
+    except (OSError, ValueError, RecursionError):  # weights need no config.json
         return None
     found = other_task(path, raw) if isinstance(raw, dict) else None
     return None if found is None else replace(found, key="model.initial_weights")
 
 
 def _rotated(config: RunConfig, folder: Path) -> Iterator[Finding]:
-    """Checkpoints of a run come and go, and what is frozen is only there."""
+    """Yield a warning if frozen weights exist only in a checkpoint that its run may remove."""
     folder = folder.resolve()
     run = folder if (folder / "checkpoints").is_dir() else folder.parent.parent
     if is_partial(config) and (folder == run or folder.parent.name == "checkpoints"):
@@ -144,7 +144,7 @@ def _compare(
 ) -> Iterator[Finding]:
     problems, unused = _by_its_own_names(model, stored)
     if problems and model.is_directory:
-        # Published files may have other names than the model in memory: transformers knows them.
+        # Published files may use other names than the model in memory; transformers maps them.
         problems, unused = _by_transformers(model, folder)
     heads = [name for name in unused if OTHER_HEADS.match(name)]
     if heads and not any(name.endswith("lm_head.weight") for name in stored):
@@ -177,7 +177,7 @@ def _compare(
 def _by_its_own_names(
     model: ModelConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with weights that are called as the model calls them, and what is left over."""
+    """Return the problems of weights stored under the model's own names, and the unused tensors."""
     used: set[str] = set()
     missing: list[str] = []
     others: list[str] = []
@@ -205,14 +205,14 @@ def _by_its_own_names(
 
 
 def _tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What a model's weights consist of: parameters, and buffers that are published with them."""
+    """Yield name and shape of the model's parameters, and of the buffers stored with them."""
     yield from ((tensor.name, tensor.shape) for tensor in all_tensors(model))
     if model.anatomy:
         yield from ((buffer.name, buffer.shape) for buffer in anatomy_of(model.anatomy).buffers)
 
 
 def _names(name: str) -> Iterator[str]:
-    """What files may call a parameter: some lack the decoder's name before each of their own."""
+    """Yield the names that files may use for a parameter: some omit the decoder's prefix."""
     yield name
     for decoder in DECODERS:
         if name.startswith(decoder):
@@ -220,7 +220,7 @@ def _names(name: str) -> Iterator[str]:
 
 
 def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the same, by what transformers makes of the names: in a process that imports it."""
+    """Return problems and unused tensors after transformers' renaming, from a child process."""
     asked = {"model": to_plain(model), "folder": str(folder)}
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "trainctl.train.models.hf_weights_entry"],
@@ -238,7 +238,7 @@ def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[
 
 
 def _reason(stored: Mapping[str, StoredTensor]) -> str:
-    """Why tensors may lack that are there in another form."""
+    """Return a hint if tensors are missing because they are quantized; empty otherwise."""
     if any(name.endswith(("_blocks", "_scales", "weight_scale_inv", "qweight")) for name in stored):
         return "the files hold quantised weights: a directory of the same model in bf16 or fp32"
     return ""

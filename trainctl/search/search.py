@@ -1,8 +1,8 @@
-"""The fastest ways to train a model on given machines, among those that are legal and fit.
+"""Search for the fastest legal plans of a model that fit given machines.
 
-Every layout, batch and kind of recomputation is timed by the step-time model, which costs little.
-Then the budget is asked from the fastest on, and what fits is held against the real rules, until
-enough are found. What cannot be legal or fit by simple arithmetic is left out before.
+Every layout, batch and kind of recomputation is timed by the step-time model, which is cheap. Then
+the candidates are budgeted from the fastest on, and those that fit are checked by the real rules,
+until enough plans are found. Simple arithmetic excludes candidates that cannot be legal or fit.
 """
 
 from __future__ import annotations
@@ -26,48 +26,51 @@ from trainctl.search.traces import traced_model
 from trainctl.search.variants import Values, overrides
 
 MOST_BUDGETS = 2000
-"""With one kind of offload, before giving that up; each takes about half a millisecond."""
+"""Budgets per kind of offload before it is given up; each takes about half a millisecond."""
 MOST_REFUSALS = 50
-"""By rules, of variants that fit with one kind of offload, before giving that up: what is wrong is
-then in no layout. Of host memory another kind may need less."""
+"""Rule refusals of fitting variants per kind of offload before it is given up: the problem then
+does not depend on the layout. Another kind of offload may still be legal, by using less host
+memory.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A faster variant of a plan that cannot be taken."""
+    """Faster variant of a plan that is illegal or does not fit."""
 
     values: Values
-    """Its keys that differ from the plan's."""
+    """Keys that differ from the plan's."""
     saved: float
-    """Share of the plan's time per token that it would save. Steps do not compare: a batch in
-    tokens comes out a little larger or smaller in another layout."""
+    """Fraction of the plan's time per token that the variant would save. Step times do not compare:
+    a batch in tokens is rounded differently in another layout.
+    """
     reason: str
-    """What is wrong with it."""
+    """Why the variant is rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """A plan that is legal and surely fits."""
+    """Plan that is legal and certainly fits."""
 
     values: Values
-    """The keys that were chosen."""
+    """Keys that the search chose."""
     plan: RunPlan
     budget: MemoryBudget
     time: StepTime
-    """Predicted length of an optimizer step."""
+    """Predicted time of an optimizer step."""
     findings: tuple[Finding, ...]
     """Warnings of the rules."""
     rejected: Rejected | None
-    """The next faster variant of the same layout, which is not possible, if any."""
+    """Closest faster variant of the same layout, which is not possible; None without one."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """As typed on a command line."""
+        """Command-line overrides of the chosen keys."""
         return overrides(self.values)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Throughput of all devices together."""
         return self.plan.batch.tokens_per_step / self.time.seconds
 
     @property
@@ -76,7 +79,7 @@ class FoundPlan:
 
     @property
     def utilisation(self) -> float | None:
-        """Model FLOPs utilisation; None where the device's peak is not known."""
+        """Model FLOPs utilisation; None if the device's peak is unknown."""
         config = self.plan.config
         return utilisation(
             flops_of_run(config, self.plan.batch.sequence_length) * self.plan.batch.tokens_per_step,
@@ -88,23 +91,23 @@ class FoundPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What a search came to."""
+    """Result of a search."""
 
     found: tuple[FoundPlan, ...]
-    """The best plan of each layout, the fastest first; of equally fast ones the simplest."""
+    """Best plan of each layout, the fastest first; among equally fast plans, the simplest."""
     timed: int
-    """Variants that were timed."""
+    """Number of timed variants."""
     budgeted: int
-    """Variants whose memory was computed."""
+    """Number of variants whose memory was computed."""
     candidates: tuple[Candidate, ...] = ()
-    """The variants that were timed."""
+    """Variants that were timed."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong with the fastest variant, where nothing was found."""
+    """Problems of the fastest variant, if nothing was found."""
 
 
 @dataclass
 class _State:
-    """What the search has learned on its way."""
+    """Intermediate results of a search."""
 
     found: dict[tuple[Any, ...], FoundPlan] = field(default_factory=dict)
     order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
@@ -123,20 +126,18 @@ def search(
     fixed: frozenset[str] = frozenset(),
     top: int = 5,
 ) -> Search:
-    """Return the fastest plans.
+    """Return the `top` fastest plans, each with another layout.
 
-    Args:
-        config: What is to be trained; of the keys that are searched only those in `fixed` are kept.
-        fixed: Keys, or whole groups, that the user has set.
-        top: Plans to find, each with another layout.
+    `config` is the training to plan; the searched keys are overridden, except those in `fixed`:
+    keys, or whole groups, that the user has set.
 
     Raises:
-        TrainctlError: The global batch is left open.
+        TrainctlError: The global batch is not configured.
     """
     space = Space(config, hardware, fixed)
     state = _State()
     candidates: list[Candidate] = []
-    # Offloading is never faster: it is only looked at when too little fits without.
+    # Offloading is never faster: it is tried only if too few plans fit without it.
     for offloads in space.offloads:
         queue = sorted(space.candidates(offloads), key=lambda candidate: candidate.order)
         candidates += queue
@@ -157,7 +158,7 @@ def search(
 def _go_through(
     queue: list[Candidate], config: RunConfig, hardware: Hardware, state: _State, top: int
 ) -> None:
-    """Look at the candidates in order until `top` more layouts have a plan."""
+    """Try the candidates in order until `top` more layouts have a plan."""
     smallest: dict[tuple[Any, ...], Candidate] = {}
     for candidate in queue:
         known = smallest.setdefault(candidate.layout, candidate)
@@ -188,7 +189,7 @@ def _go_through(
 
 
 def _fits(candidate: Candidate, state: _State) -> bool:
-    """Whether a candidate's device surely holds it; if not, it is rejected."""
+    """Return True if the candidate certainly fits on a device; otherwise record it as rejected."""
     state.budgeted += 1
     sketch = candidate.variant.sketch
     memory = device_budget(sketch, traced_model(sketch.config))
@@ -206,7 +207,7 @@ def _fits(candidate: Candidate, state: _State) -> bool:
 
 
 def _is_hopeless(candidate: Candidate, state: _State) -> bool:
-    """Whether something smaller of the same layout was too large already."""
+    """Return True if a smaller candidate of the same layout was already too large."""
     batch = candidate.variant.sketch.batch.micro_batch_size
     for other in state.too_large.get(candidate.layout, ()):
         keeps_as_much = all(
@@ -222,7 +223,7 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
     rejected = None
     for other, reason in state.rejected.get(candidate.layout, ()):
         saved = 1 - other.variant.seconds_per_token / candidate.variant.seconds_per_token
-        if saved > RESOLUTION:  # the last one is the closest
+        if saved > RESOLUTION:  # the last one is the closest in time
             values = _differences(other.values, candidate.variant.sketch.config)
             rejected = Rejected(values=values, saved=saved, reason=reason)
     return FoundPlan(
@@ -236,11 +237,11 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
 
 
 def _differences(values: Values, config: RunConfig) -> dict[str, Any]:
-    """Return the values that are not the configuration's own."""
+    """Return the values that differ from the configuration."""
     changed = {}
     for key, value in values.items():
         section, name = key.split(".")
-        # What another kind's section lacks has its default when the kind is chosen.
+        # A key that the present kind's section lacks gets its default with the new kind.
         if getattr(getattr(config, section), name, leaves()[key].default) != value:
             changed[key] = value
     return changed

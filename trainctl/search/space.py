@@ -1,4 +1,4 @@
-"""What a search chooses from: layouts, batches, recomputation and losses, each variant timed."""
+"""Search space: layouts, batches, recomputation and losses, each variant timed."""
 
 from __future__ import annotations
 
@@ -28,34 +28,39 @@ from trainctl.plan.trainable import is_partial
 from trainctl.search.variants import Timed, Values, timed, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Larger ones gain nothing: a product of thousands of tokens is at its full rate."""
+"""Micro-batch sizes to try; larger ones gain nothing: products of thousands of tokens are
+already at full rate.
+"""
 MOST_ROUNDED = 0.10
-"""Furthest that a layout may be from the wanted tokens of a step."""
+"""Maximum relative deviation of a layout from the wanted tokens per step."""
 RESOLUTION = 0.01
-"""Differences in time below this are none: the simpler layout comes first."""
+"""Relative difference in time below which the simpler layout comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A variant in the queue."""
+    """Timed variant in the queue of the search."""
 
     values: dict[str, Any]
     layout: tuple[Any, ...]
-    """What makes plans different enough to show both."""
+    """Tensor, pipeline and sequence sizes, ZeRO stage, and offload of optimizer and parameters; one
+    plan is shown per layout.
+    """
     retained: tuple[int, ...]
-    """How much recomputation, loss and buckets keep on the device, each by rank."""
+    """Ranks of recomputation, loss and overlap by the device memory they take, larger for more."""
     variant: Timed
 
     @property
     def size(self) -> tuple[int, int]:
-        """Of two of a layout, the one with the smaller of these surely needs less memory."""
+        """Sort key by memory: within a layout, the smallest candidate certainly needs the least."""
         return self.variant.sketch.batch.micro_batch_size, sum(self.retained)
 
     @property
     def order(self) -> tuple[int, int, float]:
+        """Sort key by time, then by simplicity."""
         time = self.variant.seconds_per_token
         axes = self.layout[:3]
-        # The simpler, the fewer axes, the less partitioned and offloaded, the less overlapped.
+        # Simpler means fewer mesh axes, a lower ZeRO stage, less offload, no overlap.
         effort = 8 * sum(size > 1 for size in axes) + 2 * self.layout[3] + 16 * self.layout[4]
         effort += self.retained[-1]
         return floor(log(time) / RESOLUTION) if time > 0 else 0, effort, time
@@ -63,30 +68,31 @@ class Candidate:
 
 @dataclass(slots=True)
 class LeftOutLayouts:
-    """Layouts that are legal, and of which nothing was timed."""
+    """Legal layouts without any timed candidate."""
 
     shares: set[int] = field(default_factory=set)
-    """What the global batch would have to be a multiple of, in sequences, for the ranks of those
-    that cannot share it."""
+    """Sizes, in sequences, of which the global batch would have to be a multiple for these
+    layouts.
+    """
     least_bytes: float = inf
-    """The smallest of those whose weights and optimizer states alone are larger than a device;
-    infinite without such a layout."""
+    """Smallest bytes of weights and optimizer states among the layouts that exceed a device by
+    these alone; infinite without such a layout.
+    """
 
 
 def length_of(config: RunConfig) -> Values:
-    """Return a length, where the configuration has none: a plan needs one, and speed does not."""
+    """Return a placeholder length if none is configured: a plan needs one, its speed does not."""
     training = config.training
     return {"training.steps": 1} if training.steps is None and training.tokens is None else {}
 
 
 class Space:
-    """The variants of a configuration.
+    """Variants of a configuration that the search may choose from.
 
-    Attributes:
-        base: The configuration, with a length and a launcher that its machines allow.
-        sequences: Wanted in a step; whole if `exactly`.
-        exactly: Whether the global batch is met exactly, and not to a tenth.
-        left_out: What `candidates` has passed over so far.
+    `base` is the configuration with a length, and with a launcher that can start its machines.
+    `sequences` is the wanted number per step, whole if `exactly`: then the global batch is met
+    exactly, otherwise within `MOST_ROUNDED`. `left_out` collects the layouts that `candidates` has
+    skipped so far.
     """
 
     def __init__(self, config: RunConfig, hardware: Hardware, fixed: frozenset[str]) -> None:
@@ -97,6 +103,7 @@ class Space:
         self.left_out = LeftOutLayouts()
 
     def is_fixed(self, key: str) -> bool:
+        """Return True if the user has set the key or its group."""
         return key in self.fixed or key.partition(".")[0] in self.fixed
 
     def candidates(self, offloads: list[Values]) -> Iterator[Candidate]:
@@ -125,7 +132,7 @@ class Space:
                     if self.exactly:
                         values["training.gradient_accumulation_steps"] = accumulation
                     elif not self.is_fixed("training.gradient_accumulation_steps"):
-                        values["training.gradient_accumulation_steps"] = None  # is derived
+                        values["training.gradient_accumulation_steps"] = None  # derived
                     changed = with_values(self.base, values)
                     variant = timed(changed, self.hardware, blocks)
                     if variant is not None:
@@ -133,7 +140,7 @@ class Space:
 
     @cached_property
     def offloads(self) -> list[list[Values]]:
-        """Values of `offload`, in the order in which they are worth a try."""
+        """Rounds of `offload` values, in the order in which they are worth trying."""
         if self.is_fixed("offload.optimizer") or self.is_fixed("offload.parameters"):
             return [[{}]]
         keys = ("offload.optimizer", "offload.parameters")
@@ -146,13 +153,13 @@ class Space:
         return [[dict(zip(keys, pair, strict=True)) for pair in pairs] for pairs in rounds]
 
     def _launcher(self) -> Values:
-        """Several machines are not started by every launcher."""
+        """Return the launcher keys to change: not every launcher starts several machines."""
         if self.is_fixed("launcher.kind"):
             return {}
         return launcher_for(self.config.launcher, self.hardware.nodes)
 
     def _global_batch(self) -> float:
-        """Wanted sequences of a step."""
+        """Return the wanted number of sequences per step."""
         training = self.config.training
         if training.global_batch_size is not None:
             return training.global_batch_size
@@ -165,10 +172,11 @@ class Space:
         )
 
     def _batches(self, data: int, sequence: int) -> Iterator[tuple[int, int]]:
-        """Micro batches and accumulation that give the global batch, or come close to it.
+        """Yield micro-batch sizes and accumulation steps that give (nearly) the global batch.
 
-        Ranks that share a sequence are for sequences that are too long for one: with several
-        sequences at a time, fewer of them for each rank do the same with less communication.
+        Sequence parallelism is for sequences that are too long for one rank, so it is combined with
+        one sequence at a time: with several, fewer sequences per rank do the same with less
+        communication.
         """
         own_micro = self._asked("micro_batch_size")
         own_accumulation = self._asked("gradient_accumulation_steps")
@@ -197,12 +205,12 @@ class Space:
             self.left_out.shares.add(data * (own_micro or 1) * (own_accumulation or 1))
 
     def _asked(self, name: str) -> int | None:
-        """Return a size of the batch that the user has set."""
+        """Return a batch size that the user has set; None otherwise."""
         size: int | None = getattr(self.config.training, name)
         return size if self.is_fixed(f"training.{name}") else None
 
     def _meshes(self) -> Iterator[tuple[int, int, int]]:
-        """Sizes of tensor, pipeline and sequence axes that divide the devices."""
+        """Yield the sizes of the tensor, pipeline and sequence axes that divide the devices."""
         axes, world = self.config.parallelism, self.hardware.world_size
         node = self.hardware.devices_per_node
         options = []
@@ -242,7 +250,7 @@ class Space:
     def _retained(
         self, axes: tuple[int, int, int], stage: int
     ) -> Iterator[tuple[tuple[int, ...], Values]]:
-        """What takes memory for speed, with the rank of each choice."""
+        """Yield the choices that trade memory for speed, each with the memory rank of its parts."""
         for parts in product(self._modes(axes[0]), self._losses(axes), self._overlaps(axes, stage)):
             yield (
                 tuple(rank for rank, _ in parts),
@@ -250,7 +258,7 @@ class Space:
             )
 
     def _overlaps(self, axes: tuple[int, int, int], stage: int) -> list[tuple[int, Values]]:
-        """Whether gradients are reduced beside the backward pass; stage 3 pays nothing for it."""
+        """Return the values of `overlap_comm` with their memory ranks; it is free at stage 3."""
         key = "zero_stage.overlap_comm"
         if self.is_fixed(key) or not engine_of(self.config).takes_json:
             return [(0, {})]
@@ -261,7 +269,7 @@ class Space:
         return [on] if stage == 3 else [off, on]
 
     def _modes(self, tensor: int) -> list[tuple[int, Values]]:
-        """Kinds of recomputation, with the rank of what they keep on the device."""
+        """Return the kinds of recomputation with their memory ranks."""
         section = "activation_checkpointing"
         settings = recomputed(self.config)
         key, away = f"{section}.mode", f"{section}.offload_to_cpu"
@@ -280,7 +288,7 @@ class Space:
             modes = [mode for mode in modes if mode[1].get(away, False) == asked]
         if settings is None or not settings.partition_across_tensor_ranks:
             return modes
-        # There are no slices of a recomputed block's input where there are no such blocks.
+        # Only modes with recomputed blocks can slice the inputs of these blocks.
         sliced = [mode for mode in modes if tensor > 1 and away in mode[1]]
         if self.is_fixed(slices):
             return sliced
@@ -298,7 +306,7 @@ class Space:
         return [(0, {key: CrossEntropyKind.chunked}), plain]
 
     def _offload_of(self, offload: Values) -> tuple[bool, bool]:
-        """Whether optimizer and parameters are offloaded."""
+        """Return whether the optimizer, and whether the parameters, are offloaded."""
         return tuple(
             offload.get(f"offload.{name}", getattr(self.config.offload, name))
             is not OffloadDevice.none
@@ -308,7 +316,9 @@ class Space:
     def _may_be_legal(
         self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
     ) -> bool:
-        """What the rules of layouts and stages would refuse at once; the rest is theirs."""
+        """Return False if the rules of layouts and ZeRO stages would refuse the combination at
+        once. Other rules are checked later.
+        """
         model = self.config.model
         tensor, pipeline, sequence = axes
         if any(count % tensor for count in shapes.tensor_units(model).values()):
@@ -323,9 +333,9 @@ class Space:
     def _state_bytes(
         self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
     ) -> float:
-        """Return bytes of a device that 16-bit weights, and master weights or as much, surely take.
+        """Return a lower bound of the device bytes of 16-bit weights and fp32 master weights.
 
-        Less than any configuration needs, so that nothing is left out that fits.
+        Every configuration needs more, so that nothing that fits is left out.
         """
         tensor, pipeline, _ = axes
         count = shapes.count_parameters(self.config.model)

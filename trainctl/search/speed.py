@@ -1,10 +1,10 @@
-"""How long an optimizer step takes: a closed form over the plan, the hardware and few constants.
+"""Time of an optimizer step: a closed form over the plan, the hardware and few constants.
 
-The step of the slowest pipeline stage is the sum of what it does one after the other. Each part is
-work divided by a rate: products by the achievable FLOPs, the operations between them by the
-memory's bandwidth, collectives by the bandwidth of the links that their ring crosses (Thakur et al.
-2005, as NCCL does), the host's optimizer by its memory. What runs beside computation counts only as
-far as it sticks out. `trainctl.search.constants` and `docs/planning.md` give the sources.
+The step of the slowest pipeline stage is the sum of its sequential parts. Each part is work divided
+by a rate: products by the achievable FLOP/s, the operations between them by the memory bandwidth,
+collectives by the bandwidth of the links in their ring (Thakur et al. 2005, as NCCL does), the
+host's optimizer by the host's memory bandwidth. Work that overlaps with computation counts only
+where it is not hidden. `trainctl.search.constants` and `docs/planning.md` give the sources.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of an optimizer step of the slowest rank, by what they go to; they add up."""
+    """Seconds of an optimizer step on the slowest rank, by part; the parts add up. Unhidden
+    communication is the part that does not overlap with computation.
+    """
 
     compute: float = 0.0
     """Forward and backward passes."""
     recompute: float = 0.0
-    """Forward passes that are done again."""
+    """Recomputed forward passes."""
     tensor: float = 0.0
-    """Collectives of tensor parallelism, in every block."""
+    """Collectives of tensor parallelism in every block."""
     sequence: float = 0.0
-    """Exchanges of sequence parallelism, in every block."""
+    """Collectives of sequence parallelism in every block."""
     gather: float = 0.0
-    """Weights gathered at ZeRO 3, as far as computation does not hide it."""
+    """Unhidden gathering of weights at ZeRO 3."""
     reduce: float = 0.0
-    """Gradients reduced, and weights gathered after the update, likewise."""
+    """Unhidden reduction of gradients and gathering of updated weights."""
     transfer: float = 0.0
-    """Activations sent from stage to stage."""
+    """Activations sent between pipeline stages."""
     bubble: float = 0.0
-    """Waiting for the pipeline to fill and to drain."""
+    """Pipeline bubble."""
     optimizer: float = 0.0
     offload: float = 0.0
-    """Copies to and from host or NVMe."""
+    """Copies to and from host memory or NVMe."""
 
     @property
     def seconds(self) -> float:
@@ -64,7 +66,7 @@ class StepTime:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Name to seconds."""
+        """Seconds by the name of the part."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
@@ -80,9 +82,9 @@ def step_time(plan: Sketch) -> StepTime:
     activation = tokens * config.model.hidden_size * element
     again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
 
-    # An all-reduce after attention and after the feed-forward layer, and as many on the way back.
+    # All-reduces after attention and the feed-forward layer, and as many in the backward pass.
     in_tensor = links.all_reduce(activation, links.tensor)
-    # Ulysses: queries, keys, values and the result change hands.
+    # Ulysses: all-to-all of queries, keys, values and the result.
     exchanged = activation * (2 + 2 * _key_share(config.model)) / mesh.tensor
     in_sequence = links.all_to_all(exchanged, links.sequence)
 
@@ -122,13 +124,13 @@ def step_time(plan: Sketch) -> StepTime:
 def _partitioned(
     plan: Sketch, links: Links, parameters: float, compute: float
 ) -> tuple[float, float]:
-    """Seconds of a micro batch in which stage 3 gathers weights, and stages 2 and 3 reduce
-    gradients, as far as they stick out of computation.
+    """Return the unhidden seconds per micro-batch of stage 3's weight gathering, and of the
+    gradient reduction at stages 2 and 3.
 
-    Weights are gathered once forward and once backward, always on a stream of their own
-    (zero/partitioned_param_coordinator.py); gradients are reduced beside the backward pass only
-    with `overlap_comm`, and then share it. Stage 2 all-reduces buckets and keeps its part of each
-    (`allreduce_and_scatter`, zero/stage_1_and_2.py).
+    Weights are gathered once forward and once backward, always on their own stream
+    (zero/partitioned_param_coordinator.py). Gradients are reduced during the backward pass only
+    with `overlap_comm`, and then share it with the gathering. Stage 2 all-reduces buckets and keeps
+    its part of each (`allreduce_and_scatter`, zero/stage_1_and_2.py).
     """
     config = plan.config
     zero = config.zero_stage
@@ -158,8 +160,9 @@ def _partitioned(
 def _each_step(
     plan: Sketch, links: Links, parameters: float, speed: Rates, compute: float
 ) -> StepTime:
-    """What happens once in a step: the reduction of stages 0 and 1 (like that of stage 2), the
-    update, and the gathering of the updated weights at stages 1 and 2."""
+    """Return the time of the work once per step: the reduction at stages 0 and 1 (like stage 2's),
+    the update, and the gathering of updated weights at stages 1 and 2.
+    """
     config = plan.config
     zero, offload = config.zero_stage, config.offload
     ranks = links.zero.ranks
@@ -170,7 +173,7 @@ def _each_step(
     if zero.stage < 2:
         reduce = links.all_reduce(_reduced_bytes(plan, parameters), links.zero)
         if zero.overlap_comm:
-            # Only the last micro batch's backward pass has gradients to reduce.
+            # Only the last micro-batch's backward pass has gradients to reduce.
             last = compute / plan.batch.gradient_accumulation_steps * 2 / 3
             reduce = _sticks_out(reduce, last)
     if zero.stage in (1, 2):
@@ -184,7 +187,7 @@ def _each_step(
     optimizer = on_machine * away * constants.OPTIMIZER_BYTES / bandwidth
     optimizer += own * (1 - away) * constants.OPTIMIZER_BYTES / speed.memory
     micro_batches = plan.batch.gradient_accumulation_steps
-    # Gradients go down in each micro batch; stages 1 and 2 fetch what they have and add to it.
+    # Each micro-batch copies gradients to the host; stages 1 and 2 also fetch and add earlier ones.
     copies = micro_batches if zero.stage == 3 else 3 * micro_batches - 2
     moved = links.from_host(size / ranks * away * (copies + 1))
     if offload.optimizer is OffloadDevice.nvme:
@@ -202,8 +205,9 @@ def _reduced_bytes(plan: Sketch, parameters: float) -> float:
 
 
 def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation: float) -> float:
-    """Seconds of a micro batch in which block inputs go to the host and come back: in the order of
-    the stream that computes (train/recompute.py), so beside nothing."""
+    """Return the seconds per micro-batch of copying block inputs to the host and back. The copies
+    are on the compute stream (train/models/recompute.py), so nothing hides them.
+    """
     settings, tensor = recomputed(plan.config), plan.mesh.tensor
     if settings is None or not settings.offload_to_cpu:
         return 0.0
@@ -212,16 +216,16 @@ def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation:
 
 
 def _sticks_out(communication: float, compute: float) -> float:
-    """Seconds of communication that computation beside it does not hide."""
+    """Return the seconds of communication that concurrent computation does not hide."""
     return max(communication * (1 - constants.OVERLAP), communication - constants.OVERLAP * compute)
 
 
 def _wrapped(config: RunConfig, blocks: int) -> int:
-    """Recomputed blocks of a stage, wherever in the model it begins."""
+    """Return the recomputed blocks of a stage: an upper bound wherever it begins in the model."""
     settings = recomputed(config)
     return 0 if settings is None else ceil(blocks / settings.every_kth_block)
 
 
 def _key_share(model: ModelConfig) -> float:
-    """Width of keys over that of queries."""
+    """Return the width of the keys divided by the width of the queries."""
     return shapes.key_value_heads(model) / model.num_attention_heads

@@ -1,7 +1,7 @@
-"""What would make a configuration fit, and what the room that it leaves could buy.
+"""Suggestions: changes that make a configuration fit, or that use its free memory for speed.
 
-Small changes and their combinations, each with the memory that it takes and its cost in speed by
-the step-time model. Of those that fit, one that merely adds to another is left out.
+They are small changes and their combinations, with their memory, and their cost in speed by the
+step-time model. A fitting change that only adds to another fitting one is left out.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ MOST_TRIES = 400
 """Budgets before giving up; each takes about half a millisecond."""
 MOST_TRIES_FOR_SLACK = 40
 LEAST_GAIN = 0.02
-"""Of speed, that is worth a suggestion."""
+"""Smallest relative gain in speed that is worth a suggestion."""
 
-# What an order by speed alone would miss, in the same unit: the logarithm of the time.
+# Costs added to the logarithm of the time, which alone would order by speed.
 CHANGED_DIMENSION_COST = 0.05
-"""Fewer changes come first where they cost the same."""
+"""Cost per changed dimension: of equally fast changes, fewer dimensions come first."""
 DOUBLED_DEVICES_COST = 2.0
-"""Not a matter of speed: more machines are not this user's choice alone."""
+"""Cost per doubling of the devices: high, because users may not be able to get more machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change with which a configuration fits."""
+    """Change with which a configuration fits."""
 
     overrides: tuple[str, ...]
-    """What to add to the command line."""
+    """Overrides to add to the command line."""
     peak_bytes: int
-    """Peak of a device with it."""
+    """Peak memory of a device with the change."""
     saved_bytes: int
-    """How much less that is than before; negative when it is more."""
+    """Reduction of the peak by the change; negative if the peak grows."""
     speed: float
-    """Tokens per second and device with it over those before: 0.8 is a fifth slower."""
+    """Tokens per second and device relative to before: 0.8 is a fifth slower."""
 
 
 def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
-    """Up to four changes with which `config` fits `hardware`, the least costly first.
+    """Return up to four changes with which `config` fits `hardware`, the least costly first.
 
-    All keep the global batch, so that the run learns the same; but of a model that starts from
-    weights the last of them is an adapter, if it fits, beside a base in 4 bits if it fits with that
-    alone. Empty when the configuration is not legal,
-    fits as it is, the device's memory is unknown, or nothing tried helps.
+    All keep the global batch, so that training is the same. If the model starts from weights, the
+    last suggestion is an adapter if one fits; its base is in 4 bits if that alone makes it fit.
+    Empty if the configuration is not legal or fits unchanged, if the device's memory is unknown, or
+    if nothing tried helps.
     """
     before = assess(config, hardware)
     if before.plan is None or before.budget is None or before.fits:
@@ -83,9 +83,9 @@ def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
 
 
 def what_slack_buys(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
-    """Up to four changes that use a device's free memory and are faster, the fastest first.
+    """Return up to four changes that use a device's free memory and are faster, the fastest first.
 
-    Empty when the configuration does not fit, or nothing is gained; and on a CPU, whose processes
+    Empty if the configuration does not fit or nothing is gained, and on a CPU, whose processes
     share one memory and one set of cores.
     """
     if hardware.accelerator is Accelerator.cpu:
@@ -136,7 +136,7 @@ def _cost(change: KeyChange, variant: Timed) -> float:
 
 
 def _speed(variant: Timed, now: Timed) -> float:
-    """Tokens per second and device over those of another."""
+    """Return the tokens per second and device of `variant` divided by those of `now`."""
     seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
     before = now.seconds_per_token * now.sketch.mesh.world_size
     return before / seconds if seconds else 1.0
@@ -151,14 +151,11 @@ def _first_that_fit(
     wanted: int = MOST_SUGGESTIONS,
     larger: bool = False,
 ) -> list[Suggestion]:
-    """Return the first few that fit.
+    """Return the first `wanted` changes that fit, after at most `most` budgets.
 
-    Args:
-        tries: In the order of preference.
-        before: Memory as it is.
-        now: Speed as it is.
-        larger: Whether the changes take memory: what adds to one that is too large is as well, and
-            what has less of one that fits gains less.
+    `tries` are in the order of preference. `before` is the memory and `now` the speed without
+    changes. With `larger`, the changes take memory: a change that adds to a too large one is
+    skipped, and so is a part of a fitting one, which gains less.
     """
     assert now is not None
     kept: list[KeyChange] = []
@@ -197,5 +194,5 @@ def _fits(sketch: Sketch) -> bool:
 
 
 def _says_no_more(change: KeyChange, other: KeyChange, larger: bool) -> bool:
-    """Whether a change is another one with something added that is not needed, or left out."""
+    """Return True if a change needlessly adds to `other`; if `larger`, is a part of `other`."""
     return other.only_adds_to(change) if larger else change.only_adds_to(other)

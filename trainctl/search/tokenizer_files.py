@@ -1,4 +1,4 @@
-"""Tokenizer and corpus held against the model, before anything starts."""
+"""Checks of the tokenizer and the corpus against the model, before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_END, MALFORMED, OTHER_IDS, PLACEHOLDER = "TC154", "TC156", "TC157", "TC410"
 
 
 def check_tokenizer_files(config: RunConfig) -> list[Finding]:
-    """What is wrong with the tokenizer of a run that trainctl trains; nothing if it is missing."""
+    """Return the problems of the trainer's tokenizer; empty if its file is missing."""
     if not config.trains_itself:
         return []
     section = config.tokenizer
@@ -67,7 +67,7 @@ def _documents_end(config: RunConfig, facts: TokenizerFacts, folder: Path) -> It
 
 
 def check_corpus_is_meant(config: RunConfig) -> list[Finding]:
-    """Find the corpus of the demonstration under a model that is none."""
+    """Return a warning if the demonstration corpus is used with a model that is not byte-level."""
     if not config.trains_itself or config.data.factory is not None or _is_demonstration(config):
         return []
     found = []
@@ -89,7 +89,7 @@ def check_corpus_is_meant(config: RunConfig) -> list[Finding]:
 
 
 def _is_demonstration(config: RunConfig) -> bool:
-    """Return True for a model of bytes: the tokenizer of bytes uses most rows of its embedding."""
+    """Return True for a byte-level model: the byte tokenizer uses most rows of its embedding."""
     spec = spec_of(config.tokenizer)
     return spec.is_byte_level and (
         config.model.vocab_size < 2 * spec.facts(config.tokenizer).vocab_size
@@ -97,7 +97,7 @@ def _is_demonstration(config: RunConfig) -> bool:
 
 
 def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
-    """Find the tokenizer of bytes where the model or its weights are made for another one."""
+    """Yield a warning if the byte tokenizer meets a model or weights for another tokenizer."""
     folder = config.model.initial_weights
     if folder is not None and (Path(folder).expanduser() / "tokenizer.json").is_file():
         yield Finding(

@@ -1,4 +1,4 @@
-"""The trace of a model without a closed form, for everything that budgets it."""
+"""Cached traces of models without a closed form, for memory budgets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainctl.config.tracing import known_trace, needs_trace, trace_in_child
 from trainctl.memory.traced import TracedModel
 
 _KEPT = 8
-"""Of different lengths, formats and models, in one search."""
+"""Traces of different lengths, formats and models kept during one search."""
 
 
 class _Asked:
-    """A configuration, equal to all whose trace is the same."""
+    """Configuration as a cache key: equal for all configurations with the same trace."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -35,16 +35,16 @@ class _Asked:
 
 
 def traced_model(config: RunConfig) -> TracedModel | None:
-    """What a trace finds of a model that has no closed form; None for one that has.
+    """Return the trace of a model without a closed form; None for a model with one.
 
     Raises:
-        TrainctlError: It cannot be traced.
+        TrainctlError: The model cannot be traced.
     """
     return _traced(_Asked(config)) if needs_trace(config) else None
 
 
 def traced_already(config: RunConfig) -> TracedModel | None:
-    """Return the same, where an earlier command has traced it; starts no process."""
+    """Return the trace if an earlier command has made it, otherwise None; starts no process."""
     found = known_trace(config) if needs_trace(config) else None
     return None if found is None else TracedModel.from_json(found)
 

@@ -21,21 +21,21 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A variant with its speed, not yet known to be legal or to fit."""
+    """Variant with its speed; neither its legality nor its memory is checked yet."""
 
     sketch: Sketch
-    """What the step-time model and the budget of its devices read."""
+    """Input of the step-time model and the device budget."""
     time: StepTime
-    """Predicted length of an optimizer step."""
+    """Predicted time of an optimizer step."""
 
     @property
     def seconds_per_token(self) -> float:
-        """Of the whole job; what variants with batches of different sizes are compared by."""
+        """Seconds per token of all devices together; comparable between different batch sizes."""
         return self.time.seconds / self.sketch.batch.tokens_per_step
 
 
 def with_values(config: RunConfig, values: Values) -> RunConfig:
-    """Return the configuration with some keys changed; sections without a change are shared."""
+    """Return the configuration with some keys changed; unchanged sections are shared."""
     by_section: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -49,10 +49,9 @@ def with_values(config: RunConfig, values: Values) -> RunConfig:
 def timed(
     config: RunConfig, hardware: Hardware, stage_blocks: tuple[int, ...] = ()
 ) -> Timed | None:
-    """How fast a configuration would be; None where mesh or batch are impossible.
+    """Return the timed configuration; None if its mesh or batch is impossible.
 
-    Args:
-        stage_blocks: Blocks of each pipeline stage, if they are known already.
+    `stage_blocks` is the number of blocks of each pipeline stage, if known already.
     """
     mesh, _ = derive_mesh(config.parallelism, hardware)
     batch, _ = derive_batch(config.training, mesh.data) if mesh else (None, ())
@@ -68,5 +67,5 @@ def timed(
 
 
 def overrides(values: Values) -> tuple[str, ...]:
-    """As typed on a command line."""
+    """Return the values as command-line overrides."""
     return tuple(f"{key}={as_written(value)}" for key, value in values.items())

@@ -1,9 +1,8 @@
-"""Rules over DeepSpeed's JSON, whoever wrote it: a small function each, with a stable identifier.
+"""Rules over any DeepSpeed JSON: a small function each, with a stable identifier.
 
-They look at the JSON and what is known about where it will be used, and mirror what DeepSpeed does
-with it: what it refuses, when a process has long started, and what it accepts and then does
-otherwise than one expects. `trainctl validate --deepspeed` checks a file by them; a plan's own JSON
-goes through them too.
+They check the JSON and the known facts about its use, and mirror DeepSpeed's behaviour: what it
+refuses only after the processes have started, and what it accepts but treats unexpectedly.
+`trainctl validate --deepspeed` checks a file by them; a plan's own JSON is checked by them too.
 """
 
 from __future__ import annotations
@@ -39,18 +38,16 @@ RULES: tuple[Rule, ...] = tuple(
 def check(
     json: Mapping[str, Any], around: Surroundings | None = None, schema: Schema | None = None
 ) -> tuple[Finding, ...]:
-    """What is wrong with a JSON, errors first, else in the order of the rules.
+    """Return the findings on a JSON, errors first, otherwise in the order of the rules.
 
-    Args:
-        json: As read; the keys of findings are its dotted keys.
-        around: What is known about where it will be used.
-        schema: Of the version of DeepSpeed that will read it; the newest known by default.
+    The keys of findings are dotted keys of `json`. `around` holds the known facts about its use.
+    `schema` belongs to the version of DeepSpeed that will read it; the newest known by default.
     """
     return findings(Case(json, around or Surroundings(), schema or load()))
 
 
 def findings(case: Case) -> tuple[Finding, ...]:
-    """What is wrong with a case, in the same order."""
+    """Return the findings on a case, errors first, otherwise in the order of the rules."""
     found = [finding for rule in RULES for finding in rule.findings(case)]
     return tuple(sorted(found, key=lambda finding: not finding.is_error))
 

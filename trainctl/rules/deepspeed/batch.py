@@ -162,7 +162,7 @@ def _size(case: Case, name: str) -> int | None:
 
 
 def _is_open(case: Case) -> bool:
-    """Whether others will fill in a part of the batch, or a part is no number at all."""
+    """Return True if another program fills in a part of the batch, or a part is not a number."""
     given = [case.json.get(name) for name in (TOTAL, MICRO, STEPS)]
     return any(value == AUTO for value in given) or any(
         value is not None and _size(case, name) is None

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON with what it will meet: what the rules look at."""
+"""Input of the rules: a DeepSpeed JSON with the known facts about its use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILLED_BY_OTHERS = frozenset(
     """
     )
 )
-"""Keys whose "auto" the Trainer of transformers or accelerate replaces on the way to DeepSpeed."""
+"""Keys whose "auto" transformers' Trainer or accelerate replaces before DeepSpeed reads it."""
 
 MEANS_ITSELF = frozenset(
     words(
@@ -44,49 +44,51 @@ MEANS_ITSELF = frozenset(
     """
     )
 )
-"""Keys of which "auto" is a value of DeepSpeed's own; inside a section that it checks, DeepSpeed
-drops the word there too, and takes the default, which is the same."""
+"""Keys for which "auto" is a legal value of DeepSpeed. Inside a checked section DeepSpeed drops it
+like any other "auto" and uses the default, which is the same.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What is known about where the JSON will be used; none where nothing is."""
+    """Known facts about the use of a JSON; None where unknown."""
 
     world_size: int | None = None
-    """Ranks."""
+    """Number of ranks."""
     data_parallel_size: int | None = None
-    """What the script's own mpu says; none without an mpu, where DeepSpeed counts ranks itself."""
+    """Data-parallel size of the script's own mpu; None without one (DeepSpeed counts ranks)."""
     devices_per_node: int | None = None
-    """Ranks of a node."""
+    """Number of ranks per node."""
     accelerator: Accelerator | None = None
     pipeline_stages: int = 1
-    """Stages of the script's PipelineModule; 1 is none."""
+    """Number of stages of the script's PipelineModule; 1 without one."""
     has_optimizer: bool | None = None
-    """Whether the script passes an optimizer of its own."""
+    """Whether the script passes its own optimizer."""
     fills_auto: bool = False
-    """Whether transformers or accelerate fill in "auto" on the way."""
+    """Whether transformers or accelerate fill in "auto"."""
     own_trainer: bool = False
-    """Whether trainctl's trainer reads it, which puts some of DeepSpeed right."""
+    """Whether trainctl's trainer uses the JSON; it corrects some of DeepSpeed's behaviour."""
     model: ModelConfig | None = None
     """Shape of the model."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A JSON as DeepSpeed will understand it."""
+    """DeepSpeed JSON as DeepSpeed will interpret it."""
 
     json: Mapping[str, Any]
     around: Surroundings = field(default_factory=Surroundings)
     schema: Schema = field(default_factory=load)
-    """Keys of the version of DeepSpeed that reads it."""
+    """Schema of the DeepSpeed version that reads the JSON."""
     names: Names = field(default_factory=Names)
-    """How messages name its keys."""
+    """Names of keys and settings in messages."""
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Every value by dotted key, other spellings and deprecated keys taken over.
+        """Every value by dotted key, with alternative spellings and deprecated keys resolved.
 
-        None for what DeepSpeed cannot read, or somebody else will fill in: no rule can speak of it.
+        A value is None if DeepSpeed cannot read it, or if transformers or accelerate will fill it
+        in: no rule can judge it.
         """
         found: dict[str, Any] = {}
         for path, value, key in self.entries():
@@ -103,37 +105,39 @@ class Case:
         return found
 
     def entries(self) -> Iterator[tuple[Path, Any, Key | None]]:
-        """Every key at every depth, with its value and what the schema says of it.
+        """Yield every key at every depth, with its value and its schema entry.
 
-        Inside a section that may hold anything, and beneath an unknown key, nothing is looked at.
+        Free-form sections, and values under an unknown key, are not entered.
         """
         yield from self._entries(self.json, ())
 
     def get(self, name: str) -> Any:
-        """The value that is in force: as given, else DeepSpeed's default; none if unknown."""
+        """Return the value in force: given, otherwise DeepSpeed's default; None if unknown."""
         if name in self.values:
             return self.values[name]
         key = self.schema.keys[name]
         return key.default
 
     def setting(self, name: str) -> str:
-        """A key with the value that is in force, in the reader's words."""
+        """Return a key with its value in force, in the words of `names`."""
         return self.names.setting(name, self.get(name))
 
     def given(self, name: str) -> bool:
-        """Whether the JSON has the key, under any of its names, with a value."""
+        """Return True if the JSON has the key, under any of its names, with a known value."""
         return self.values.get(name) is not None
 
     def has(self, name: str) -> bool:
-        """Whether the JSON has the key at all, be its value unknown."""
+        """Return True if the JSON has the key, even if its value is unknown."""
         return name in self.values
 
     def is_filled(self, path: Path, value: Any) -> bool:
-        """Whether the value is an "auto" that transformers or accelerate will replace."""
+        """Return True if the value is an "auto" that transformers or accelerate will replace."""
         return self.around.fills_auto and value == AUTO and ".".join(path) in FILLED_BY_OTHERS
 
     def params(self, section: str) -> Mapping[str, Any]:
-        """`optimizer.params` or `scheduler.params`, without what others fill in."""
+        """Return `optimizer.params` or `scheduler.params`, without "auto" that will be filled
+        in.
+        """
         block = self.json.get(section)
         params = block.get("params") if isinstance(block, Mapping) else None
         if not isinstance(params, Mapping):
@@ -146,7 +150,7 @@ class Case:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage."""
+        """ZeRO stage; None if unknown or not legal."""
         if isinstance(self.json.get("zero_optimization"), bool):
             return int(self.json["zero_optimization"])
         stage = self.get("zero_optimization.stage")
@@ -154,12 +158,12 @@ class Case:
 
     @property
     def offload_device(self) -> str:
-        """Where the optimizer's states are: none, cpu or nvme."""
+        """Device of the optimizer's states: none, cpu or nvme."""
         return str(self.get("zero_optimization.offload_optimizer.device") or "none")
 
     @property
     def parameter_device(self) -> str:
-        """Where the parameters are: none, cpu or nvme."""
+        """Device of the parameters: none, cpu or nvme."""
         return str(self.get("zero_optimization.offload_param.device") or "none")
 
     @property
@@ -168,7 +172,7 @@ class Case:
 
     @property
     def weights(self) -> str | None:
-        """Number format of the weights: fp16, bf16 or fp32; none if others decide it."""
+        """Number format of the weights: fp16, bf16 or fp32; None if another program decides it."""
         fp16, bf16 = self.get("fp16.enabled"), self.get("bf16.enabled")
         if fp16 is None or bf16 is None:
             return None
@@ -176,9 +180,10 @@ class Case:
 
     @property
     def is_bf16_optimizer(self) -> bool:
-        """Whether stage 1 is done by runtime/bf16_optimizer.py, which does less than the others.
+        """Whether stage 1 runs runtime/bf16_optimizer.py, which supports less than the others.
 
-        It is for bf16 weights with fp32 sums of gradients, where nothing is offloaded to the host.
+        DeepSpeed uses it for bf16 weights with fp32 gradient accumulation, without offload to the
+        host.
         """
         sums = self.get("data_types.grad_accum_dtype")
         is_wide = isinstance(sums, str) and sums.removeprefix("torch.") in FP32
@@ -187,7 +192,7 @@ class Case:
 
     @property
     def optimizer(self) -> str | None:
-        """Name of the optimizer, in lower case where it is DeepSpeed's own."""
+        """Name of the optimizer, in lower case if it is DeepSpeed's own; None if unknown."""
         name = self.get("optimizer.type")
         if not isinstance(name, str):
             return None
@@ -205,13 +210,13 @@ class Case:
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that AutoTP splits each matrix over; 1 without it."""
+        """Number of AutoTP ranks that split each matrix; 1 without AutoTP."""
         size = self.get("tensor_parallel.autotp_size")
         return size if isinstance(size, int) and size > 1 else 1
 
     @property
     def counted_ranks(self) -> float | None:
-        """The number of ranks that DeepSpeed's batch check multiplies by (runtime/config.py)."""
+        """Number of ranks that DeepSpeed's batch check multiplies by (runtime/config.py)."""
         around = self.around
         if around.data_parallel_size is not None:
             return around.data_parallel_size
@@ -235,7 +240,7 @@ class Case:
                 yield from self._entries(value, path)
 
     def _take_over(self, found: dict[str, Any]) -> None:
-        """What deprecated keys set, as DeepSpeed does it."""
+        """Apply the values of deprecated keys to their replacements, as DeepSpeed does."""
         zero = "zero_optimization"
         for old, new in (
             ("cpu_offload", "offload_optimizer"),

@@ -1,4 +1,4 @@
-"""Rules about parallelism, the engine's other parts, and what it reports."""
+"""Rules about parallelism, other parts of the engine, and monitoring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 RECOMPUTE = "activation_checkpointing"
 RANDOM_LTD = "data_efficiency.data_routing.random_ltd"
 RANDOM_LTD_NEEDS = ("total_layer_num", "random_ltd_layer_num", "random_ltd_schedule")
-"""Without its `global_batch_size`, which DeepSpeed fills in."""
+"""Required keys of random-LTD, without `global_batch_size`, which DeepSpeed fills in."""
 
 
 @rule("TC215", file="runtime/pipe/engine.py", fix="Use ZeRO stage 0 or 1 with pipeline stages.")
@@ -283,7 +283,7 @@ AUTOEP = "expert_parallel.autoep_size"
 
 
 def _inside(json: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """A section that may hold anything; empty if it is not there."""
+    """Return a free-form section; empty if it is missing."""
     for name in section.split("."):
         inner = json.get(name)
         json = inner if isinstance(inner, Mapping) else {}

@@ -196,7 +196,7 @@ def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
 
 
 def suggestion(schema: Schema, path: Path) -> str:
-    """What an unknown key was perhaps meant to be: in its section, or with its name elsewhere."""
+    """Return a hint for an unknown key: a similar key of its section, or its name elsewhere."""
     *parents, name = path
     section = tuple(parents)
     inside = [known for known in schema.inside(section) if not _is_old(schema, (*section, known))]
@@ -215,13 +215,13 @@ def suggestion(schema: Schema, path: Path) -> str:
 
 _LEAVE_OUT = "leave it out"
 TYPING_MISTAKE = 0.8
-"""Similarity from which a name at the top is one of DeepSpeed's with a letter wrong or left out."""
+"""Similarity above which an unknown top-level key is a misspelled key of DeepSpeed."""
 REMARKS = ("comment", "comments")
-"""Names that people give to remarks, and that resemble keys of DeepSpeed's (`comet`)."""
+"""Names used for comments that resemble keys of DeepSpeed (`comet`)."""
 
 
 def _is_foreign(case: Case, name: str) -> bool:
-    """Whether an unknown key is at the top, and no key of DeepSpeed's is meant by it."""
+    """Return True if an unknown key is at the top level and resembles no key of DeepSpeed."""
     if "." in name or name in REMARKS:
         return "." not in name
     known = case.schema.inside(())
@@ -246,7 +246,7 @@ def _unknown_keys(case: Case, unknown: str) -> Iterator[Problem]:
 
 
 def autos(case: Case) -> Iterator[str]:
-    """Dotted names of the values left at "auto" for somebody else than DeepSpeed to fill in."""
+    """Yield the dotted names of the values left at "auto" for another program to fill in."""
     for path, value, key in case.entries():
         name = ".".join(path)
         if value == AUTO and key is not None and name not in MEANS_ITSELF:
@@ -305,5 +305,4 @@ def _out_of_range(case: Case, *, checked: bool) -> Iterator[Problem]:
 
 
 ELSEWHERE = ("fp16.loss_scale_window", "fp16.min_loss_scale", "tensor_parallel.preset_model")
-"""Ranges that hold only under another setting, or that DeepSpeed does not check: they have rules of
-their own."""
+"""Keys with rules of their own: their range depends on another setting or is unchecked."""

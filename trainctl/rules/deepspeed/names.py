@@ -1,4 +1,4 @@
-"""How a message names what a rule speaks of: by the words of whoever reads it."""
+"""Names of keys and settings in the messages of rules, in the terms of the JSON's author."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from trainctl.rules.deepspeed.values import shown
 
 
 class Names:
-    """Those of a JSON that somebody wrote: its own keys. A plan's are the keys of its config."""
+    """Names for a user's own JSON: its keys. `PlanNames` uses config keys for a plan's JSON."""
 
     def key(self, key: str) -> str:
-        """A key of the JSON, dotted."""
+        """Return the name of a dotted JSON key."""
         return key
 
     def setting(self, key: str, value: Any) -> str:
-        """A key with the value that it has."""
+        """Return the name of a key with its value."""
         return f"{key}={plain(value)}"
 
     def fix(self, key: str, value: Any) -> str:
-        """What to write for a key to have a value."""
+        """Return the setting to write so that a key has a value."""
         return f"{key}={plain(value)}"
 
     def stages(self, count: int) -> str:
-        """A number of pipeline stages, of which the JSON itself says nothing."""
+        """Return a number of pipeline stages in words; the JSON has no key for it."""
         return f"{count} pipeline stage{'s' if count > 1 else ''}"
 
 
 def plain(value: Any) -> str:
-    """A value as it is typed: text without quotes."""
+    """Return a value as it is written on the command line: text without quotes."""
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else shown(value)

@@ -1,4 +1,4 @@
-"""Rules about states outside the device's memory."""
+"""Rules about states offloaded from the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAMETERS = "zero_optimization.offload_param"
 ZENFLOW = "zero_optimization.zenflow"
 ADAM_TENSORS = 4
-"""Weight, gradient and two moments: what a step of Adam reads and writes for a parameter."""
+"""Tensors that an Adam step reads and writes per parameter: weight, gradient and two moments."""
 
 
 @rule(
@@ -277,5 +277,5 @@ def _zenflow_intervals(case: Case) -> Iterator[Problem]:
 
 
 def _largest_parameter(model: ModelConfig) -> int:
-    """Elements of the largest matrix: the embedding, or a block's feed-forward."""
+    """Return the elements of the largest matrix: the embedding, or a block's feed-forward."""
     return max(model.vocab_size, model.intermediate_size) * model.hidden_size

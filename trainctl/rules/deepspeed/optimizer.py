@@ -12,7 +12,7 @@ from trainctl.rules.deepspeed.values import is_number, shown
 
 ADAMS = ("adam", "adamw")
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW")
-"""What runtime/zero/utils.py lists; of offloaded states, DeepSpeed's own kernels."""
+"""Optimizers that runtime/zero/utils.py lists as tested; with offload, DeepSpeed's own kernels."""
 
 
 @rule("TC250", file="runtime/engine.py", fix="Name an optimizer of DeepSpeed's or of torch.optim.")
@@ -224,7 +224,7 @@ def clipping_is_chosen(case: Case) -> Iterator[Problem]:
 
 TYPE = "optimizer.type"
 ONE_BIT = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
-"""Optimizers of earlier versions that sent gradients of one bit, and what each does otherwise."""
+"""1-bit optimizers of earlier versions, each with its replacement."""
 PRETTY = {
     "adamw": "AdamW",
     "adam": "Adam",
@@ -236,11 +236,11 @@ PRETTY = {
     "muadamw": "MuAdamW",
     "musgd": "MuSGD",
 }
-"""DeepSpeed's own optimizers, as they are usually written."""
+"""Usual spelling of DeepSpeed's own optimizers."""
 
 
 def _taken(case: Case) -> tuple[str, ...] | None:
-    """Names that `optimizer.params` may hold; none where that is not known."""
+    """Return the names that `optimizer.params` may hold; None if unknown."""
     name = case.optimizer
     if name in case.schema.torch_optimizers:
         return case.schema.torch_optimizers[name or ""]

@@ -11,10 +11,10 @@ from trainctl.rules.deepspeed.values import is_number, shown
 
 STAGE = "zero_optimization.stage"
 LARGEST_POWER = 127
-"""The largest power of two in fp32."""
+"""Exponent of the largest power of two in fp32."""
 
 SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
-"""torch's names of formats, and DeepSpeed's."""
+"""DeepSpeed's short name of a number format, by torch's name."""
 
 
 @rule("TC230", file="runtime/config.py", fix="Enable one of fp16 and bf16.")
@@ -339,7 +339,7 @@ STATES = "bf16.bf16_optimizer_states"
 
 
 def _format(case: Case, name: str) -> str | None:
-    """A format by DeepSpeed's short name; none where the key is left out or not legal."""
+    """Return a number format by DeepSpeed's short name; None if the key is missing or not legal."""
     value = case.get(name)
     if not isinstance(value, str) or value not in case.schema.keys[name].choices:
         return None

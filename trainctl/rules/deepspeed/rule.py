@@ -1,4 +1,4 @@
-"""What a rule over DeepSpeed's JSON is."""
+"""Rules over DeepSpeed's JSON: their type and decorator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainctl.rules.deepspeed.case import Case
 
 
 class Meets(StrEnum):
-    """What becomes, in DeepSpeed itself, of a JSON that breaks a rule."""
+    """DeepSpeed's own reaction to a JSON that breaks a rule."""
 
     refused = "refuses it"
     silent = "says nothing"
@@ -20,7 +20,7 @@ class Meets(StrEnum):
 
 
 class Problem(NamedTuple):
-    """What is wrong with one key, and what would be right."""
+    """Problem of one key, with a hint at the correct setting."""
 
     key: str
     message: str
@@ -32,25 +32,25 @@ Check = Callable[[Case], Iterator[Problem]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that a JSON must hold."""
+    """Condition that a JSON must satisfy."""
 
     identifier: str
     """Stable, such as ``TC221``; never reused."""
     title: str
-    """What must hold, in a line."""
+    """Condition in one line."""
     file: str
-    """The file of DeepSpeed that enforces it, or that does otherwise than one expects."""
+    """File of DeepSpeed that enforces the condition, or that behaves unexpectedly."""
     meets: Meets
-    """What DeepSpeed does with a JSON that breaks it."""
+    """DeepSpeed's reaction to a JSON that breaks the rule."""
     fix: str
-    """What to do about it in general; each finding says it with the values."""
+    """General remedy; the hint of each finding has the concrete values."""
     severity: Severity
-    """Whether a launch stops for it."""
+    """Whether a finding stops a launch."""
     check: Check
-    """Yields a problem for each key that breaks it."""
+    """Function that yields a problem for each key that breaks the rule."""
 
     def findings(self, case: Case) -> Iterator[Finding]:
-        """What is wrong, as findings of this rule."""
+        """Yield the problems of a case as findings of this rule."""
         for problem in self.check(case):
             yield Finding(
                 rule=self.identifier,
@@ -69,7 +69,7 @@ def rule(
     meets: Meets = Meets.refused,
     warns: bool = False,
 ) -> Callable[[Check], Rule]:
-    """Makes a rule of its check; the first line of the docstring is its title."""
+    """Return a decorator that turns a check into a rule, titled by its docstring's first line."""
 
     def make(check: Check) -> Rule:
         title = (check.__doc__ or "").strip().partition("\n")[0].rstrip(".")

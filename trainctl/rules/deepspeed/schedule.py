@@ -16,7 +16,7 @@ WHOLE = ("warmup_num_steps", "lr_range_test_step_size")
 POSITIVE = (*WHOLE, "total_num_steps", "cycle_first_step_size")
 TEXTS = ("warmup_type", "mode", "anneal_strategy", "scale_mode", "threshold_mode")
 FUNCTIONS = ("lr_lambda", "scale_fn", "schedulers")
-"""Parameters that only code can give."""
+"""Parameters that only code can pass, not JSON."""
 
 
 @rule("TC265", file="runtime/engine.py", fix="Name a schedule of DeepSpeed's or of torch.")

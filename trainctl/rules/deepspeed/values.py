@@ -1,7 +1,7 @@
-"""What DeepSpeed makes of a value in its JSON: the type it takes it for, or why it cannot.
+"""Type conversion of JSON values as DeepSpeed does it, and its failures.
 
-Its sections that are pydantic models convert as pydantic's lax mode does (a number in quotes, 1 for
-true). The rest is used as it stands.
+Sections that are pydantic models convert like pydantic's lax mode (a number in quotes, 1 for
+true). Other values are used unconverted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SWITCHES = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": Tr
 SWITCHES |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
 INTEGER = re.compile(r"\s*[-+]?\d[\d_]*(\.0*)?\s*")
 LONGEST = 60
-"""Characters of a value that a message shows."""
+"""Maximum characters of a value in a message."""
 
 WORDS = {
     "integer": "a whole number",
@@ -32,20 +32,20 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a value amounts to."""
+    """Result of converting a value."""
 
     value: Any
-    """As its key's type; none if it cannot be one."""
+    """Value in its key's type; None if it cannot be converted."""
     problem: str = ""
-    """Why it cannot be one; empty if it can."""
+    """Why the value cannot be converted; empty if it can."""
     hint: str = ""
-    """The nearest right way to write it."""
+    """Nearest correct way to write the value."""
     is_loose: bool = False
-    """Whether it can, but is not written as its type."""
+    """Whether the value can be converted but is not written in its type."""
 
 
 def read(key: Key, value: Any) -> Reading:
-    """A value as the type of its key."""
+    """Convert a value to the type of its key."""
     if value is None:
         return _null(key)
     if key.type in ("any", "section"):
@@ -60,14 +60,14 @@ def read(key: Key, value: Any) -> Reading:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: as JSON has it, and not too long."""
+    """Return a value as text for a message, in JSON notation and shortened to `LONGEST`."""
     text = {True: "true", False: "false", None: "null"}.get(value) if _is_word(value) else None
     text = text or (f'"{value}"' if isinstance(value, str) else _text(value))
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def outside(key: Key, value: Any) -> tuple[str, str] | None:
-    """Why a value of the right type is not legal, and the nearest that is; none if it is."""
+    """Return why a value of the right type is illegal, and the nearest legal one; None if legal."""
     if key.choices and value is not None and not _is_choice(key, value):
         close = nearest(str(value), [str(choice) for choice in key.choices], count=1)
         legal = ", ".join(shown(choice) for choice in key.choices)
@@ -90,17 +90,17 @@ def outside(key: Key, value: Any) -> tuple[str, str] | None:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text: a table of keys, as lines that fit the page."""
+    """Split a text at whitespace; used for tables of keys in multi-line strings."""
     return text.split()
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number of JSON; true and false are none."""
+    """Return True for a JSON number; true and false are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a number without a fraction: DeepSpeed's reader makes 4.0 a 4."""
+    """Return True for a number without a fraction: DeepSpeed's reader converts 4.0 to 4."""
     return is_number(value) and math.isfinite(value) and value == int(value)
 
 

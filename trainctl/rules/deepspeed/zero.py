@@ -43,7 +43,7 @@ NEEDS_STAGE = {
         (3,),
     ),
 }
-"""Stages at which a key of `zero_optimization` does anything."""
+"""ZeRO stages at which a key of `zero_optimization` has an effect."""
 
 
 @rule(
@@ -97,7 +97,7 @@ def the_gather_bucket_is_even(case: Case) -> Iterator[Problem]:
     """allgather_bucket_size is even at stages 1 and 2."""
     key = f"{ZERO}.allgather_bucket_size"
     size = case.get(key)
-    # With bf16 weights and fp32 sums, stage 1 is another optimizer, which takes any size.
+    # With bf16 weights and fp32 accumulation, stage 1 runs BF16_Optimizer: any size is legal.
     if case.stage in (1, 2) and isinstance(size, int) and size % 2 and not case.is_bf16_optimizer:
         yield Problem(
             key,

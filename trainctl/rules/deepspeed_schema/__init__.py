@@ -1,6 +1,6 @@
-"""The closed schema of DeepSpeed's JSON: every key with its type, default and range.
+"""Closed schema of DeepSpeed's JSON: every key with its type, default and range.
 
-A file of this folder for each version of DeepSpeed, written by
+This folder has one file per version of DeepSpeed, written by
 `scripts/generate_deepspeed_schema.py` from the installed package. Standard library only.
 """
 
@@ -14,26 +14,26 @@ from pathlib import Path as FilePath
 from typing import Any
 
 Path = tuple[str, ...]
-"""Where a value is in the JSON: `("zero_optimization", "stage")`."""
+"""Path of a value in the JSON: `("zero_optimization", "stage")`."""
 
 FOLDER = FilePath(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the JSON."""
+    """Key of the JSON."""
 
     name: str
     type: str
     """`integer`, `number`, `boolean`, `string`, `list`, `section`, or `any`."""
     default: Any = None
-    """What DeepSpeed takes when the key is left out; none where that depends on others."""
+    """DeepSpeed's default; None if it depends on other keys."""
     choices: tuple[Any, ...] = ()
-    """The legal values; empty where any of the type is."""
+    """Legal values; empty if every value of the type is legal."""
     any_case: bool = False
     """Whether DeepSpeed ignores the case of a choice."""
     items: tuple[Any, ...] = ()
-    """The legal values in a list; empty where any is."""
+    """Legal items of a list; empty if every item is legal."""
     minimum: float | None = None
     """Smallest legal value, inclusive."""
     maximum: float | None = None
@@ -43,19 +43,21 @@ class Key:
     null: bool = False
     """Whether null is legal."""
     checked: bool = False
-    """Whether DeepSpeed itself refuses a wrong type (its sections that are pydantic models);
-    otherwise a wrong value goes wherever it goes."""
+    """Whether DeepSpeed itself refuses a wrong type (in sections that are pydantic models).
+    Otherwise a wrong value is used unchecked.
+    """
     refuses_switch: bool = False
-    """Whether a number of a section that is checked may not be true or false."""
+    """Whether a number in a checked section may not be true or false."""
     unknown: str = ""
-    """What an unknown key in a section meets: `refused`, `ignored`, or `free` where the section may
-    hold anything."""
+    """Treatment of an unknown key in the section: `refused`, `ignored`, or `free` if the section
+    may hold any key.
+    """
     replaced: str = ""
-    """What a deprecated key has been replaced by; empty for the others."""
+    """Replacement of a deprecated key; empty for other keys."""
     sets_replacement: bool = False
-    """Whether DeepSpeed takes a deprecated key's value over."""
+    """Whether DeepSpeed copies a deprecated key's value to its replacement."""
     same_as: str = ""
-    """The name in the JSON of which this is another spelling; empty for the others."""
+    """Canonical name, if this key is an alternative spelling; empty otherwise."""
 
     @property
     def is_section(self) -> bool:
@@ -64,7 +66,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a schedule takes: all names, and those without a default."""
+    """Arguments of a schedule: all names, and the names without a default."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -72,48 +74,49 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The JSON of one version of DeepSpeed."""
+    """Schema of the JSON of one version of DeepSpeed."""
 
     deepspeed: str
-    """The version of DeepSpeed."""
+    """Version of DeepSpeed."""
     torch: str
-    """The version of torch that its torch optimizers and schedules are of."""
+    """Version of torch whose optimizers and schedules are listed."""
     keys: Mapping[str, Key]
-    """Every key, by dotted name."""
+    """Every key, by its dotted name."""
     removed: Mapping[str, str]
-    """Keys that DeepSpeed refuses since it removed them, and what replaces each."""
+    """Keys that DeepSpeed has removed and refuses, each with its replacement."""
     optimizers: Mapping[str, Mapping[str, tuple[str, ...]]]
-    """DeepSpeed's own, by lower-case name: the names in `optimizer.params` for each variant
-    (`device`, `offloaded`, `torch`); no variant where another package has it."""
+    """DeepSpeed's own optimizers, by lower-case name: the names in `optimizer.params` for each
+    variant (`device`, `offloaded`, `torch`); no variants if another package provides the optimizer.
+    """
     torch_optimizers: Mapping[str, tuple[str, ...]]
-    """Classes of torch.optim, and their names in `optimizer.params`."""
+    """Classes of torch.optim, each with its names in `optimizer.params`."""
     schedulers: Mapping[str, Arguments]
-    """DeepSpeed's schedules and what each takes as `scheduler.params`."""
+    """DeepSpeed's schedules, each with its arguments in `scheduler.params`."""
     torch_schedulers: Mapping[str, Arguments]
-    """Classes of torch.optim.lr_scheduler, likewise."""
+    """Classes of torch.optim.lr_scheduler, each with its arguments in `scheduler.params`."""
 
     def find(self, path: Path) -> Key | None:
-        """The key at a path; none if there is none. A name with a dot in it is never one."""
+        """Return the key at a path; None if it does not exist or a name contains a dot."""
         if any("." in name for name in path):
             return None
         return self.keys.get(".".join(path))
 
     def inside(self, section: Path) -> list[str]:
-        """Names of the keys of a section; of the whole JSON for the empty path."""
+        """Return the names of the keys in a section; for the empty path, of the whole JSON."""
         prefix = "".join(f"{name}." for name in section)
         names = (key[len(prefix) :] for key in self.keys if key.startswith(prefix))
         return [name for name in names if "." not in name]
 
 
 def versions() -> list[str]:
-    """Versions that there is a schema of, the oldest first."""
+    """Return the versions of DeepSpeed that have a schema, the oldest first."""
     found = [path.stem for path in FOLDER.glob("*.json")]
     return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
 
 
 @cache
 def load(version: str | None = None) -> Schema:
-    """The schema of a version, or the newest."""
+    """Return the schema of a version; the newest by default."""
     path = FOLDER / f"{version or versions()[-1]}.json"
     plain = json.loads(path.read_text(encoding="utf-8"))
     return Schema(

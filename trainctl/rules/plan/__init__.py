@@ -1,8 +1,8 @@
-"""Every rule of a plan, in one list: a small function each, with a stable identifier.
+"""Rules of a plan in one list: a small function each, with a stable identifier.
 
-A rule looks at a `Draft` and yields findings; it never stops the others, so that all problems of a
-configuration are reported at once. What DeepSpeed's JSON shows is one rule over any JSON, told here
-by the keys of the configuration (`on_json`).
+A rule checks a `Draft` and yields findings. It never stops the others, so that all problems of a
+configuration are reported at once. Problems in DeepSpeed's JSON are found by the rules over any
+JSON, and reported here by the keys of the configuration (`on_json`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def check(draft: Draft) -> tuple[Finding, ...]:
-    """Findings of every rule, in the order of the list."""
+    """Return the findings of every rule, in the order of the list."""
     return tuple(
         replace(finding, rule=identifier) for identifier, rule in RULES for finding in rule(draft)
     )

@@ -1,4 +1,4 @@
-"""Rules about a directory's architecture, by what was read of its code."""
+"""Rules about the architecture of a model directory, by the anatomy read from its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about how much is trained at a time and for how long."""
+"""Rules about batch sizes, the length of the run, and the schedule."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def batch_is_possible(draft: Draft) -> Iterator[Finding]:
 
 
 def _with_the_same_batch(draft: Draft) -> str:
-    """What trains the same on these ranks, or on fewer of them; empty where a hint has it already.
+    """Return a hint at settings with the same batch on these ranks or fewer; empty if not needed.
 
-    The ranks change nothing of the training as long as the global batch stays.
+    Training does not depend on the ranks as long as the global batch stays the same.
     """
     training, mesh = draft.config.training, draft.mesh
     asked = training.global_batch_size
@@ -248,7 +248,7 @@ def ramp_is_possible(draft: Draft) -> Iterator[Finding]:
             )
         else:
             continue
-        return  # what follows depends on it
+        return  # the following checks depend on it
 
 
 def schedule_is_defined(draft: Draft) -> Iterator[Finding]:
@@ -336,5 +336,5 @@ def plateau_is_measured(draft: Draft) -> Iterator[Finding]:
 
 
 def _listed(values: list[float]) -> str:
-    """As it is typed."""
+    """Return a list of numbers as it is written on the command line."""
     return f"[{','.join(f'{value:g}' if value < 1 else str(value) for value in values)}]"

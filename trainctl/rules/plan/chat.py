@@ -20,7 +20,7 @@ _GIVEN = (
     "return_assistant_tokens_mask",
     "tools",
 )
-"""What transformers' rendering takes and gives a template itself."""
+"""Arguments that transformers' chat rendering takes itself, or passes to every template."""
 
 
 def conversations_are_whole(draft: Draft) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ AMOUNTS = ("weight", "tokens", "epochs")
 ENDS = ("until", "until_step", "until_tokens")
 
 SHARD_TOKENS = 1 << 26
-"""As `trainctl.data.source_sampler` has it, which is not imported here: it needs numpy."""
+"""Copy of the constant in `trainctl.data.source_sampler`, which needs numpy to be imported."""
 
 
 def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
@@ -186,7 +186,7 @@ def stream_has_its_place(draft: Draft) -> Iterator[Finding]:
             )
         shards = shards_needed(section.shuffle_shards, shuffle=data.shuffle)
         if section.shuffle_shards is None or shards is None or not data.shuffle:
-            continue  # who has the corpus knows how long it is
+            continue  # decided when the corpus and its length are known
         width = 2 if config.model.vocab_size <= 1 << 16 else 4
         needed = shards * SHARD_TOKENS * width
         if section.cache_bytes < needed:

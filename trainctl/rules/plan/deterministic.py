@@ -1,4 +1,4 @@
-"""The rule of what would take the order of sums back that `training.deterministic` fixes."""
+"""Rule about settings that undo the fixed order of sums of `training.deterministic`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sums_keep_their_order(draft: Draft) -> Iterator[Finding]:
     if not config.training.deterministic:
         return
     for name, value in VARIABLES.items():
-        if name in config.launcher.environment:  # it may be a secret's place: never its value
+        if name in config.launcher.environment:  # may hold a secret: never print the value
             yield error(
                 "launcher.environment",
                 f"launcher.environment sets {name}, which training.deterministic=true sets to "

@@ -1,4 +1,4 @@
-"""What a rule looks at, and how it speaks."""
+"""Input and output of the plan rules: the draft plan, and helpers to make findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainctl.rules.deepspeed_overrides import own_case
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A plan on its way; ``None`` for what could not be derived."""
+    """Incomplete plan; ``None`` for values that could not be derived."""
 
     config: RunConfig
     hardware: Hardware
@@ -34,7 +34,7 @@ class Draft:
 
     @cached_property
     def settings(self) -> tuple[Derived, ...]:
-        """What trainctl writes for the engine, such as DeepSpeed's JSON, as far as it is known."""
+        """Known settings that trainctl writes for the engine, such as DeepSpeed's JSON."""
         if not engine_of(self.config).settings:
             return ()
         derive = function_of("engine", self.config.engine.kind, "settings")
@@ -43,7 +43,7 @@ class Draft:
 
     @cached_property
     def case(self) -> deepspeed_rules.Case:
-        """That JSON, if it is one, without what the user passes through."""
+        """Case of the DeepSpeed JSON, without the keys that the user passes through."""
         return own_case(self.config, self.hardware, self.mesh, self.settings)
 
 
@@ -51,24 +51,24 @@ Rule = Callable[[Draft], Iterator[Finding]]
 
 
 def on_json(rule: deepspeed_rules.Rule) -> Rule:
-    """A rule over DeepSpeed's JSON as one over the plan: by the keys that the user has typed."""
+    """Convert a rule over DeepSpeed's JSON to a plan rule that reports the user's config keys."""
 
     def told(draft: Draft) -> Iterator[Finding]:
         if not engine_of(draft.config).takes_json:
             return
         names = draft.case.names
         found = (replace(each, key=names.key(each.key)) for each in rule.findings(draft.case))
-        yield from dict.fromkeys(found)  # two keys of the JSON may be one of the config
+        yield from dict.fromkeys(found)  # several JSON keys may map to one config key
 
     told.__doc__ = rule.check.__doc__
     return told
 
 
 def error(key: str, message: str, hint: str = "") -> Finding:
-    """A finding that stops a launch; `check` fills in the rule's identifier."""
+    """Return a finding that stops a launch; `check` fills in the rule's identifier."""
     return Finding(rule="", key=key, message=message, hint=hint)
 
 
 def warning(key: str, message: str, hint: str = "") -> Finding:
-    """A finding that is printed and recorded."""
+    """Return a finding that is printed and recorded; `check` fills in the rule's identifier."""
     return Finding(rule="", key=key, message=message, hint=hint, severity=Severity.warning)

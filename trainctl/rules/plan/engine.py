@@ -1,4 +1,4 @@
-"""What the engine that a plan names does not have: one rule for all of it."""
+"""Rule about the features that an engine other than DeepSpeed lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine_has_what_is_asked(draft: Draft) -> Iterator[Finding]:
 
 
 def _typed(config: RunConfig, key: str) -> Iterator[tuple[str, Any]]:
-    """A key and its value; of a mapping, each entry."""
+    """Yield a key and its value; for a mapping, each of its entries."""
     value = to_plain(reduce(getattr, key.split("."), config))
     if isinstance(value, dict):
         yield from flatten(value, f"{key}.")

@@ -19,7 +19,7 @@ KEY_RULES = (
     keys.other_sections_hold_known_keys,
     keys.keys_of_other_programs_are_known,
 )
-"""What holds of the keys of every JSON, here with an identifier of its own."""
+"""Rules about the keys of any JSON, which have an identifier of their own here."""
 
 
 def pass_through_keys_exist(draft: Draft) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Rules about the expert axis: what it divides, and what has been shown to go with it."""
+"""Rules about the expert axis: its size, and the settings it has been verified with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainctl.rules.plan.draft import Draft, choices, error, nearest_divisors, w
 KEY = "parallelism.expert"
 
 FORMATS = ("fp32", "bf16")
-"""Of computing, in which its curves have been compared."""
+"""Compute formats in which loss curves of the expert axis have been compared."""
 
 
 def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
@@ -125,7 +125,7 @@ def _has_experts(config: RunConfig) -> bool:
 
 
 def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Key, value, reason and nearest legal setting of what does not go with it."""
+    """Yield key, value, reason and nearest legal setting of what the expert axis excludes."""
     axes, zero, offload = config.parallelism, config.zero_stage, config.offload
     for name, why in (
         (

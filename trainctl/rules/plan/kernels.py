@@ -1,4 +1,4 @@
-"""Rules about kernels and compilers: where they run, and what they can see."""
+"""Rules about kernels and compilers: the hardware they need, and the code they can compile."""
 
 from __future__ import annotations
 
@@ -194,5 +194,5 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Finding]:
 
 
 def _architecture(model: ModelConfig) -> str:
-    """transformers' `model_type`."""
+    """Return transformers' `model_type`."""
     return model.model_type or "unknown" if model.is_directory else model.family

@@ -28,7 +28,7 @@ def devices_fill_the_mesh(draft: Draft) -> Iterator[Finding]:
     product = f"tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
     if world % taken:
         need = choices(nearest_multiples(world, taken))
-        # The axis to look at first: one that alone does not divide the devices, else the largest.
+        # Blame the axis that alone does not divide the devices, otherwise the largest.
         sizes = {name: getattr(axes, name) for name in ("tensor", "pipeline", "sequence")}
         axis = max(sizes, key=lambda name: (world % sizes[name] > 0, sizes[name]))
         yield error(
@@ -87,7 +87,7 @@ def heads_split_over_sequence(draft: Draft) -> Iterator[Finding]:
     shards, tensor = axes.sequence, axes.tensor
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads or heads
-    if shards == 1 or heads % tensor or kv_heads % tensor:  # the second has its own rule
+    if shards == 1 or heads % tensor or kv_heads % tensor:  # tensor has its own rule
         return
     share = "=" if tensor == 1 else f" / parallelism.tensor={tensor} = "
     heads, kv_heads = heads // tensor, kv_heads // tensor

@@ -1,4 +1,4 @@
-"""Rules about maximal-update parametrisation: what it has a table for, and a base to scale from."""
+"""Rules about maximal-update parametrisation (muP): models, optimizers, and the base width."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def mup_has_a_base(draft: Draft) -> Iterator[Finding]:
 
 
 def _possible_base(draft: Draft, wanted: int) -> str:
-    """The base width nearest to the wanted one at which the numbers of heads are whole."""
+    """Return the base width setting nearest to `wanted` with whole numbers of heads; empty if
+    none.
+    """
     model = draft.config.model
     common = gcd(model.num_attention_heads, key_value_heads(model))
     # The base has k of the `common` equal parts that this model's heads make.

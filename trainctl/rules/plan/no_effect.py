@@ -1,4 +1,4 @@
-"""Settings that differ from their default and do nothing in this plan."""
+"""Rule about settings that differ from their default and have no effect in this plan."""
 
 from __future__ import annotations
 
@@ -259,14 +259,16 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "launcher.benchmark=true",
     ),
 )
-"""Keys, when they have an effect, and that condition in words; of conditions within one section the
-key itself says it (`option(needs=...)`), and of those that only DeepSpeed reads its table."""
+"""Keys, the condition under which they have an effect, and the condition in words. Conditions
+within one section are declared with the key (`option(needs=...)`); conditions of keys that only
+DeepSpeed reads are in its table.
+"""
 
 OWN_RULES = {"offload.super_offload", *(key for keys, _, _ in NEEDS for key in keys)}
-"""Keys of DeepSpeed's table about which something else is said."""
+"""Keys of DeepSpeed's table that have another condition here or a rule of their own."""
 
 BUFFERS = tuple(row.source for row in ZERO_KEYS if row.source not in OWN_RULES)
-"""Keys of what DeepSpeed's stages of ZeRO are made of, which no other engine has."""
+"""Keys of DeepSpeed's ZeRO buffers and communication, which no other engine has."""
 
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
     (
@@ -282,7 +284,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
     (("model.sliding_window",), lambda family: family.has_window),
     (("model.rope_theta",), lambda family: family.is_rotary),
 )
-"""Keys of the shape, and the families that have what they are about."""
+"""Keys of the model's shape, with the condition on the families in which they have an effect."""
 
 
 def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
@@ -320,7 +322,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
 
 
 def _families_with(has: Callable[[Family], bool]) -> str:
-    """The families that have something, in words; the shorter way round."""
+    """Return in words the families that satisfy `has`, or all but the others if that is shorter."""
     shaped = model.families()
     having = [spec.name for spec in shaped if has(spec)]
     others = [spec.name for spec in shaped if not has(spec)]

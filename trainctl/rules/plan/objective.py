@@ -1,4 +1,4 @@
-"""Rules about the objective: what its samples are, and what has been shown to go with it."""
+"""Rules about the objective: its samples, and the settings it has been verified with."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Finding]:
 
 
 def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Key, value, reason and nearest legal setting of what does not go with it."""
+    """Yield key, value, reason and nearest legal setting of what the objective excludes."""
     axes, kernels = config.parallelism, config.kernels
     for name, why in (
         ("sequence", "a rank sees a part of an answer alone"),

@@ -1,4 +1,4 @@
-"""Rules about the optimizer: what its update can be cut into, and its parameter groups."""
+"""Rules about the optimizer: partitioning of its update, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainctl.rules.plan.draft import Draft, error, warning
 def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
     """What the table of optimizers allows of stages, offload, shards and formats of states."""
     if not draft.config.trains_itself:
-        return  # DeepSpeed makes it, and says what it refuses
+        return  # DeepSpeed builds the optimizer and reports what it refuses
     kind = draft.config.optimizer.kind
     for refusal in refusals(draft.config):
         yield error(

@@ -1,4 +1,4 @@
-"""Rules about which documents are trained on: filters, copies, held-out texts."""
+"""Rules about the choice of documents: filters, deduplication, decontamination."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.rules.plan.draft import Draft, error
 
 LEAST_JACCARD = 0.3
-"""Below it, candidates of MinHash are nearly all pairs of documents that share anything."""
+"""Below it, MinHash candidates are nearly all pairs of documents that share anything."""
 
 
 def copies_can_be_found(draft: Draft) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Rules about a frozen base in 8 or 4 bits, beside those about what trains."""
+"""Rules about a frozen base in 8 or 4 bits; those about trained weights apply as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "adapter.base_weights"
 
 
 def _asked(draft: Draft) -> BaseWeights | None:
-    """How the base is held, if not in the type that computes."""
+    """Return the format of the quantized base; None if the base is in the compute type."""
     adapter = low_rank(draft.config.adapter)
     return adapter.base_weights if adapter is not None and adapter.is_quantized else None
 

@@ -1,4 +1,4 @@
-"""Rules about the model's shape, the data, checkpoints, and how the run is started."""
+"""Rules about the model's shape, the data, checkpoints, and the launcher."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainctl.plan import average
 from trainctl.rules.plan.draft import Draft, choices, error, nearest_multiples, warning
 
 METRICS = ("loss", average.METRIC)
-"""What an evaluation measures."""
+"""Metrics that an evaluation measures."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-"""What DeepSpeed understands (utils/logging.py)."""
+"""Log levels that DeepSpeed accepts (utils/logging.py)."""
 
 
 def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
     """Without head_dim the heads divide the width; key-value heads divide the query heads."""
     model = draft.config.model
     if model.factory is not None:
-        return  # its own code shares it
+        return  # the user's function divides the width
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if model.head_dim is None and model.hidden_size % heads:
         yield error(
@@ -214,7 +214,7 @@ def factored_states_stay_factored(draft: Draft) -> Iterator[Finding]:
     """ZeRO hands the optimizer flat vectors, and only matrices have factors."""
     config = draft.config
     if config.trains_itself:
-        return  # trainctl's own knows which matrix a piece is of
+        return  # trainctl's adafactor knows the matrix of each flat piece
     if spec_of(config.optimizer).has_factored_states and config.zero_stage.stage > 0:
         yield warning(
             "optimizer.kind",

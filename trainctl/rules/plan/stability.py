@@ -1,4 +1,4 @@
-"""Rules about what is done between a gradient and its update."""
+"""Rules about the processing of gradients before the update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Finding]:
 
 
 def _who_hides_gradients(config: RunConfig) -> tuple[str, str] | None:
-    """The setting under which the trainer does not see gradients, and why."""
+    """Return the setting that hides the gradients from the trainer, and the reason, or None."""
     if config.offload.super_offload:
         return (
             "offload.super_offload=true",
@@ -56,7 +56,7 @@ def _who_hides_gradients(config: RunConfig) -> tuple[str, str] | None:
 
 
 def _needs_gradients(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Keys of what looks at them, with their values."""
+    """Yield the keys, with their values, of features that need the gradients."""
     gradients, stability = config.gradients, config.stability
     if gradients.clip_value > 0:
         yield "gradients.clip_value", gradients.clip_value

@@ -1,4 +1,4 @@
-"""Rules about what trains: adapters, frozen weights, and what these have been shown to go with."""
+"""Rules about trained weights: adapters, frozen weights, and the settings they work with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_trai
 
 
 def _is_asked(config: RunConfig) -> bool:
-    """Whether some weights are frozen, and which there are is known."""
+    """Return True if some weights are frozen and the model's tensors are known."""
     return is_partial(config) and not config.model.is_unread
 
 
@@ -109,7 +109,7 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
 
 
 def _words(config: RunConfig) -> Iterator[str]:
-    """What names are made of, for who has mistyped one: words, ends, and whole names."""
+    """Yield keywords, parts of parameter names and whole names, to match a mistyped entry."""
     names = [*met_by(config.model, "."), *(alias for alias, _ in ties(config.model))]
     yield from ("embeddings", "head", "all_but_last_blocks:1")
     for name in names:
@@ -147,14 +147,14 @@ def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """What frozen weights have been shown to go with."""
+    """Condition under which frozen weights have been verified."""
 
     key: str
     holds: Callable[[RunConfig], bool]
-    """Whether a configuration keeps within."""
+    """Function that returns True if a configuration satisfies the condition."""
     why: str
     nearest: str
-    """What to type instead."""
+    """Setting to use instead."""
 
 
 def _is_recurrent(config: RunConfig) -> bool:
@@ -268,7 +268,7 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Finding]:
         return
     sizes, _ = derive_stages(config)
     if len(sizes) != stages or sum(sizes) != config.model.num_layers:
-        return  # another rule's
+        return  # another rule reports it
     if not trainable(config).trained:
         return
     for stage in idle_stages(config, sizes):

@@ -1,9 +1,8 @@
-"""What ZenFlow (arXiv:2505.12242) can be combined with, in the trainer, by DeepSpeed 0.19.
+"""Checks of the settings that ZenFlow (arXiv:2505.12242) in DeepSpeed 0.19 can be combined with.
 
-It updates a share of the columns during the backward pass, before anything that DeepSpeed does at
-the end of a step: clipping, unscaling, the look for gradients that are not finite. What it does
-otherwise, without a word, is refused here; what could be put right is in
-`trainctl.engines.deepspeed.zenflow`.
+ZenFlow updates a part of the columns during the backward pass, before DeepSpeed's work at the end
+of a step: clipping, unscaling, the check for non-finite gradients. What it would silently do
+differently is refused here; what can be corrected is in `trainctl.engines.deepspeed.zenflow`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from trainctl.rules.plan.draft import Draft, error
 
 
 def zenflow_findings(draft: Draft) -> Iterator[Finding]:
-    """Everything that stands in its way."""
+    """Yield a finding for every setting that ZenFlow excludes."""
     config = draft.config
     if not config.offload.zenflow or not config.trains_itself:
         return

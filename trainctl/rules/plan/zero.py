@@ -100,8 +100,8 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
             f"offload.super_offload is for CUDA, and the hardware is {draft.hardware.name}",
             "offload.super_offload=false",
         )
-    # Its process makes a CPUAdam of rates, betas and decay alone (superoffload_utils.py), and where
-    # nothing is clipped it updates during the backward pass, before gradients are unscaled.
+    # SuperOffload builds a CPUAdam from lr, betas and decay alone (superoffload_utils.py). Without
+    # clipping it updates during the backward pass, before gradients are unscaled.
     spec, precision = spec_of(draft.config.optimizer), draft.config.precision
     if "super_offload" not in spec.offload_variants:
         yield error(
@@ -134,7 +134,7 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
 
 
 def _saves(checkpoint: CheckpointConfig) -> bool:
-    """Whether a run saves anything unasked."""
+    """Return True if a run saves anything by default."""
     intervals = (
         checkpoint.every_steps,
         checkpoint.every_minutes,
