@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.config.compose import compose, examine, recompose
+from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.json_schema import option_schema
-from trainctl.config.quality import asks, filters_of
+from trainctl.config.quality import filters_of, has_quality_rules
 
 OF_FILES = ["data=files", "data.paths=[a]"]
 
@@ -17,7 +17,7 @@ def test_a_filter_is_there_when_it_is_named() -> None:
     assert data.filters == {"gopher_quality": {"min_words": 40}, "c4": {}}
     gopher, c4 = filters_of(data).values()
     assert (gopher.min_words, gopher.min_stop_words, c4.min_sentences) == (40, 2, 5)
-    assert asks(data) and not asks(compose(OF_FILES).config.data)
+    assert has_quality_rules(data) and not has_quality_rules(compose(OF_FILES).config.data)
 
 
 def test_keys_are_set_one_by_one_and_null_takes_a_filter_out() -> None:
@@ -25,7 +25,7 @@ def test_keys_are_set_one_by_one_and_null_takes_a_filter_out() -> None:
     changed = recompose(saved, ["data.filters.gopher_quality.max_words=70"]).config.data
     assert changed.filters == {"gopher_quality": {"min_words": 40, "max_words": 70}}
     without = recompose(saved, ["data.filters.gopher_quality=null"]).config.data
-    assert filters_of(without) == {} and not asks(without)
+    assert filters_of(without) == {} and not has_quality_rules(without)
     assert recompose(saved, ["data=stdlib"]).config.data.filters == {}
 
 
@@ -50,7 +50,7 @@ def test_a_source_has_filters_of_its_own() -> None:
 )
 def test_what_is_wrong_is_named_where_it_is(text: str, key: str, message: str, hint: str) -> None:
     for where in ("data.filters", "data.sources.code.filters"):
-        (finding,) = examine([f"{where}={text}", *OF_FILES]).findings
+        (finding,) = compose_leniently([f"{where}={text}", *OF_FILES]).findings
         assert finding.key == f"{where}.{key}".rstrip(".")
         assert message in finding.message and hint in finding.hint
 

@@ -33,7 +33,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves, leaves_under
 from trainctl.config.layers import ALTERNATIVES
-from trainctl.config.registry import chooser, unit_groups
+from trainctl.config.registry import kind_key, unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
 
@@ -152,7 +152,7 @@ def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
     Args:
         around: The configuration without them: its kinds say which keys there are.
     """
-    kinds = {f"{group}.{chooser(group)}" for group in unit_groups()}
+    kinds = {f"{group}.{kind_key(group)}" for group in unit_groups()}
     known = [
         leaf
         for leaf in leaves_under(to_plain(around)).values()

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.compose import compose, examine, recompose
+from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.keys import keys_of, leaves
 from trainctl.config.registry import (
     changed_section,
@@ -68,7 +68,7 @@ def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_
     (tmp_path / "recipes" / "first.yaml").write_text(first)
     (tmp_path / "recipes" / "second.yaml").write_text(second)
     monkeypatch.chdir(tmp_path)
-    composed = examine(["recipe=second"])
+    composed = compose_leniently(["recipe=second"])
     (finding,) = composed.findings
     assert (finding.severity.value, finding.key) == (severity, "optimizer.beta2")
     assert composed.config.optimizer.kind == "sgd"
@@ -93,7 +93,7 @@ def test_a_mapping_that_is_set_entry_by_entry_stays():
     launcher = compose(["recipe=tiny", "launcher=kubernetes", *typed]).config.launcher
     assert launcher.environment == {"NCCL_DEBUG": "INFO"}
     assert launcher.kubernetes_claims == {"a": "/b"}
-    found = [finding.message for finding in examine(["recipe=tiny", *typed]).findings]
+    found = [finding.message for finding in compose_leniently(["recipe=tiny", *typed]).findings]
     assert found == ["there is no key launcher.kubernetes_claims with launcher.kind=local"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from anatomies import SMALL
 from small_model import SHAPE
 
-from trainctl.config.compose import Composed, compose, examine
+from trainctl.config.compose import Composed, compose, compose_leniently
 from trainctl.config.hub import fetch_weights
 from trainctl.errors import TrainctlError
 from trainctl.plan.experts import auxiliary_loss
@@ -148,7 +148,7 @@ def test_a_name_on_the_hub_says_what_to_do_without_a_network(
 
     fake = SimpleNamespace(snapshot_download=refuse)
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    found = examine(["model=hf", "model.path=some-lab/A-Model-1B", "training.steps=1"])
+    found = compose_leniently(["model=hf", "model.path=some-lab/A-Model-1B", "training.steps=1"])
     (error,) = found.findings
     assert "some-lab/A-Model-1B is no directory here" in error.message
     assert "hf download some-lab/A-Model-1B --local-dir DIR" in error.hint

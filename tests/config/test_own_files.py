@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainctl.config.schema import RunConfig
-from trainctl.config.user_files import own_files
+from trainctl.config.user_files import user_code_files
 
 FILES = {
     "own.py": "import json, torch\nimport helper\nfrom pkg.inner import work as w\nimport nowhere",
@@ -36,18 +36,18 @@ def make(folder: Path) -> None:
 
 
 def found(config: RunConfig, folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in own_files(config, folder)}
+    return {str(path.relative_to(folder)) for path in user_code_files(config, folder)}
 
 
 def test_a_script_with_all_that_it_imports(tmp_path: Path) -> None:
     make(tmp_path)
     config = RunConfig()
-    assert own_files(config, tmp_path) == []
+    assert user_code_files(config, tmp_path) == []
     config.script = str(tmp_path / "own.py")
     expected = EXPECTED | {"own.py", "helper.py", "late/deep/module.py"}
     assert found(config, tmp_path) == expected
     # It looks beside itself, wherever it is started.
-    assert set(own_files(config, Path("/"))) == {tmp_path / name for name in expected}
+    assert set(user_code_files(config, Path("/"))) == {tmp_path / name for name in expected}
 
 
 def test_modules_of_functions_and_their_packages(tmp_path: Path) -> None:
@@ -64,4 +64,4 @@ def test_a_program_that_is_no_python(tmp_path: Path) -> None:
     program.write_text("import helper\n")
     config = RunConfig()
     config.script = str(program)
-    assert own_files(config, tmp_path) == [program]
+    assert user_code_files(config, tmp_path) == [program]

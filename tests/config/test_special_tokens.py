@@ -38,7 +38,7 @@ def test_the_settings_come_before_the_model_and_the_model_before_names(tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     facts = read_facts(path)
     assert (facts.end_token, facts.end_of_document) == ("<three>", 5)
-    assert facts.in_words(512).endswith("by eos_token of tokenizer_config.json")
+    assert facts.describe(512).endswith("by eos_token of tokenizer_config.json")
 
 
 def test_ids_with_gaps_need_rows_for_the_largest(tmp_path: Path) -> None:

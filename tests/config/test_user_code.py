@@ -9,8 +9,8 @@ import pytest
 from trainctl.config.catalog import shipped_root
 from trainctl.config.compose import Composed, compose
 from trainctl.config.files import missing_files
-from trainctl.config.user_code import check_user_code, not_applied, with_words
-from trainctl.config.user_files import own_files
+from trainctl.config.user_code import check_user_code, not_applied, with_script_arguments
+from trainctl.config.user_files import user_code_files
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(*overrides: str, words: list[str] | None = None) -> Composed:
-    return with_words(compose(["recipe=tiny", *overrides]), words)
+    return with_script_arguments(compose(["recipe=tiny", *overrides]), words)
 
 
 def findings(*overrides: str) -> list[tuple[str, str, str]]:
@@ -104,7 +104,7 @@ def test_what_python_warns_of_is_not_said_here(folder: Path) -> None:
     (folder / "beside.py").write_text("")
     assert [rule for rule, _, _ in findings("trainer=escapes:gone")] == ["TC117"]
     config = made("trainer=escapes:DIGITS").config
-    assert own_files(config, folder) == [folder / "beside.py", folder / "escapes.py"]
+    assert user_code_files(config, folder) == [folder / "beside.py", folder / "escapes.py"]
 
 
 def test_the_folder_of_the_run_is_searched_on_a_resume(tmp_path: Path) -> None:

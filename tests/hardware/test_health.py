@@ -143,7 +143,9 @@ def test_versions_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Mo
     put_package(tmp_path, "deepspeed", "0.19.8", "torch>=2.8", "gone>=1", 'old<1; extra == "x"')
     put_package(tmp_path, "torch", "2.1.0+cu118")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    found = [each for each in packages.go_together(config(), CPU) if isinstance(each, Finding)]
+    found = [
+        each for each in packages.requirements_are_met(config(), CPU) if isinstance(each, Finding)
+    ]
     assert [(f.rule, f.message, f.hint) for f in found] == [
         (
             "TC124",
@@ -233,7 +235,7 @@ def test_the_format_of_the_device(tools: Any, compute: str, capability: str, is_
     put_gpus(tools, "9.0", capability)
     made = config()
     made.precision = new_section("precision", compute)
-    found = list(devices.compute_in_the_format(made, CUDA))
+    found = list(devices.devices_support_format(made, CUDA))
     assert rules(found) == ([] if is_able else ["TC134"])
     if not is_able:
         assert f"(device 1) does not compute in {compute}" in only(found).message
@@ -262,7 +264,7 @@ def test_the_formats_of_a_processor(
         slow = compute != "fp32" and "bf16" in lacking
         for script in (None, "train.py"):
             made.script = script
-            found = list(devices.compute_in_the_format(made, CPU))
+            found = list(devices.devices_support_format(made, CPU))
             assert rules(found) == (["TC372"] if slow and script else [])
 
 
@@ -327,15 +329,15 @@ def test_root_hears_of_a_cache_in_another_users_folder(
 
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert list(storage.caches_are_roots_own(config(), CPU)) == []
+    assert list(storage.root_caches_are_protected(config(), CPU)) == []
     owners[tmp_path / "cache"] = 65534  # where torch's operators will be
-    finding = only(storage.caches_are_roots_own(config(), CPU))
+    finding = only(storage.root_caches_are_protected(config(), CPU))
     assert (finding.rule, finding.severity) == ("TC460", Severity.warning)
     assert f"{tmp_path / 'cache' / 'torch_extensions'}, and {tmp_path / 'cache'}" in finding.message
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
-    assert len(list(storage.caches_are_roots_own(config(), CPU))) == 2
+    assert len(list(storage.root_caches_are_protected(config(), CPU))) == 2
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert list(storage.caches_are_roots_own(config(), CPU)) == []
+    assert list(storage.root_caches_are_protected(config(), CPU)) == []
 
 
 # ---------------------------------------------------------------- builds
@@ -420,21 +422,21 @@ def test_the_lock_of_a_killed_build_is_found(
     lock.parent.mkdir(parents=True)
     wants = config("offload=cpu")
     with lock.open("w"):
-        assert list(builds.no_build_was_left(wants, CPU)) == []  # torch holds it while it builds
+        assert list(builds.no_stale_build_locks(wants, CPU)) == []  # torch holds it while it builds
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
         try:
-            assert list(builds.no_build_was_left(wants, CPU)) == []  # somebody works there
+            assert list(builds.no_stale_build_locks(wants, CPU)) == []  # somebody works there
         finally:
             builder.kill()
-    (finding,) = builds.no_build_was_left(wants, CPU)
+    (finding,) = builds.no_stale_build_locks(wants, CPU)
     assert isinstance(finding, Finding)
     assert (finding.rule, finding.key, finding.hint) == ("TC137", "offload.optimizer", f"rm {lock}")
-    assert list(builds.no_build_was_left(config(), CPU)) == []  # nothing that is needed
+    assert list(builds.no_stale_build_locks(config(), CPU)) == []  # nothing that is needed
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    assert len(list(builds.no_build_was_left(wants, CPU))) == 1
+    assert len(list(builds.no_stale_build_locks(wants, CPU))) == 1
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1].with_name("of_another_user")))
-    assert list(builds.no_build_was_left(wants, CPU)) == []
+    assert list(builds.no_stale_build_locks(wants, CPU)) == []
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
@@ -517,7 +519,7 @@ def test_host_memory() -> None:
             devices_per_node=1,
             host_memory_bytes=planned,
         )
-        assert rules(limits.memory_is_there(config(), hardware)) == rule
+        assert rules(limits.host_memory_suffices(config(), hardware)) == rule
 
 
 # ---------------------------------------------------------------- storage
@@ -525,13 +527,13 @@ def test_host_memory() -> None:
 
 def nvme_findings(folder: Path) -> list[Any]:
     made = config("offload=nvme", "zero_stage=3", f"offload.nvme_path={folder}")
-    return list(storage.nvme_keeps_what_is_written(made, CPU))
+    return list(storage.nvme_reads_back_writes(made, CPU))
 
 
 def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules(nvme_findings(tmp_path)) == [] or "tmpfs" in only(nvme_findings(tmp_path)).message
     assert list(tmp_path.iterdir()) == []
-    assert list(storage.nvme_keeps_what_is_written(config(), CPU)) == []
+    assert list(storage.nvme_reads_back_writes(config(), CPU)) == []
     assert "does not exist" in only(nvme_findings(tmp_path / "none")).message
     (tmp_path / "file").write_text("")
     assert "is not a folder" in only(nvme_findings(tmp_path / "file")).message

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from supervised import make_plan
 
-from trainctl.config.compose import examine
+from trainctl.config.compose import compose_leniently
 from trainctl.config.hosts import Host
 from trainctl.config.schema import (
     Accelerator,
@@ -307,7 +307,7 @@ def test_a_port_is_tried_where_the_address_is_of_version_6(
 
 
 def planned(*overrides: str) -> RunPlan:
-    config = examine(
+    config = compose_leniently(
         ["recipe=tiny", "launcher=ssh", "launcher.hosts=[a,b,c,d]", "hardware=4x2xcpu", *overrides]
     ).config
     plan = assess(config, resolve_hardware(config.hardware)).plan

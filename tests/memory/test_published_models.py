@@ -13,7 +13,7 @@ from published_cases import CASES, composed, directory, resaved, traced
 from trainctl.cli.main import run
 from trainctl.config import tracing
 from trainctl.config.anatomy import Role, anatomy_of
-from trainctl.config.compose import examine
+from trainctl.config.compose import compose_leniently
 from trainctl.config.published import DEFAULTS, IGNORED, published_name, shape_of, table
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.plan.flops import flops_per_token
@@ -68,7 +68,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
     found = {}
     for name in SIZES:
         folder = directory(name, tmp_path_factory.mktemp(name))
-        found_here = examine(["recipe=tiny", "model=hf", f"model.path={folder}"])
+        found_here = compose_leniently(["recipe=tiny", "model=hf", f"model.path={folder}"])
         assert not found_here.has_error, found_here.findings
         found[name] = found_here.config.model
     return found

@@ -13,10 +13,16 @@ from pathlib import Path
 import pytest
 
 from trainctl.config import registry
-from trainctl.config.registry import FOLDER_VARIABLE, code_in, load, names, trusted_options
+from trainctl.config.registry import (
+    FOLDER_VARIABLE,
+    load,
+    names,
+    option_files,
+    trusted_folder_variable,
+)
 from trainctl.config.schema import RunConfig
 from trainctl.config.sweep import expand_sweep
-from trainctl.config.user_files import own_files
+from trainctl.config.user_files import user_code_files
 from trainctl.errors import TrainctlError
 from trainctl.runs.sweeps import new_sweep
 
@@ -153,16 +159,16 @@ def test_only_files_that_would_be_options_count(folder: Path) -> None:
         path = folder / "options" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert [path.name for path in code_in(folder / "options")] == ["board.py", "signum.py"]
+    assert [path.name for path in option_files(folder / "options")] == ["board.py", "signum.py"]
 
 
 def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) -> None:
-    assert trusted_options() == {FOLDER_VARIABLE: str(trusted)}
+    assert trusted_folder_variable() == {FOLDER_VARIABLE: str(trusted)}
     assert "signum" in names("optimizer")
     spec = load("optimizer", "signum")
     config = RunConfig(optimizer=spec.keys(kind="signum"))
-    assert own_files(config, Path.cwd()) == [trusted / "optimizer" / "signum.py"]
-    assert own_files(RunConfig(), Path.cwd()) == []
+    assert user_code_files(config, Path.cwd()) == [trusted / "optimizer" / "signum.py"]
+    assert user_code_files(RunConfig(), Path.cwd()) == []
 
 
 def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:

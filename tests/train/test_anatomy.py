@@ -118,7 +118,7 @@ def test_an_anatomy_says_what_the_model_has(kind: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart", "drawn_whole", "biased"),
+    ("kind", "apart", "unsharded_init", "biased"),
     [
         ("mixtral", (False, False), "", False),
         ("deepseek_v3", (False, False), "", True),
@@ -128,13 +128,13 @@ def test_an_anatomy_says_what_the_model_has(kind: str, tmp_path) -> None:
     ],
 )
 def test_an_anatomy_says_what_a_rank_cannot_do(
-    kind: str, apart: tuple[bool, bool], drawn_whole: str, biased: bool, tmp_path
+    kind: str, apart: tuple[bool, bool], unsharded_init: str, biased: bool, tmp_path
 ) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     told = anatomy(ModelConfig(name="hf", family="hf", path=str(tmp_path)))
     for each in (told, anatomy_of(told.to_table())):
-        assert (each.has_experts_apart, each.has_routers_apart) == apart
-        assert (each.drawn_whole, each.has_biased_routers) == (drawn_whole, biased)
+        assert (each.has_custom_expert_forward, each.has_unknown_routers) == apart
+        assert (each.unsharded_init, each.has_biased_routers) == (unsharded_init, biased)
 
 
 def test_windows_and_widths_are_those_that_attention_is_given(tmp_path) -> None:

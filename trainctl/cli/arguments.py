@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.complete import complete_overrides, complete_target
-from trainctl.config.registry import code_in, trust, trusted_folder
+from trainctl.config.registry import option_files, trust, trusted_folder
 from trainctl.errors import TrainctlError
 
 
@@ -22,7 +22,7 @@ def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
     if value is None:
         return None
     folder = value.expanduser().absolute() / "options"
-    code = code_in(folder)
+    code = option_files(folder)
     if not code or folder == trusted_folder():
         return value
     if not ctx.find_root().params["trust_code"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainctl.cli.console import print_json, printable, put
-from trainctl.config.quality import asks
+from trainctl.config.quality import has_quality_rules
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import sources_of
@@ -70,7 +70,7 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
     from trainctl.data.dropped import read_dropped
     from trainctl.data.tokenizer import load_tokenizer
 
-    if not asks(config.data) or config.data.factory is not None:
+    if not has_quality_rules(config.data) or config.data.factory is not None:
         raise TrainctlError(
             "nothing is asked of the documents: all of them are trained on",
             hint="data.dedup, data.filters and data.decontaminate leave some out",

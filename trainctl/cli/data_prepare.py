@@ -15,10 +15,10 @@ from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.progress import bad_text_lines
 from trainctl.config.compose import Composed
 from trainctl.config.files import missing_files
-from trainctl.config.quality import asks
+from trainctl.config.quality import has_quality_rules
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.hardware.storage import caches_are_roots_own
+from trainctl.hardware.storage import root_caches_are_protected
 from trainctl.plan.mixture import sources_of
 from trainctl.rules.resolve import resolve
 from trainctl.search.tokenizer_files import check_tokenizer_files
@@ -113,7 +113,7 @@ def prepare(
         return
     corpora = build_corpora(config, tokenizer, show, say, workers=workers)
     places = _written(corpora, tokenizer, to, is_mixture=bool(config.data.sources)) if to else {}
-    left_out = list(dropped_of(config)) if asks(config.data) else []
+    left_out = list(dropped_of(config)) if has_quality_rules(config.data) else []
     if as_json:
         dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
         made = _as_json(corpora, last, is_mixture=bool(config.data.sources))
@@ -214,7 +214,7 @@ def require_text(composed: Composed) -> None:
         if finding.key.partition(".")[0] in ("data", "tokenizer") and finding.key != "data.stages"
     ]
     found = name_sources(composed, found)
-    caches = caches_are_roots_own(config, resolve_hardware(config.hardware))
+    caches = root_caches_are_protected(config, resolve_hardware(config.hardware))
     found += [each for each in caches if isinstance(each, Finding)]
     if any(finding.is_error for finding in found):
         raise TrainctlError.from_findings(found)

@@ -14,7 +14,7 @@ from trainctl.cli.planning import compose_target, name_sources
 from trainctl.engines.patch_checks import examine, list_uses
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
-from trainctl.hardware.health import Examined, examine_machine
+from trainctl.hardware.health import CheckResult, examine_machine
 
 
 def doctor(
@@ -60,7 +60,7 @@ def doctor(
         raise typer.Exit(ExitCode.environment)
 
 
-def _verdict(check: Examined) -> str:
+def _verdict(check: CheckResult) -> str:
     if any(finding.is_error for finding in check.findings):
         return "error"
     if check.findings:
@@ -68,7 +68,7 @@ def _verdict(check: Examined) -> str:
     return "good" if check.facts else "not needed"
 
 
-def _show(checks: list[Examined], name: str) -> None:
+def _show(checks: list[CheckResult], name: str) -> None:
     put(f"This machine, for {name}")
     for check in checks:
         verdict = _verdict(check)

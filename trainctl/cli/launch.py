@@ -25,7 +25,7 @@ from trainctl.cli.planning import compose
 from trainctl.cli.resume import resume_run
 from trainctl.cli.start import start_run
 from trainctl.config.compose import recompose
-from trainctl.config.user_code import with_words
+from trainctl.config.user_code import with_script_arguments
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import is_run, newest_run
 
@@ -68,7 +68,7 @@ def launch(
             # A scheduler repeats the whole command, so it composes as the first launch did.
             resume_run(
                 run_dir,
-                lambda _: with_words(compose(overrides, config_dir), words),
+                lambda _: with_script_arguments(compose(overrides, config_dir), words),
                 dry_run=dry_run,
                 force=force,
                 as_json=as_json,
@@ -76,7 +76,7 @@ def launch(
                 detach=detach,
             )
             return
-    composed = with_words(compose(overrides, config_dir), words)
+    composed = with_script_arguments(compose(overrides, config_dir), words)
     start_run(
         composed,
         run_dir=run_dir,
@@ -124,7 +124,9 @@ def resume(
     root = Path(target) if target is not None else newest_run().root
     resume_run(
         root,
-        lambda before: with_words(recompose(before, overrides, config_dir=config_dir), words),
+        lambda before: with_script_arguments(
+            recompose(before, overrides, config_dir=config_dir), words
+        ),
         dry_run=dry_run,
         force=force,
         as_json=as_json,

@@ -195,7 +195,7 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
     except TrainctlError:  # reported by the check of the files
         return
     path = tokenizer.path if isinstance(tokenizer, TokenizerFromPath) else None
-    yield f"{path or tokenizer.kind}: {facts.in_words(config.model.vocab_size)}"
+    yield f"{path or tokenizer.kind}: {facts.describe(config.model.vocab_size)}"
 
 
 def _groups(plan: RunPlan, most: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
 from trainctl.cli.ignored_config import passed_over_findings
 from trainctl.config.anatomy import shape_in
-from trainctl.config.compose import NO_EFFECT, SAVED, Composed, examine, recompose
+from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_leniently, recompose
 from trainctl.config.files import missing_files
 from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
@@ -76,7 +76,7 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
         TrainctlError: With every problem. If part of the configuration is wrong, the rest is
             planned all the same to find further problems.
     """
-    composed = examine(overrides or (), config_dir=config_dir)
+    composed = compose_leniently(overrides or (), config_dir=config_dir)
     if composed.has_error:
         wrong = {finding.key for finding in composed.findings if finding.is_error}
         further = [f for f in _further(composed) if f.is_error and f.key not in wrong]

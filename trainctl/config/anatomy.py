@@ -133,17 +133,17 @@ class Anatomy:
     """Legal values of `model.attention`, as transformers' class declares them."""
     is_recurrent: bool = False
     """Whether the model carries a state from token to token, besides keys and values."""
-    turns_by_length: bool = False
+    has_length_dependent_rope: bool = False
     """Whether rotary embeddings depend on the largest position of the sequence."""
-    has_experts_apart: bool = False
+    has_custom_expert_forward: bool = False
     """Whether the model's own code multiplies a layer's experts, and not the function that
     transformers calls for experts joined into one parameter.
     """
-    has_routers_apart: bool = False
+    has_unknown_routers: bool = False
     """Whether some sparse layer has no router of a known form, so that its routing is not
     visible.
     """
-    drawn_whole: str = ""
+    unsharded_init: str = ""
     """First parameter whose initialization cannot be computed for one shard alone; empty if there
     is none. With such a parameter a run cannot initialize its weights from the seed.
     """
@@ -235,8 +235,8 @@ class Anatomy:
     def _entries(self) -> Iterator[tuple[str, str]]:
         yield "model", " ".join(["supports", *self.attentions])
         yield from (("model", word) for word, name in _TRAITS.items() if getattr(self, name))
-        if self.drawn_whole:
-            yield self.drawn_whole, "drawn-whole"
+        if self.unsharded_init:
+            yield self.unsharded_init, "drawn-whole"
         if self.code:
             yield "model", f"code {self.code}"
         for parameter in self.parameters:
@@ -261,9 +261,9 @@ _TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)(?: shares=(\d+))?")
 _BLOCK = re.compile(r"block (\d+)(?: experts=(\d+)/(\d+))?((?: attention=\d+x\d+x\d+(?:@\d+)?)*)")
 _TRAITS = {
     "recurrent": "is_recurrent",
-    "turns-by-length": "turns_by_length",
-    "experts-apart": "has_experts_apart",
-    "routers-apart": "has_routers_apart",
+    "turns-by-length": "has_length_dependent_rope",
+    "experts-apart": "has_custom_expert_forward",
+    "routers-apart": "has_unknown_routers",
 }
 """Words in the table that describe the whole model, each with the field of `Anatomy` it sets."""
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
@@ -319,7 +319,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     buffers: list[SavedBuffer] = []
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
-    drawn_whole = code = ""
+    unsharded_init = code = ""
     traits = set()
     for name, said in entries:
         kind, *words = said.split()
@@ -328,7 +328,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
         elif kind in _TRAITS:
             traits.add(kind)
         elif kind == "drawn-whole":
-            drawn_whole = name
+            unsharded_init = name
         elif kind == "code":
             code = words[0]
         elif kind == "tied":
@@ -345,12 +345,12 @@ def _read(table: tuple[str, ...]) -> Anatomy:
         ties=tuple(ties),
         buffers=tuple(buffers),
         attentions=attentions,
-        drawn_whole=drawn_whole,
+        unsharded_init=unsharded_init,
         code=code,
         is_recurrent="recurrent" in traits,
-        turns_by_length="turns-by-length" in traits,
-        has_experts_apart="experts-apart" in traits,
-        has_routers_apart="routers-apart" in traits,
+        has_length_dependent_rope="turns-by-length" in traits,
+        has_custom_expert_forward="experts-apart" in traits,
+        has_unknown_routers="routers-apart" in traits,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainctl.config.registry import packaged_folders
 from trainctl.config.schema import GROUPS
-from trainctl.config.suggest import NOT_THERE, did_you_mean, nearest
+from trainctl.config.suggest import UNSUPPORTED_OPTIONS, did_you_mean, nearest
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -186,7 +186,7 @@ def unknown_option(
     `count` is what was typed before the option, such as `8x` in `hardware=8xh100`.
     """
     names = option_names(folders, group)
-    if option.lower() in NOT_THERE.get(group, ()):
+    if option.lower() in UNSUPPORTED_OPTIONS.get(group, ()):
         hint = f"trainctl does not have {option}."
     else:
         hint = did_you_mean([f"{group}={count}{name}" for name in nearest(option, names)])

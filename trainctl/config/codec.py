@@ -15,7 +15,7 @@ from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
 from trainctl.config.registry import (
-    chooser,
+    kind_key,
     kind_of,
     own_fields,
     own_keys,
@@ -74,7 +74,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
 
 def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the class for the section's kind, and the section's data without foreign keys."""
-    key = chooser(group)
+    key = kind_key(group)
     kind = data.get(key, kind_of(cls))
     if not isinstance(kind, str):
         raise ValueError(f"{group}.{key} must be a name, not {kind!r}")

@@ -28,7 +28,7 @@ from trainctl.config.catalog import (
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
-from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory
+from trainctl.config.hf import FILLED, NO_MODEL, OVERRIDABLE_FIELDS, fill_from_directory
 from trainctl.config.keys import as_override
 from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literal_secrets import literal_secrets
@@ -42,7 +42,7 @@ from trainctl.config.tracing import anatomy_in_child, needs_trace
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
-UNTYPED = ("name", "family", "path", "initial_weights")
+CONFLICT_FREE_FIELDS = ("name", "family", "path", "initial_weights")
 """Fields of `model` that cannot conflict with the directory: it is read with their values, or it
 keeps them.
 """
@@ -61,7 +61,7 @@ class Composed:
     free-form mappings have layers of their own.
     """
     findings: tuple[Finding, ...]
-    """Warnings; results of `examine` also hold errors."""
+    """Warnings; results of `compose_leniently` also hold errors."""
     overrides: tuple[str, ...]
     """The overrides, as typed."""
 
@@ -88,13 +88,13 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
     Raises:
         TrainctlError: With all problems found in the overrides and in the files in use.
     """
-    composed = examine(overrides, config_dir=config_dir)
+    composed = compose_leniently(overrides, config_dir=config_dir)
     if composed.has_error:
         raise TrainctlError.from_findings(composed.findings)
     return composed
 
 
-def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
+def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
     """Compose as `compose` does, but leave out wrong values, to find all problems at once.
 
     Raises:
@@ -296,11 +296,11 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     for name in (*FILLED, *read.own_keys):
         key, value = f"model.{name}", filled[name]
         own = had.get(name)
-        has_own = stack.is_set(key) and name not in UNTYPED
+        has_own = stack.is_set(key) and name not in CONFLICT_FREE_FIELDS
         if own == value:
             continue
         if has_own and (key in typed or "model.path" not in typed):
-            if read.is_directory and name not in APPLIED:
+            if read.is_directory and name not in OVERRIDABLE_FIELDS:
                 findings.append(_not_applied(key, own, value, stack, source))
                 continue
             stack.layers[key].insert(0, Layer(source, value))

@@ -85,7 +85,7 @@ def _answer(folders: list[Folder], config_path: str) -> Answer:
     return (read_text(found[1]) if found else None), _is_group(folders, config_path)
 
 
-def _still(folders: list[Folder], answers: dict[str, Answer]) -> bool:
+def _answers_are_current(folders: list[Folder], answers: dict[str, Answer]) -> bool:
     try:
         return all(_answer(folders, path) == answer for path, answer in answers.items())
     except (OSError, ValueError):  # Hydra reads it again and reports it
@@ -112,7 +112,7 @@ def files_in_order(
     """
     key = repr(defaults)
     answers, files = _known.get(key, ({}, []))
-    if answers and _still(folders, answers):
+    if answers and _answers_are_current(folders, answers):
         return list(files)
     Plugins.instance().register(SearchedFolders)
     SearchedFolders.folders, SearchedFolders.asked = folders, set()

@@ -52,7 +52,7 @@ FILLED = (
 )
 """Fields that `fill_from_directory` sets, besides the fields of a family."""
 
-APPLIED = ("name", "initializer_range")
+OVERRIDABLE_FIELDS = ("name", "initializer_range")
 """Keys that a model that stays `hf` may set beside the directory. The rest of its shape is what
 transformers reads from the file.
 """
@@ -144,7 +144,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         model_type=kind or None,
         path=str(path.parent),
         initial_weights=_weights(model, path.parent),
-        router_aux_loss_coef=_asked_of_routers(raw),
+        router_aux_loss_coef=_load_balancing_loss_weight(raw),
         **accepted,
     )
     return filled
@@ -201,7 +201,7 @@ def _unusable_rope(path: Path, value: Any, key: str = "") -> Iterator[Finding]:
                 break
 
 
-def _asked_of_routers(raw: Mapping[str, Any]) -> float | None:
+def _load_balancing_loss_weight(raw: Mapping[str, Any]) -> float | None:
     """Return the weight of the load-balancing loss, if transformers itself would add that loss."""
     weight = raw.get("router_aux_loss_coef")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:

@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options, recipes
 from trainctl.config.keys import COUNT, Leaf, leaves, option_leaves, part_leaves
-from trainctl.config.registry import chooser, names
+from trainctl.config.registry import kind_key, names
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
@@ -98,7 +98,7 @@ def _properties(keys: list[Leaf], prefix: str) -> dict[str, Any]:
 
 def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
     """Return conditions that forbid the keys of other kinds, if the file names its kind."""
-    key = chooser(group)
+    key = kind_key(group)
     return [
         {
             "if": {"properties": {key: {"const": kind}}, "required": [key]},

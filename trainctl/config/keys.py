@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin
 from trainctl.config.codec import hints_of, to_plain
 from trainctl.config.quantities import in_unit
 from trainctl.config.registry import (
-    chooser,
+    kind_key,
     kind_of,
     names,
     new_section,
@@ -116,7 +116,7 @@ def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
     """Return the keys of a configuration, given as plain data, under the kinds that it chooses."""
     table = {key: leaf for key, leaf in leaves().items() if not leaf.kinds}
     for group in unit_groups():
-        table |= keys_of(group, plain[group][chooser(group)])
+        table |= keys_of(group, plain[group][kind_key(group)])
     return table
 
 

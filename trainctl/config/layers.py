@@ -13,8 +13,8 @@ from trainctl.config.keys import as_written, leaf_of, leaves, leaves_under
 from trainctl.config.secrets import (
     ENVIRONMENT,
     SECRET_LISTS,
-    is_kept,
-    is_kept_list,
+    is_env_reference,
+    is_env_reference_list,
     is_secret_name,
 )
 from trainctl.config.suggest import first_line
@@ -194,8 +194,8 @@ class Stack:
         if setting.value == {} and isinstance(node.get(name), dict):
             return  # an empty mapping changes no existing one
         node[name] = deepcopy(setting.value)
-        is_variable = setting.key.startswith(f"{ENVIRONMENT}.") and is_kept(setting.value)
-        is_variable |= setting.key in SECRET_LISTS and is_kept_list(setting.value)
+        is_variable = setting.key.startswith(f"{ENVIRONMENT}.") and is_env_reference(setting.value)
+        is_variable |= setting.key in SECRET_LISTS and is_env_reference_list(setting.value)
         if has_reference(setting.value) and not is_variable:
             self.references[setting.key] = setting
         else:

@@ -12,8 +12,8 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     ENVIRONMENT,
-    is_kept,
-    is_kept_list,
+    is_env_reference,
+    is_env_reference_list,
     is_plain_variable,
     is_secret_name,
     redact_text,
@@ -28,10 +28,14 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding for each literal value that may be a secret; none shows the value."""
     launcher = config.launcher
     for name, value in launcher.environment.items():
-        if value and not is_kept(value) and not is_plain_variable(name, launcher.plain_environment):
+        if (
+            value
+            and not is_env_reference(value)
+            and not is_plain_variable(name, launcher.plain_environment)
+        ):
             yield _variable(name)
     if any(
-        is_secret and word and not is_kept(word)
+        is_secret and word and not is_env_reference(word)
         for word, is_secret in zip(
             config.script_arguments, secret_words(config.script_arguments), strict=True
         )
@@ -43,7 +47,7 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             hint="refer to a variable, as in --token '${oc.env:TOKEN}': it is resolved at the "
             "start; or have the script read the variable",
         )
-    if not is_kept_list(config.logging.alerts.urls):
+    if not is_env_reference_list(config.logging.alerts.urls):
         yield Finding(
             rule=LITERAL,
             key="logging.alerts.urls",

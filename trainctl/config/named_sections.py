@@ -13,7 +13,7 @@ from typing import Any
 from trainctl.config.check import UNKNOWN_KEY, WRONG_VALUE
 from trainctl.config.keys import Leaf, leaves, part_leaves, part_leaves_of
 from trainctl.config.layers import Stack
-from trainctl.config.registry import chooser, kind_of, specs
+from trainctl.config.registry import kind_key, kind_of, specs
 from trainctl.config.suggest import did_you_mean, nearest, one_of
 from trainctl.errors import Finding
 
@@ -44,7 +44,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
     part, known = leaf.part, part_leaves(leaf.part) if leaf.part else {}
     assert part is not None
     group = part.units  # type: ignore[attr-defined]
-    choice = chooser(group)
+    choice = kind_key(group)
     kind = section.setdefault(choice, kind_of_paths(group, section) or kind_of(part))
     own = part_leaves_of(part, kind)
     for name in [name for name in section if name not in own]:

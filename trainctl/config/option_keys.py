@@ -9,7 +9,7 @@ from typing import Any
 from trainctl.config.check import UNKNOWN_KEY, wrong_value
 from trainctl.config.keys import Leaf, ValueProblem, accept, as_written, keys_of, leaves
 from trainctl.config.layers import Stack
-from trainctl.config.registry import chooser, unit_groups
+from trainctl.config.registry import kind_key, unit_groups
 from trainctl.config.schema import GROUPS
 from trainctl.config.suggest import did_you_mean, nearest_keys, one_of
 from trainctl.errors import Finding, Severity
@@ -31,7 +31,7 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
     """
     for group in unit_groups():
         section = stack.plain[group]
-        choice = chooser(group)
+        choice = kind_key(group)
         kind = section[choice]
         own = keys_of(group, kind)
         for name in [name for name in section if name != choice]:
@@ -84,7 +84,7 @@ def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
             rule=NO_EFFECT,
             key=key,
             message=f"{key}={as_written(value)} has no effect: it is a key of {having}, and "
-            f"{group}.{chooser(group)} is {kind}",
+            f"{group}.{kind_key(group)} is {kind}",
             hint=f"leave {key} out",
             severity=Severity.warning,
         )
@@ -92,6 +92,6 @@ def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
     return Finding(
         rule=UNKNOWN_KEY,
         key=key,
-        message=f"there is no key {key} with {group}.{chooser(group)}={kind}",
+        message=f"there is no key {key} with {group}.{kind_key(group)}={kind}",
         hint=f"{did_you_mean(close)} {group}={one_of(leaves()[key].kinds)} has it".strip(),
     )

@@ -21,7 +21,7 @@ HELD_OUT = "held_out"
 """Entry of `data.decontaminate` for the run's own held-out documents."""
 
 
-def asks(whole: DataConfig) -> bool:
+def has_quality_rules(whole: DataConfig) -> bool:
     """Whether a run filters, deduplicates or decontaminates its documents."""
     sections: list[Any] = [whole, *whole.sources.values()]
     is_filtered = any(keys is not None for each in sections for keys in each.filters.values())

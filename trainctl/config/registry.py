@@ -41,7 +41,7 @@ class Spec:
     """Declaration that each option makes of itself."""
 
     name: str
-    """Kind: the value of the section's key that `chooser` returns."""
+    """Kind: the value of the section's key that `kind_key` returns."""
     keys: type
     """Dataclass of the option's section: keys that all kinds of the group share, and its own."""
     build: str = ""
@@ -60,7 +60,9 @@ def unit_groups() -> tuple[str, ...]:
 def names(group: str) -> tuple[str, ...]:
     """Return the kinds of a group, by name: shipped, the user's, and other packages'."""
     folder = trusted_folder()
-    own = (path.stem for path in code_in(folder) if path.parent.name == group) if folder else ()
+    own = (
+        (path.stem for path in option_files(folder) if path.parent.name == group) if folder else ()
+    )
     return tuple(sorted({*_shipped(group), *own, *_entry_points(group)}))
 
 
@@ -72,7 +74,7 @@ def trust(folder: Path) -> None:
     Raises:
         TrainctlError: A file there has the name of a shipped option.
     """
-    for path in code_in(folder):
+    for path in option_files(folder):
         if path.stem in _shipped(path.parent.name):
             raise TrainctlError(
                 f"{path} cannot be used: {path.parent.name}={path.stem} is trainctl's own",
@@ -87,7 +89,7 @@ def trusted_folder() -> Path | None:
     return Path(named).expanduser().absolute() if named else None
 
 
-def trusted_options() -> dict[str, str]:
+def trusted_folder_variable() -> dict[str, str]:
     """Return the environment variable that names the trusted folder to another process.
 
     The folder must exist there too.
@@ -96,7 +98,7 @@ def trusted_options() -> dict[str, str]:
     return {FOLDER_VARIABLE: str(folder)} if folder else {}
 
 
-def code_in(folder: Path) -> list[Path]:
+def option_files(folder: Path) -> list[Path]:
     """Return the Python files of a folder that define options."""
     return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
 
@@ -241,7 +243,7 @@ def own_fields(cls: Any) -> tuple[Field[Any], ...]:
 
 def new_section(group: str, kind: str, **values: Any) -> Any:
     """Return a section of a kind, with defaults for the values not given."""
-    return section_class(group, kind)(**{chooser(group): kind}, **values)
+    return section_class(group, kind)(**{kind_key(group): kind}, **values)
 
 
 def changed_section(section: Any, **values: Any) -> Any:
@@ -250,7 +252,7 @@ def changed_section(section: Any, **values: Any) -> Any:
     If they choose another kind, only the fields that kind also has are kept.
     """
     group = getattr(section, "units", "")
-    kind = values.get(chooser(group)) if group else None
+    kind = values.get(kind_key(group)) if group else None
     if kind is None or kind == kind_of(section):
         return replace(section, **values)
     own = {item.name for item in fields(section_class(group, kind))}
@@ -259,7 +261,7 @@ def changed_section(section: Any, **values: Any) -> Any:
 
 
 @cache
-def chooser(group: str) -> str:
+def kind_key(group: str) -> str:
     """Return the key of a group's section that names the kind: `kind` in most groups."""
     shared = fields(section_class(group, _shipped(group)[0]))
     return next(item.name for item in shared if item.metadata.get("units") == group)
@@ -267,7 +269,7 @@ def chooser(group: str) -> str:
 
 def kind_of(section: Any) -> str:
     """Return the kind of a section."""
-    kind: str = getattr(section, chooser(section.units))
+    kind: str = getattr(section, kind_key(section.units))
     return kind
 
 
@@ -291,7 +293,7 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
-        chosen = kind if group in WITHOUT_A_SECTION else f"{chooser(group)}={kind}"
+        chosen = kind if group in WITHOUT_A_SECTION else f"{kind_key(group)}={kind}"
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
         raise TrainctlError(
             f"{group}.{chosen} needs a package that is missing ({missing})",

@@ -142,17 +142,17 @@ def names_in(text: str) -> list[str]:
     return _REFERENCE.findall(text)
 
 
-def is_kept(text: object) -> bool:
+def is_env_reference(text: object) -> bool:
     """Whether a text refers to environment variables only, so that a launch can resolve it."""
     return isinstance(text, str) and "${" in text and "${" not in _REFERENCE.sub("", text)
 
 
-def is_kept_list(value: object) -> bool:
+def is_env_reference_list(value: object) -> bool:
     """Whether a list, or a list as typed, consists of references to variables only."""
     if isinstance(value, str):
-        return is_kept(value) and not re.search(r"\w", _REFERENCE.sub("", value))
+        return is_env_reference(value) and not re.search(r"\w", _REFERENCE.sub("", value))
     return isinstance(value, list) and all(
-        is_kept(each) and not _REFERENCE.sub("", each) for each in value
+        is_env_reference(each) and not _REFERENCE.sub("", each) for each in value
     )
 
 
@@ -162,7 +162,7 @@ def resolve_text(text: str, environment: Mapping[str, str]) -> str:
     Raises:
         TrainctlError: A variable is not set (exit code 4).
     """
-    if not is_kept(text):
+    if not is_env_reference(text):
         return text
     for name in names_in(text):
         if name not in environment:
@@ -215,10 +215,14 @@ def redact_setting(text: str) -> str:
     """
     name, mark, value = _split(text)
     is_single = not value.lstrip().startswith(("{", "["))
-    if not mark or (is_single and is_kept(value)):
+    if not mark or (is_single and is_env_reference(value)):
         return redact_text(text)
     key = name.strip().lstrip("+~")
-    if _may_be_secret_list(key) and not is_kept_list(value) and value.strip() not in ("", "[]"):
+    if (
+        _may_be_secret_list(key)
+        and not is_env_reference_list(value)
+        and value.strip() not in ("", "[]")
+    ):
         return f"{name}{mark}{REDACTED}"
     if _is_of_variables(key) and not is_plain_variable(key.rpartition(".")[2]):
         return f"{name}{mark}{REDACTED}"
@@ -231,7 +235,7 @@ def redact_setting(text: str) -> str:
 def redact_words(words: Sequence[str]) -> list[str]:
     """Redact a command line, including the value in `--name value` for secret names."""
     return [
-        REDACTED if follows and not is_kept(word) else redact_setting(word)
+        REDACTED if follows and not is_env_reference(word) else redact_setting(word)
         for word, follows in _with_options(words)
     ]
 

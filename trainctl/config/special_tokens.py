@@ -48,7 +48,7 @@ class TokenizerFacts:
     found_in: str = ""
     """Origin of the end-of-document token; empty without one."""
 
-    def in_words(self, rows: int) -> str:
+    def describe(self, rows: int) -> str:
         """Describe the ids and the document end, for a model whose embedding has `rows` rows."""
         ids = f"{self.vocab_size:,} of {rows:,} ids"
         if self.end_of_document is None:

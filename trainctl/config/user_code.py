@@ -65,7 +65,7 @@ TRAINERS_OWN = (
 """Keys and sections that only trainctl's own trainer uses."""
 
 
-def with_words(composed: Composed, words: list[str] | None) -> Composed:
+def with_script_arguments(composed: Composed, words: list[str] | None) -> Composed:
     """Return the configuration with a script's arguments, and the script's path made absolute.
 
     A resume from another folder then starts the same file.

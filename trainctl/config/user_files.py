@@ -15,7 +15,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _TRAINCTL = Path(__file__).parents[1]
 
 
-def own_files(config: RunConfig, folder: Path) -> list[Path]:
+def user_code_files(config: RunConfig, folder: Path) -> list[Path]:
     """Return the files of the user's code that the ranks run, sorted.
 
     They are the script, the modules of functions, options of the user's folder, and the modules

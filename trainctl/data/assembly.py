@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.text.documents import EXAMPLES, BadText, limit_of
+from trainctl.config.text.documents import EXAMPLES, BadText, held_out_threshold
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
 from trainctl.data.in_place import Span
@@ -139,4 +139,4 @@ def _places(part: Part) -> npt.NDArray[np.uint64]:
 def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
     places = (_places(store.part(task)) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
-    return max(0, limit_of(extremes, fraction))  # below 0 if there are no documents
+    return max(0, held_out_threshold(extremes, fraction))  # below 0 if there are no documents

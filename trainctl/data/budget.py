@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trainctl.config.text.documents import Reader
-from trainctl.config.text.stream import is_packed
+from trainctl.config.text.stream import is_compressed
 from trainctl.data.encoding import dtype_for
 from trainctl.data.part import DamagedPart
 from trainctl.data.store import Store
@@ -91,7 +91,7 @@ def _sampled(store: Store, tasks: Sequence[Task]) -> float:
         return 1.0
     ids = sum(len(each) for each in store.tokenizer.encode_all(texts))
     width = np.dtype(dtype_for(store.tokenizer.vocab_size)).itemsize
-    unpacked = _UNPACKED if is_packed(tasks[0].pieces[0].file) else 1.0
+    unpacked = _UNPACKED if is_compressed(tasks[0].pieces[0].file) else 1.0
     return (ids * width + len(texts) * _OF_A_DOCUMENT) / size * unpacked
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from trainctl.config.quality import asks
+from trainctl.config.quality import has_quality_rules
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
@@ -147,7 +147,7 @@ def build_corpus(
         for _ in range(_MOST_REPAIRS):
             do(store, tasks)
             try:
-                chosen = choose_of_run() if asks(whole) else None
+                chosen = choose_of_run() if has_quality_rules(whole) else None
                 keep = chosen.keep[name] if chosen is not None else None
                 found = chunks(store, tasks, files, config.held_out_fraction, keep)
                 return write_corpus(
@@ -280,7 +280,7 @@ def _cached_at(
     parts = _parts(config, tokenizer, files)
     cache = cache_folder()
     choice = []
-    if asks(whole):
+    if has_quality_rules(whole):
         every = {each: (its, split_files(its)) for each, its in sources_of(whole).items()}
         choice = [name, identity_of_choice(whole, every)]
     folder = cache / f"corpus-{_key([str(FORMAT), *parts, *choice])}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.config.text.files import no_text, split_files
+from trainctl.config.text.files import binary_format, split_files
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import head_of
 from trainctl.errors import Finding, TrainctlError
@@ -106,6 +106,6 @@ def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
     if not files:
         return USUAL
     head = head_of(files[0], SAMPLE_BYTES)
-    if not head or no_text(head) is not None:
+    if not head or binary_format(head) is not None:
         return USUAL
     return len(head) / max(1, len(tokenizer.encode(head.decode("utf-8", errors="replace"))))

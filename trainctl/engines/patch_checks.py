@@ -15,7 +15,7 @@ from trainctl.engines.patches import At, difference, load
 from trainctl.engines.torch_patches import TORCH, TORCHAO
 from trainctl.engines.transformers_patches import TRANSFORMERS
 from trainctl.errors import Finding, TrainctlError
-from trainctl.hardware.health import Examined
+from trainctl.hardware.health import CheckResult
 
 TABLES = (DEEPSPEED, TRANSFORMERS, TORCH, TORCHAO)
 
@@ -31,7 +31,7 @@ def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Findin
     return [finding for table in TABLES for finding in table.differences(config, at)]
 
 
-def examine(config: RunConfig) -> list[Examined]:
+def examine(config: RunConfig) -> list[CheckResult]:
     """Return one check for each package, over the definitions that a run of the configuration
     uses.
     """
@@ -42,7 +42,7 @@ def examine(config: RunConfig) -> list[Examined]:
         good = len(needed) - len(findings)
         known = f"{table.version}, read in {', '.join(table.read_in)}: {good} of {len(needed)} uses"
         facts = (f"{known} are as trainctl knows them",) if needed else ()
-        examined.append(Examined(f"inside {table.package}", facts, tuple(findings)))
+        examined.append(CheckResult(f"inside {table.package}", facts, tuple(findings)))
     return examined
 
 

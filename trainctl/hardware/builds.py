@@ -68,7 +68,7 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
 
 def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Find everything that keeps DeepSpeed from compiling its operators on this machine."""
-    checks = (compiler_is_here, libaio_is_here, no_build_was_left, toolkit_matches_torch)
+    checks = (compiler_is_here, libaio_is_here, no_stale_build_locks, toolkit_matches_torch)
     found = (each for check in checks for each in check(config, hardware))
     return [each for each in found if isinstance(each, Finding)]
 
@@ -126,7 +126,7 @@ def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Find
     )
 
 
-def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def no_stale_build_locks(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find stale locks of killed builds.
 
     Every later build would wait for such a lock forever, silently (torch/utils/file_baton.py).

@@ -48,7 +48,7 @@ def this_machine(devices: Sequence[Device] = ()) -> Machine:
     )
 
 
-def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find missing devices, or devices with less memory than planned."""
     machine = this_machine(_of_the_plan(hardware))
     found = list(lacking_devices(hardware, machine, range(hardware.devices_per_node)))
@@ -147,7 +147,7 @@ def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | 
         )
 
 
-def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def devices_support_format(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find devices, or a CPU, that cannot compute in the plan's number format."""
     compute = precision_of(config.precision)
     for device in _of_the_plan(hardware):

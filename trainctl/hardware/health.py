@@ -18,30 +18,30 @@ Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
 """A check yields a text for what is well, and a finding for what is wrong."""
 
 CHECKS: tuple[tuple[str, Check], ...] = (
-    ("packages", packages.go_together),
+    ("packages", packages.requirements_are_met),
     ("loggers", packages.loggers_are_installed),
     ("bytecode", packages.bytecode_is_kept),
     ("torch", packages.torch_matches_the_device),
-    ("devices", devices.are_here),
+    ("devices", devices.devices_exist),
     ("visible devices", devices.visible_ones_exist),
-    ("number formats", devices.compute_in_the_format),
+    ("number formats", devices.devices_support_format),
     ("kernels", kernels_are_installed),
     ("compiler", builds.compiler_is_here),
     ("libaio", builds.libaio_is_here),
-    ("unfinished builds", builds.no_build_was_left),
+    ("unfinished builds", builds.no_stale_build_locks),
     ("CUDA toolkit", builds.toolkit_matches_torch),
     ("shared memory", limits.shared_memory_is_large),
     ("locked memory", limits.memory_can_be_locked),
-    ("host memory", limits.memory_is_there),
-    ("NVMe", storage.nvme_keeps_what_is_written),
-    ("caches", storage.caches_are_roots_own),
+    ("host memory", limits.host_memory_suffices),
+    ("NVMe", storage.nvme_reads_back_writes),
+    ("caches", storage.root_caches_are_protected),
     ("network", network.interfaces_exist),
 )
 """Names and checks in the order of their output."""
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class CheckResult:
     """Result of one check; without facts and findings the plan needs nothing of the kind."""
 
     name: str
@@ -50,14 +50,14 @@ class Examined:
     findings: tuple[Finding, ...]
 
 
-def examine_machine(config: RunConfig, hardware: Hardware) -> list[Examined]:
+def examine_machine(config: RunConfig, hardware: Hardware) -> list[CheckResult]:
     """Run all checks of this machine for a plan on `hardware` (from `resolve_hardware`)."""
     examined = []
     for name, check in CHECKS:
         found = list(check(config, hardware))
         facts = tuple(each for each in found if isinstance(each, str))
         findings = tuple(each for each in found if isinstance(each, Finding))
-        examined.append(Examined(name, facts, findings))
+        examined.append(CheckResult(name, facts, findings))
     return examined
 
 

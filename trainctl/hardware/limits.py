@@ -78,7 +78,7 @@ def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str 
     )
 
 
-def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def host_memory_suffices(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find host memory below the plan's budget, by the limit of this process."""
     machine = this_machine()
     found = list(lacking_memory(hardware, machine))

@@ -34,7 +34,7 @@ import these packages.
 """
 
 
-def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def requirements_are_met(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find requirements of the packages that are missing, or installed in a wrong version."""
     yield from _found_in(tuple(sys.path))
 

@@ -25,7 +25,7 @@ REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "
 """Types of file systems that other machines share."""
 
 
-def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def nvme_reads_back_writes(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a faulty `offload.nvme_path`: write and read back a block, as DeepSpeed's async_io does.
 
     The block bypasses the page cache (O_DIRECT) where the file system allows it.
@@ -58,7 +58,7 @@ def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterato
     yield doubt("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
 
 
-def caches_are_roots_own(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def root_caches_are_protected(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find root's caches that another user can change: root loads text and operators from them."""
     if os.geteuid() != 0:
         return

@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 
 from trainctl.config.codec import to_plain
 from trainctl.config.hosts import Host
-from trainctl.config.registry import trusted_options
+from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.secrets import resolve_variables
 from trainctl.launch.remote import allow_many_files, ssh
 from trainctl.options.launcher import section_of
@@ -107,7 +107,7 @@ def _fact_questions(
     files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
     launcher = section_of(plan.config, SshConfig)
-    environment = trusted_options() | select(os.environ, launcher.forward_environment)
+    environment = trusted_folder_variable() | select(os.environ, launcher.forward_environment)
     environment |= resolve_variables(launcher.environment, os.environ)
     return {
         node: {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainctl.config.hosts import Host, chosen_hosts
-from trainctl.config.user_files import own_files
+from trainctl.config.user_files import user_code_files
 from trainctl.errors import Finding
 from trainctl.launch.host_probe import Report, survey
 from trainctl.launch.preflight import problems
@@ -75,7 +75,7 @@ def look(
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
-    files = own_files(plan.config, code_folder or Path.cwd())
+    files = user_code_files(plan.config, code_folder or Path.cwd())
     own = {str(file): file_digest(file) for file in files}
     reports = survey(hosts, plan, folder, list(own))
     installed = package_versions()

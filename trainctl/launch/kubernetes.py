@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.environment_references import references
-from trainctl.config.registry import trusted_options
+from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
@@ -168,7 +168,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
     return [
         {"name": RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": label}}},
         {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        *({"name": name, "value": value} for name, value in trusted_options().items()),
+        *({"name": name, "value": value} for name, value in trusted_folder_variable().items()),
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
             for name in references(plan.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainctl.config.environment_references import references
-from trainctl.config.registry import trusted_options
+from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding, Severity
 from trainctl.launch import program
@@ -74,7 +74,7 @@ def rank_variables(
         # A killed rank's last output must be in its log, and a crash must leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        **trusted_options(),
+        **trusted_folder_variable(),
         **program.environment(plan, attempt),
         **(deterministic.VARIABLES if is_deterministic else {}),
         **(network or {}),

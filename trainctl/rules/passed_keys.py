@@ -2,9 +2,9 @@
 
 A key that is derived from a config key is set by the config key. A key that the trainer relies on
 belongs to the trainer, but a user's own program may set it. Some of the other keys change neither
-loss nor gradient norm (shown by real runs: `tests/train/test_passed_keys_on_ranks.py`); nothing reads the
-rest. `tests/plan/test_passed_keys.py` verifies that every key of the schema is in one of these
-tables.
+loss nor gradient norm, as `tests/train/test_passed_keys_on_ranks.py` shows with real runs; nothing
+reads the rest. `tests/plan/test_passed_keys.py` verifies that every key of the schema is in one of
+these tables.
 """
 
 from __future__ import annotations

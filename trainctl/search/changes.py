@@ -15,7 +15,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
-from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
+from trainctl.options.activation_checkpointing import checkpointing_of, kinds_by_saved_activations
 from trainctl.options.adapter import BaseWeights, low_rank
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
@@ -227,7 +227,7 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange
 
 
 def _more_recomputation(config: RunConfig) -> list[KeyChange]:
-    kinds = by_what_they_keep()
+    kinds = kinds_by_saved_activations()
     least = kinds[: kinds.index(checkpointing_of(config.activation_checkpointing))]
     furthest = sum(kind.recomputes for kind in kinds)
     return [
@@ -237,7 +237,7 @@ def _more_recomputation(config: RunConfig) -> list[KeyChange]:
 
 
 def _less_recomputation(config: RunConfig) -> list[KeyChange]:
-    kinds = by_what_they_keep()
+    kinds = kinds_by_saved_activations()
     more = kinds[kinds.index(checkpointing_of(config.activation_checkpointing)) + 1 :]
     return [
         _change("recomputation", reach, {"activation_checkpointing.mode": kind.name})

@@ -18,7 +18,7 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.options.activation_checkpointing import by_what_they_keep, recomputed
+from trainctl.options.activation_checkpointing import kinds_by_saved_activations, recomputed
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
@@ -278,7 +278,7 @@ class Space:
             return [(0, {})]
         kinds: list[Values] = [
             {key: kind.name, away: False} if kind.recomputes else {key: kind.name}
-            for kind in by_what_they_keep()
+            for kind in kinds_by_saved_activations()
         ]
         modes = [*enumerate([{**kinds[0], away: True}, *kinds])]
         if self.hardware.accelerator is Accelerator.cpu:

@@ -23,13 +23,13 @@ from trainctl.config.text.files import (
     endings_of,
     find,
     hint_for,
-    nothing_in,
+    no_files_message,
     order,
     split_files,
 )
 from trainctl.config.text.remote import File
-from trainctl.config.text.stall_notice import told_if_silent
-from trainctl.config.text.stream import Damaged, is_packed
+from trainctl.config.text.stall_notice import warn_if_stalled
+from trainctl.config.text.stream import Damaged, is_compressed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 
 UNNAMED = "TC074"
@@ -99,7 +99,7 @@ def check_text(config: RunConfig) -> list[Finding]:
     if data.paths and not has_error and spec.is_plain:
         split = split_files(data)
         of_sides = [*_of_sides(config, data, split)]
-        if of_sides and not any(is_packed(file) for file in (*split.train, *split.held_out)):
+        if of_sides and not any(is_compressed(file) for file in (*split.train, *split.held_out)):
             findings += of_sides
     return findings
 
@@ -171,7 +171,9 @@ def _of_patterns(
         if not each.files:
             rule = FOLDER if each.is_folder else MISSING
             hint = hint_for(each).replace("FOLDER", pattern.rstrip("/"))
-            yield Finding(rule=rule, key=key, message=nothing_in(pattern, each, endings), hint=hint)
+            yield Finding(
+                rule=rule, key=key, message=no_files_message(pattern, each, endings), hint=hint
+            )
         elif each.left_out:
             yield Finding(
                 rule=FOLDER,
@@ -217,7 +219,7 @@ def _of_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iter
 
 def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
     try:
-        with told_if_silent(file):
+        with warn_if_stalled(file):
             return look(file, data)
     except OSError as error:
         why = error.strerror or "not read"

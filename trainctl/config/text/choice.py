@@ -11,13 +11,13 @@ from trainctl.config.quality import filters_of, held_out_sections
 from trainctl.config.reading import kind_of_special
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
-from trainctl.config.text.files import find, hint_for, nothing_in, split_files
+from trainctl.config.text.files import find, hint_for, no_files_message, split_files
 from trainctl.config.text.stream import unpacked_name
 from trainctl.errors import Finding, Severity, TrainctlError
 
 MISSING, WEB_RULES = "TC115", "TC359"
 
-OF_THE_WEB = ("c4", "fineweb", "gopher_quality", "gopher_repetition")
+WEB_FILTERS = ("c4", "fineweb", "gopher_quality", "gopher_repetition")
 """Filters whose rules were designed for web pages."""
 
 CODE = frozenset(
@@ -50,7 +50,7 @@ def check_choice(config: RunConfig) -> Iterator[Finding]:
                     what = f"is {special}, no regular file" if special else "does not exist"
                     where = f"{key}.{kind}.{setting}"
                     yield Finding(rule=MISSING, key=where, message=f"{path} {what}")
-        made_for_web = [kind for kind in filters if kind in OF_THE_WEB]
+        made_for_web = [kind for kind in filters if kind in WEB_FILTERS]
         if made_for_web:
             yield from _of_code(f"{key}.{made_for_web[0]}", section, made_for_web)
 
@@ -73,7 +73,7 @@ def _missing(section: Any) -> Iterator[Finding]:
         yield Finding(
             rule=MISSING,
             key="data.decontaminate",
-            message=nothing_in(path, found, spec.endings),
+            message=no_files_message(path, found, spec.endings),
             hint=hint_for(found),
         )
 

@@ -45,7 +45,7 @@ class NoColumn(TrainctlError):
         super().__init__(f"{file}: no column {column!r} of texts: {has}", hint=hint)
 
 
-def key_of(reader_or_section: Reader | DataConfig) -> str:
+def text_column(reader_or_section: Reader | DataConfig) -> str:
     """Return the name of the column with the texts."""
     section = reader_or_section
     if isinstance(section, Reader):
@@ -62,7 +62,7 @@ def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:
         where: Place of the cell, for errors and examples of bad text.
     """
     if value is None:
-        return reader.judge(where, f"no text under {key_of(reader)!r}")
+        return reader.apply_bad_text_policy(where, f"no text under {text_column(reader)!r}")
     return reader.decoded(value, where)
 
 

@@ -24,7 +24,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
-from trainctl.config.text.stall_notice import told_if_silent
+from trainctl.config.text.stall_notice import warn_if_stalled
 from trainctl.errors import TrainctlError
 
 EXAMPLES = 10
@@ -93,7 +93,7 @@ class Reader:
             TrainctlError: As in `documents`.
         """
         read = function_of("data", self.config.kind)
-        with _readable(file), told_if_silent(file) as wait:
+        with _readable(file), warn_if_stalled(file) as wait:
             for document in read(self, file) if span is None else read(self, file, span):
                 wait(False)
                 yield document
@@ -111,7 +111,7 @@ class Reader:
             return text
         except UnicodeEncodeError as error:
             problem = f"a lone surrogate, U+{ord(text[error.start]):04X}, is not text"
-            return self.judge(where, problem, _SURROGATES.sub(REPLACEMENT, text))
+            return self.apply_bad_text_policy(where, problem, _SURROGATES.sub(REPLACEMENT, text))
 
     def decoded(self, raw: bytes, where: str, *, whole: bool = False) -> str | None:
         """Decode bytes as UTF-8 by the policy; None leaves the text out.
@@ -127,9 +127,11 @@ class Reader:
                 line = raw.count(b"\n", 0, error.start) + 1
                 where = f"{where}:{line}"
             problem = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-            return self.judge(where, problem, raw.decode(errors="replace"))
+            return self.apply_bad_text_policy(where, problem, raw.decode(errors="replace"))
 
-    def judge(self, where: str, problem: str, repaired: str | None = None) -> str | None:
+    def apply_bad_text_policy(
+        self, where: str, problem: str, repaired: str | None = None
+    ) -> str | None:
         """Return the replacement for a bad text by the policy; None leaves it out.
 
         Args:
@@ -175,7 +177,7 @@ def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tupl
         yield from _cut(only, config.held_out_fraction)
         return
     places = (_place(document) for document in documents(Reader(config)))
-    limit = limit_of(places, config.held_out_fraction)
+    limit = held_out_threshold(places, config.held_out_fraction)
     for document in documents(reader):
         yield "held_out" if _place(document) <= limit else "train", document
 
@@ -192,7 +194,7 @@ def is_one_document(config: DataConfig, files: TextFiles) -> bool:
     return len(list(islice(documents, 2))) == 1
 
 
-def limit_of(places: Iterable[int], fraction: float) -> int:
+def held_out_threshold(places: Iterable[int], fraction: float) -> int:
     """Return the highest place of a held-out document; each side gets at least one document.
 
     A document's place is a function of its text. Adding documents therefore moves no other, and

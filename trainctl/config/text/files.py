@@ -181,7 +181,7 @@ def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
     for pattern in patterns:
         found = find(pattern, spec.endings, spec.choose)
         if not found.files:
-            message = f"{key}: {nothing_in(pattern, found, spec.endings)}"
+            message = f"{key}: {no_files_message(pattern, found, spec.endings)}"
             raise TrainctlError(message, hint=hint_for(found))
         files |= set(found.files)
     if not files:
@@ -189,7 +189,7 @@ def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
     return sorted(files, key=order)
 
 
-def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
+def no_files_message(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
     """Return the message for a path or glob without a file."""
     if not found.is_folder:
         return f"no file matches {redact_text(pattern)!r}"
@@ -210,7 +210,7 @@ def endings_of(found: FoundFiles) -> str:
     return ", ".join(f"{count:,} {ending}" for ending, count in found.left_out.most_common(5))
 
 
-def no_text(head: bytes) -> tuple[str, str] | None:
+def binary_format(head: bytes) -> tuple[str, str] | None:
     """Return the format of a binary file, and a hint for it; None for text.
 
     Args:

@@ -17,9 +17,9 @@ from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
 from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
 from trainctl.config.text.documents import REPLACEMENT, Document, Reader
-from trainctl.config.text.files import HEAD_BYTES, no_text
+from trainctl.config.text.files import HEAD_BYTES, binary_format
 from trainctl.config.text.remote import File
-from trainctl.config.text.stream import head_of, is_packed, opened, unpacked_name
+from trainctl.config.text.stream import head_of, is_compressed, opened, unpacked_name
 from trainctl.errors import TrainctlError
 
 _KEYS_SHOWN = 6
@@ -65,7 +65,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
     The file is read only around the ends of ranges. A file that is not JSONL is one document and
     has no ranges, nor has a compressed file, which can only be read from its beginning.
     """
-    if not _has_lines(file) or is_packed(file):
+    if not _has_lines(file) or is_compressed(file):
         return []
     found = []
     start, length = 0, file.stat().st_size
@@ -93,7 +93,7 @@ def _has_lines(file: File) -> bool:
 def problem(file: File, config: DataConfig) -> FileProblem | None:
     """Return the problem at the beginning of a file, if any."""
     head = head_of(file, HEAD_BYTES)
-    found = no_text(head)
+    found = binary_format(head)
     if found is not None:
         kind, hint = found
         message = f"{file} is {kind}, not text"
@@ -113,7 +113,9 @@ def _whole(reader: Reader, file: File) -> Iterator[Document]:
     text = reader.decoded(raw.removeprefix(_BOM), str(file), whole=True)
     if text is not None and "\x00" in text:
         where = f"{file}:{text.count(chr(10), 0, text.index(chr(0))) + 1}"
-        text = reader.judge(where, "a NUL is not text", text.replace("\x00", REPLACEMENT))
+        text = reader.apply_bad_text_policy(
+            where, "a NUL is not text", text.replace("\x00", REPLACEMENT)
+        )
     if text is not None:
         yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
 
@@ -162,11 +164,11 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        reader.judge(where, f"not JSON: {error.msg} at column {error.colno}")
+        reader.apply_bad_text_policy(where, f"not JSON: {error.msg} at column {error.colno}")
     except RecursionError:
-        reader.judge(where, "not read: JSON nested too deeply")
+        reader.apply_bad_text_policy(where, "not read: JSON nested too deeply")
     except ValueError as error:  # an integer of thousands of digits
-        reader.judge(where, f"not read: {error}")
+        reader.apply_bad_text_policy(where, f"not read: {error}")
     return BAD
 
 
@@ -192,9 +194,9 @@ def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
         reader.bad.replaced = min(reader.bad.replaced, before + 1)  # a document counts once
         return text
     if config.on_bad_text is OnBadText.skip:
-        return reader.judge(where, f"no text under {config.text_key!r}")
+        return reader.apply_bad_text_policy(where, f"no text under {config.text_key!r}")
     if not isinstance(record, dict):
-        return reader.judge(where, f"a JSON {_json_type(record)}, not an object")
+        return reader.apply_bad_text_policy(where, f"a JSON {_json_type(record)}, not an object")
     raise NoTextKey(where, config.text_key, record)
 
 
@@ -235,7 +237,7 @@ def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | Non
 
 
 def _refuse_binary(file: File, head: bytes) -> None:
-    found = no_text(head)
+    found = binary_format(head)
     if found is not None:
         kind, hint = found
         raise TrainctlError(f"{file} is {kind}, not text", hint=hint.replace("FILE", str(file)))

@@ -89,7 +89,7 @@ class RemoteFile:
             TrainctlError: While reading: all attempts failed, or the file has changed.
         """
         assert mode == "rb"
-        return cast(BinaryIO, io.BufferedReader(_Patient(self, tell), _READ_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_ResumableStream(self, tell), _READ_BYTES))
 
     def read_bytes(self) -> bytes:
         """Return the whole content."""
@@ -145,12 +145,12 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
             return file_system.find(path, detail=True), True
         return {path: entry}, False
 
-    entries, is_folder = patiently(look, url, tell=tell)
+    entries, is_folder = call_with_retries(look, url, tell=tell)
     files = []
     for name, entry in entries.items():
         if entry.get("type") == "file":
             if entry.get("size") is None:  # a page of links gives no sizes
-                entry = patiently(partial(file_system.info, name), url, tell=tell)
+                entry = call_with_retries(partial(file_system.info, name), url, tell=tell)
             files.append(_remote(protocol, name, entry))
     return sorted(files), is_folder
 
@@ -166,7 +166,7 @@ def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
     return RemoteFile(url, int(entry["size"]), _version(entry))
 
 
-class _Patient(io.RawIOBase):
+class _ResumableStream(io.RawIOBase):
     """Raw stream of a remote file, reopened at its position when reading fails.
 
     Args:
@@ -196,7 +196,7 @@ class _Patient(io.RawIOBase):
         wanted = min(len(buffer), self._file.size - self._at)
         if wanted <= 0:
             return 0
-        data = patiently(lambda: self._read(wanted), self._file.url, self._at, self._tell)
+        data = call_with_retries(lambda: self._read(wanted), self._file.url, self._at, self._tell)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -247,7 +247,9 @@ def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
     return f"version {version or 'unknown'}, not {file.version or 'unknown'}"
 
 
-def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell: Tell = say) -> Any:
+def call_with_retries(
+    attempt: Callable[[], Any], url: str, at: int | None = None, tell: Tell = say
+) -> Any:
     """Return the result of a call of a file system, retried if a retry may succeed.
 
     File systems raise arbitrary errors, also while they are constructed. All their calls go through
@@ -329,9 +331,9 @@ def file_system_of(url: str, tell: Tell = say) -> tuple[Any, str]:
     """Return the file system of a URL, and the URL's path within it.
 
     Raises:
-        TrainctlError: As in `patiently`.
+        TrainctlError: As in `call_with_retries`.
     """
-    found: tuple[Any, str] = patiently(partial(_file_system_of, url), url, tell=tell)
+    found: tuple[Any, str] = call_with_retries(partial(_file_system_of, url), url, tell=tell)
     return found
 
 

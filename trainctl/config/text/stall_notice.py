@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its
 
 
 @contextmanager
-def told_if_silent(file: File) -> Iterator[Callable[[bool], None]]:
+def warn_if_stalled(file: File) -> Iterator[Callable[[bool], None]]:
     """Print a notice while a file yields nothing.
 
     Yields a function: call it with False when something has arrived, and with True before waiting

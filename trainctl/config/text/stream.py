@@ -73,7 +73,7 @@ def head_of(file: File, size: int) -> bytes:
         return stream.read(size)
 
 
-def is_packed(file: File) -> bool:
+def is_compressed(file: File) -> bool:
     """Whether a file is compressed, so that its size is not the size of its text."""
     with file.open("rb") as stream:
         return packing_of(stream.read(6)) is not None

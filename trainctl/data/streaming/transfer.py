@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainctl.config.text.remote import Tell, file_system_of, is_url, listed, patiently, say
+from trainctl.config.text.remote import Tell, call_with_retries, file_system_of, is_url, listed, say
 from trainctl.data.in_place import Tokens
 from trainctl.data.streaming.layout import (
     END,
@@ -157,7 +157,7 @@ def _text_of(url: str, tell: Tell) -> bytes | None:
         except FileNotFoundError:
             return None
 
-    found: bytes | None = patiently(look, url, tell=tell)
+    found: bytes | None = call_with_retries(look, url, tell=tell)
     return found
 
 
@@ -166,6 +166,6 @@ def _put(url: str, raw: bytes, tell: Tell) -> None:
     file_system, path = file_system_of(url)
     if url.startswith("file://"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        patiently(partial(write_bytes, Path(path), raw), url, tell=tell)
+        call_with_retries(partial(write_bytes, Path(path), raw), url, tell=tell)
     else:
-        patiently(partial(file_system.pipe_file, path, raw), url, tell=tell)
+        call_with_retries(partial(file_system.pipe_file, path, raw), url, tell=tell)

@@ -63,7 +63,7 @@ def recomputed(config: RunConfig) -> Recomputing | None:
     return section if isinstance(section, Recomputing) else None
 
 
-def by_what_they_keep() -> tuple[ActivationCheckpointing, ...]:
+def kinds_by_saved_activations() -> tuple[ActivationCheckpointing, ...]:
     """Return all kinds, ordered from the one that keeps least and recomputes most."""
 
     def kept(spec: ActivationCheckpointing) -> tuple[bool, bool]:

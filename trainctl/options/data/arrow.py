@@ -13,7 +13,7 @@ from typing import Any
 from trainctl.config.schema import DataFromRecords
 from trainctl.config.text.arrow import pyarrow, readable, require_texts, row_records, text_cells
 from trainctl.config.text.check import TEXT_KEY, FileProblem
-from trainctl.config.text.columns import NoColumn, key_of, text_of
+from trainctl.config.text.columns import NoColumn, text_column, text_of
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import Damaged
@@ -30,7 +30,7 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 def read(reader: Reader, file: File) -> Iterator[Document]:
     """Yield the texts of a file's rows, in order."""
     row = 0
-    for texts in read_in_process(_texts, file, key_of(reader)):
+    for texts in read_in_process(_texts, file, text_column(reader)):
         for cell in texts:
             row += 1
             text = text_of(reader, cell, f"{file}, row {row:,}")

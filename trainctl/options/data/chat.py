@@ -62,7 +62,7 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
         try:
             conversation = conversation_of(record, reader.config.shape)
         except BadConversation as bad:
-            reader.judge(where, str(bad))
+            reader.apply_bad_text_policy(where, str(bad))
             continue
         text = reader.clean(as_text(conversation), where)
         if text is not None:

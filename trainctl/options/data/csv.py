@@ -11,9 +11,9 @@ from typing import Any
 from trainctl.config.schema import DataFromRecords
 from trainctl.config.schema.option import option
 from trainctl.config.text.check import FileProblem
-from trainctl.config.text.columns import NoColumn, first_problem, key_of, text_of
+from trainctl.config.text.columns import NoColumn, first_problem, text_column, text_of
 from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.files import HEAD_BYTES, no_text
+from trainctl.config.text.files import HEAD_BYTES, binary_format
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import Damaged, head_of, opened, unpacked_name
 from trainctl.errors import TrainctlError
@@ -35,7 +35,7 @@ class CsvConfig(DataFromRecords):
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
     """Yield the texts of a file's rows, each with the number of its first line."""
-    found = no_text(head_of(file, HEAD_BYTES))
+    found = binary_format(head_of(file, HEAD_BYTES))
     if found is not None:
         raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
     csv.field_size_limit(MOST_CHARACTERS)
@@ -48,12 +48,12 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
         for line, row, wrong in _numbered(rows):
             where = f"{file}:{line}"
             if not header and not wrong:
-                header, place = row, _place(row, file, key_of(reader))
+                header, place = row, _place(row, file, text_column(reader))
                 continue
             if not wrong and len(row) != len(header):
                 wrong = f"{len(row)} fields, where the first row has {len(header)}"
             if wrong:
-                reader.judge(where, wrong)
+                reader.apply_bad_text_policy(where, wrong)
                 continue
             raw = row[place].encode("utf-8", errors="surrogateescape")
             document = text_of(reader, raw, where)

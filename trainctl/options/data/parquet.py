@@ -19,7 +19,7 @@ from trainctl.config.text.arrow import (
     text_cells,
 )
 from trainctl.config.text.check import TEXT_KEY, FileProblem
-from trainctl.config.text.columns import NoColumn, key_of, text_of
+from trainctl.config.text.columns import NoColumn, text_column, text_of
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
 from trainctl.config.text.table_process import read_in_process
@@ -31,7 +31,7 @@ _BUFFER = 1 << 20
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
     """Yield the texts of a file's rows, or of a range of its row groups, in order."""
-    for row, cell in chain.from_iterable(read_in_process(_texts, file, key_of(reader), span)):
+    for row, cell in chain.from_iterable(read_in_process(_texts, file, text_column(reader), span)):
         text = text_of(reader, cell, f"{file}, row {row:,}")
         if text is not None:
             yield Document(text, file, row)

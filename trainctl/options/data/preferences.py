@@ -43,7 +43,7 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
         try:
             pair = pair_of(record)
         except BadConversation as bad:
-            reader.judge(where, str(bad))
+            reader.apply_bad_text_policy(where, str(bad))
             continue
         text = reader.clean(as_text(pair), where)
         if text is not None:

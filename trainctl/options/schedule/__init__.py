@@ -136,7 +136,7 @@ class WithPatience(WithDrops):
     )
 
 
-class Counted(Protocol):
+class TokenCounter(Protocol):
     """Conversion between the steps and the tokens of a run."""
 
     def tokens_before(self, step: int) -> int:
@@ -152,7 +152,7 @@ class Course:
 
     config: Any
     """The section, with the keys of its kind."""
-    batches: Counted
+    batches: TokenCounter
     """Conversion between steps and tokens."""
     total_steps: int
     """Updates of the whole run, T; 0 and 1 are allowed."""
@@ -282,7 +282,7 @@ def floor_ratio(section: ScheduleConfig) -> tuple[float, str]:
     return floor, f"schedule.kind={section.kind}, {why}"
 
 
-def position_of(section: ScheduleConfig, batches: Counted, step: int) -> int:
+def position_of(section: ScheduleConfig, batches: TokenCounter, step: int) -> int:
     """Return x(s): the number of an update, or the tokens before it."""
     return step if section.unit is ScheduleUnit.steps else batches.tokens_before(step)
 
@@ -299,7 +299,9 @@ def steps_of_share(share: float, total_steps: int, length: Callable[[int], int])
     return steps - 1 if is_nearer else steps
 
 
-def milestone_steps(section: WithMilestones, total_steps: int, batches: Counted) -> tuple[int, ...]:
+def milestone_steps(
+    section: WithMilestones, total_steps: int, batches: TokenCounter
+) -> tuple[int, ...]:
     """Return the numbers of the updates, from 0, at which the schedule drops.
 
     A milestone in tokens is the first update after that number of tokens.
@@ -319,7 +321,7 @@ def between(low: float, share: float) -> float:
     return low * (1 - share) + share
 
 
-def straight_down(course: Course, step: int) -> float:
+def linear_decay(course: Course, step: int) -> float:
     """Return 1 - (1 - f) p."""
     return between(course.floor, 1 - course.progress(step))
 

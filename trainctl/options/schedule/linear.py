@@ -8,14 +8,14 @@ from trainctl.options.schedule import (
     Schedule,
     ScheduleForm,
     WithFloor,
-    straight_down,
+    linear_decay,
     warmup_max_lr,
 )
 
 SPEC = Schedule(
     name="linear",
     keys=WithFloor,
-    shape=straight_down,
+    shape=linear_decay,
     floor=(0.0, "down to zero, arXiv:2502.15938"),
     # DeepSpeed's line ends at 0, like this one's default floor.
     deepspeed=ScheduleForm(

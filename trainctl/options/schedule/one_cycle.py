@@ -4,12 +4,12 @@ back.
 
 from __future__ import annotations
 
-from trainctl.options.schedule import Schedule, WithFloor, between, straight_down
+from trainctl.options.schedule import Schedule, WithFloor, between, linear_decay
 
 SPEC = Schedule(
     name="one_cycle",
     keys=WithFloor,
-    shape=straight_down,
+    shape=linear_decay,
     floor=(0.01, "from a hundredth and back"),
     rise=lambda course, risen: between(course.floor, risen),
 )

@@ -32,10 +32,10 @@ def first_weights_can_be_drawn(draft: Draft) -> Iterator[Finding]:
     if config.model.initial_weights is not None or not config.trains_itself:
         return
     read = None if config.model.is_unread else anatomy(config.model)
-    if read is not None and read.drawn_whole:
+    if read is not None and read.unsharded_init:
         yield error(
             "model.initial_weights",
-            f"the code of {config.model.model_type} starts {read.drawn_whole} by what cannot be "
+            f"the code of {config.model.model_type} starts {read.unsharded_init} by what cannot be "
             "done for a rank's part of it",
             "model.initial_weights=DIR, a directory with weights",
         )

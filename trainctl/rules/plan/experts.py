@@ -28,7 +28,7 @@ def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
         yield error(KEY, f"{KEY}={expert}, but {what} has no experts", f"{KEY}=1")
         return
     read = None if model.is_unread else anatomy(model)
-    if read is not None and read.has_experts_apart:
+    if read is not None and read.has_custom_expert_forward:
         yield error(
             KEY,
             f"{KEY}={expert}: the experts of {model.model_type} are multiplied by its own code, "
@@ -104,7 +104,7 @@ def balance_can_be_kept(draft: Draft) -> Iterator[Finding]:
     }
     for name, value in settings.items():
         key = f"experts.{name}"
-        if value > 0 and (read.has_experts_apart or read.has_routers_apart):
+        if value > 0 and (read.has_custom_expert_forward or read.has_unknown_routers):
             yield error(
                 key,
                 f"{key}={value:g}: the routers of {model.model_type} are a part of code of its "

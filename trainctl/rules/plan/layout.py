@@ -121,7 +121,7 @@ def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
     if config.parallelism.sequence == 1:
         return
     read = None if model.is_unread else shapes.anatomy(model)
-    if read is not None and read.turns_by_length:
+    if read is not None and read.has_length_dependent_rope:
         yield error(
             key,
             f"{key}={config.parallelism.sequence}: the rotary embeddings of {model.model_type} "

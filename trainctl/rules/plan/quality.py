@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.quality import HELD_OUT, asks, filters_of, held_out_sections
+from trainctl.config.quality import HELD_OUT, filters_of, has_quality_rules, held_out_sections
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup
 from trainctl.errors import Finding
@@ -76,7 +76,7 @@ def filters_keep_something(draft: Draft) -> Iterator[Finding]:
 def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
     """A text that is cut, or a function's, is not looked at document by document."""
     data = draft.config.data
-    if not asks(data):
+    if not has_quality_rules(data):
         return
     asked = next(
         key

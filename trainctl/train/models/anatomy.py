@@ -105,7 +105,7 @@ def _read(model: ModelConfig) -> Anatomy:
         built.train()
         _require_logits(built, model, _run(built, seen))
         _refuse_both_ways(model, built.config, seen)
-        return replace(structure(built, model, seen), drawn_whole=_drawn_whole(built))
+        return replace(structure(built, model, seen), unsharded_init=_drawn_whole(built))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +281,9 @@ class _Reader:
             ),
             attentions=attentions(type(built)),
             is_recurrent=bool(built._is_stateful),
-            turns_by_length=any(map(_turns_by_length, built.modules())),
-            has_experts_apart=not experts <= set(expert_modules(built)),
-            has_routers_apart=not experts <= {module for _, module in routers_of(built)},
+            has_length_dependent_rope=any(map(_turns_by_length, built.modules())),
+            has_custom_expert_forward=not experts <= set(expert_modules(built)),
+            has_unknown_routers=not experts <= {module for _, module in routers_of(built)},
         )
 
     def _read_blocks(self) -> Iterator[Block]:
