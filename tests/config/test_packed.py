@@ -18,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.config.text import plain, stream
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import find
-from trainctl.config.text.stream import Damaged, is_compressed, opened, unpacked_name
+from trainctl.config.text.stream import Damaged, is_compressed, opened, uncompressed_name
 from trainctl.errors import ExitCode, TrainctlError
 
 PACKERS = {
@@ -122,7 +122,7 @@ def test_packed_text_and_lines_are_the_same_documents(ending, tmp_path):
         assert packed == plainly
         assert plain.places(files[0]) == plain.places(files[1])
         assert [is_compressed(file) for file in files] == [False, True]
-        assert unpacked_name(files[1]) == name
+        assert uncompressed_name(files[1]) == name
     found = find(str(tmp_path), (".jsonl", ".txt"))
     assert len(found.files) == 4 and not found.left_out
 

@@ -183,7 +183,7 @@ def test_a_server_that_stays_away_ends_in_words(server, waits):
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_for_ever(server, waits, monkeypatch):
-    monkeypatch.setattr(remote, "SILENCE", 0.3)
+    monkeypatch.setattr(remote, "READ_TIMEOUT_SECONDS", 0.3)
     (server.folder / "a.jsonl").write_bytes(LINES)
     files, _ = listed(server.url("a.jsonl"))
     server.faults += ["silent"]
@@ -284,7 +284,7 @@ def test_a_login_in_the_configuration_of_fsspec_is_kept(monkeypatch):
     monkeypatch.setattr(fsspec.config, "conf", own)
     file_system, _ = remote.file_system_of("http://example.invalid/a.jsonl")
     assert file_system.client_kwargs["auth"] == "mine"
-    assert file_system.client_kwargs["timeout"].sock_read == remote.SILENCE
+    assert file_system.client_kwargs["timeout"].sock_read == remote.READ_TIMEOUT_SECONDS
 
 
 NO_DETAILS = ("jupyter", "reference", "github", "dbfs", "dir", "generic", "filecache", "data")

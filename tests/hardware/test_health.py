@@ -218,7 +218,7 @@ def test_devices_that_the_variable_names(
         overrides = [f'launcher.environment.CUDA_VISIBLE_DEVICES="{value}"']
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    found = list(devices.visible_ones_exist(config(*overrides), CUDA))
+    found = list(devices.visible_devices_exist(config(*overrides), CUDA))
     if message:
         finding = only(found)
         assert finding.rule == "TC133" and message in finding.message
@@ -299,7 +299,7 @@ def test_packages_that_every_process_compiles(
         monkeypatch.setattr(packages.os, "access", lambda *_: False)
     source.parent.chmod(mode)
     try:
-        found = list(packages.bytecode_is_kept(config(), CPU))
+        found = list(packages.bytecode_is_cached(config(), CPU))
     finally:
         source.parent.chmod(0o755)
     if said:
@@ -381,17 +381,19 @@ def test_what_was_compiled_before_is_not_needed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_machine_without_compilers(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = config("offload=cpu")
-    assert list(builds.compiler_is_here(config(), CPU)) == []
-    (finding,) = builds.compiler_is_here(made, CPU)
+    assert list(builds.compiler_is_installed(config(), CPU)) == []
+    (finding,) = builds.compiler_is_installed(made, CPU)
     assert isinstance(finding, Finding) and finding.rule == "TC126"
     assert "compile cpu_adam" in finding.message and "C++ compiler (c++)" in finding.message
     monkeypatch.setattr(builds.sysconfig, "get_path", lambda name: "/nowhere")
     monkeypatch.setattr(builds.sys, "executable", "/nowhere/bin/python")
-    hints = [each.hint for each in builds.compiler_is_here(made, CPU) if isinstance(each, Finding)]
+    hints = [
+        each.hint for each in builds.compiler_is_installed(made, CPU) if isinstance(each, Finding)
+    ]
     assert hints == ["apt install g++", "pip install ninja", "apt install python3-dev"]
     monkeypatch.setenv("CXX", "my-c++")
     tools("my-c++", "exit 0")
-    assert len(rules(builds.compiler_is_here(made, CPU))) == 2
+    assert len(rules(builds.compiler_is_installed(made, CPU))) == 2
 
 
 def test_ninja_must_be_a_program_that_ranks_find(
@@ -404,12 +406,14 @@ def test_ninja_must_be_a_program_that_ranks_find(
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     monkeypatch.setattr(builds.sys, "executable", str(python))
-    assert only(builds.compiler_is_here(config("offload=cpu"), CPU)).hint == "pip install ninja"
+    assert (
+        only(builds.compiler_is_installed(config("offload=cpu"), CPU)).hint == "pip install ninja"
+    )
     # That of the environment is found although the environment is not activated.
     ninja = python.with_name("ninja")
     ninja.write_text("")
     ninja.chmod(0o755)
-    assert rules(builds.compiler_is_here(config("offload=cpu"), CPU)) == []
+    assert rules(builds.compiler_is_installed(config("offload=cpu"), CPU)) == []
     assert shutil.which("ninja", path=builds.tools_path()) == str(ninja)
 
 
@@ -446,8 +450,8 @@ def test_a_program_is_really_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not builds.links("#include <no_such_header.h>\nint main() { return 0; }\n")
     monkeypatch.setattr(builds, "links", lambda *_: False)
     made = config("offload=nvme", "zero_stage=3")
-    assert only(builds.libaio_is_here(made, CPU)).rule == "TC127"
-    assert list(builds.libaio_is_here(config("offload=cpu"), CPU)) == []
+    assert only(builds.libaio_is_installed(made, CPU)).rule == "TC127"
+    assert list(builds.libaio_is_installed(config("offload=cpu"), CPU)) == []
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def anatomy_of(table: Sequence[str]) -> Anatomy:
     return _read(tuple(table))
 
 
-def experts_in(table: Sequence[str]) -> dict[str, int | None]:
+def expert_counts(table: Sequence[str]) -> dict[str, int | None]:
     """Return the expert counts of the model's largest sparse block, by configuration key.
 
     They come from the model's code: a config.json may omit a default, name a field differently, or
@@ -302,7 +302,7 @@ def shape_in(table: Sequence[str]) -> dict[str, Any]:
         "hidden_size": width,
         "num_layers": len(read.blocks),
         "tie_word_embeddings": read.has_tied_head,
-        **experts_in(table),
+        **expert_counts(table),
     }
     if read.blocks[0].attention:
         first = read.blocks[0].attention[0]

@@ -16,7 +16,7 @@ BASE = "base"
 OPEN = "auto"
 """The hardware option of a recipe that does not fix its hardware."""
 SHADOWS, NOT_READ, UNKNOWN_OPTION, UNKNOWN_RECIPE = "TC106", "TC107", "TC108", "TC109"
-COUNTED = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x(.+)")
+HARDWARE_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def chosen_options(
 
 def split_hardware(written: str) -> tuple[int | None, int | None, str]:
     """Split `4x8xh100-80g` into nodes, devices per node and option; a missing count is None."""
-    match = COUNTED.fullmatch(written)
+    match = HARDWARE_PATTERN.fullmatch(written)
     if not match:
         return None, None, written
     nodes, devices, name = match.groups()
@@ -213,7 +213,7 @@ def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
     )
 
 
-def shadows(folders: list[Folder], config_path: str) -> Finding | None:
+def shadowing_warning(folders: list[Folder], config_path: str) -> Finding | None:
     """Return a warning if a user's file hides one with the same name and different content."""
     holders = [
         (folder, path)
@@ -235,7 +235,7 @@ def shadows(folders: list[Folder], config_path: str) -> Finding | None:
     )
 
 
-def not_read(folders: list[Folder]) -> list[Finding]:
+def ignored_yml_files(folders: list[Folder]) -> list[Finding]:
     """Return a warning for each file of the user's that is ignored because it ends in `.yml`."""
     found = []
     for folder in folders:

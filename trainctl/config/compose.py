@@ -15,25 +15,25 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainctl.config.anatomy import experts_in
+from trainctl.config.anatomy import expert_counts
 from trainctl.config.catalog import (
     BASE,
     Folder,
     chosen_options,
     find,
-    not_read,
+    ignored_yml_files,
     search_folders,
-    shadows,
+    shadowing_warning,
 )
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
-from trainctl.config.hf import FILLED, NO_MODEL, OVERRIDABLE_FIELDS, fill_from_directory
+from trainctl.config.hf import DIRECTORY_FIELDS, NO_MODEL, OVERRIDABLE_FIELDS, fill_from_directory
 from trainctl.config.keys import as_override
-from trainctl.config.layers import TAKEN_BACK, Layer, Stack
+from trainctl.config.layers import DEFAULT_SOURCE, Layer, Stack
 from trainctl.config.literal_secrets import literal_secrets
-from trainctl.config.named_sections import complete_parts
-from trainctl.config.option_keys import keep_own_keys
+from trainctl.config.named_sections import complete_named_sections
+from trainctl.config.option_keys import drop_foreign_keys
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.registry import load
 from trainctl.config.schema import GROUPS, RunConfig, TokenizerFromPath
@@ -102,7 +102,7 @@ def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = Non
     """
     folders = search_folders(config_dir)
     asked = read_overrides(overrides, folders)
-    findings = [*asked.findings, *not_read(folders)]
+    findings = [*asked.findings, *ignored_yml_files(folders)]
     recipe = asked.recipe.option if asked.recipe else BASE
     stack = Stack(to_plain(RunConfig()))
     broken = check_extends(folders, recipe, _options(asked))
@@ -111,7 +111,7 @@ def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = Non
     defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
     chosen = chosen_options(folders, recipe)
     new = {g: c for g, c in asked.choices.items() if chosen.get(g) != c.option}
-    problems, replaced = _lay_files(stack, folders, defaults, new)
+    problems, replaced = _apply_files(stack, folders, defaults, new)
     findings += [*broken, *problems]
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
@@ -147,7 +147,7 @@ def recompose(
     findings += check_extends(folders, "", _options(asked))
     if asked.choices and not _has_error(findings):
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
-        findings += _lay_files(stack, folders, defaults, asked.choices)[0]
+        findings += _apply_files(stack, folders, defaults, asked.choices)[0]
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
     composed = _finish(stack, asked, findings, overrides, fill_model=named_model, recipe=None)
     if composed.has_error:
@@ -171,7 +171,7 @@ def _finish(
     if unresolved:  # their values are not known, so nothing can be checked
         raise TrainctlError.from_findings(findings)
     typed = {setting.key for setting in asked.settings}
-    findings += [*keep_own_keys(stack, typed, recipe), *complete_parts(stack)]
+    findings += [*drop_foreign_keys(stack, typed, recipe), *complete_named_sections(stack)]
     if fill_model:
         findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)
@@ -195,7 +195,7 @@ def _options(asked: Overrides) -> dict[str, str]:
     return {group: choice.option for group, choice in asked.choices.items()}
 
 
-def _lay_files(
+def _apply_files(
     stack: Stack, folders: list[Folder], defaults: Sequence[Any], choices: Mapping[str, Choice]
 ) -> tuple[list[Finding], dict[str, Layer]]:
     """Apply the files to the stack in Hydra's order, chosen options last.
@@ -217,7 +217,7 @@ def _lay_files(
         folder, path = found
         document = read_document(path, folder.name_of(path))
         findings += document.findings
-        hides = None if folder.is_shipped else shadows(folders, config_path)
+        hides = None if folder.is_shipped else shadowing_warning(folders, config_path)
         findings += [hides] if hides else []
         prefix, level = tuple(package.split(".")) if package else (), list[Setting]()
         for setting in document.settings:
@@ -232,7 +232,7 @@ def _lay_files(
         note = f"(chosen by {choices[group].source})"
         inside = [key for key in stack.layers if key.startswith(f"{group}.") and stack.is_set(key)]
         replaced |= {key: stack.layers[key][-1] for key in inside}
-        stack.reset(group, f"{TAKEN_BACK} {note}")
+        stack.reset(group, f"{DEFAULT_SOURCE} {note}")
         findings += stack.apply_level(settings, note)
     return findings, replaced
 
@@ -293,7 +293,7 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     had, filled = to_plain(model), to_plain(read)
     findings: list[Finding] = []
     source = f"{model.path}/config.json"
-    for name in (*FILLED, *read.own_keys):
+    for name in (*DIRECTORY_FIELDS, *read.own_keys):
         key, value = f"model.{name}", filled[name]
         own = had.get(name)
         has_own = stack.is_set(key) and name not in CONFLICT_FREE_FIELDS
@@ -332,7 +332,7 @@ def _fill_anatomy(stack: Stack) -> list[Finding]:
                 finding.set_by(_last_source(stack, finding.key) or source)
                 for finding in error.findings
             ]
-    found = {"anatomy": table, **(experts_in(table) if table else {})}
+    found = {"anatomy": table, **(expert_counts(table) if table else {})}
     source = f"read from {config.model.path}"
     stack.apply(
         [

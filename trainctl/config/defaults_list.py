@@ -31,7 +31,7 @@ SCHEME = "trainctl"
 ROOT = "_trainctl_root"
 Answer = tuple[str | None, bool]
 """Text of the file at a config path, or None, and whether there is a group of that name."""
-HYDRAS_OWN = "hydra/config"
+HYDRA_CONFIG = "hydra/config"
 """Config path of Hydra's own application settings: a dozen files that are not used here."""
 
 
@@ -66,7 +66,7 @@ class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
 
     def is_config(self, config_path: str) -> bool:
         self.asked.add(config_path)
-        return config_path == HYDRAS_OWN or find(self.folders, config_path) is not None
+        return config_path == HYDRA_CONFIG or find(self.folders, config_path) is not None
 
     def available(self) -> bool:
         return True
@@ -133,7 +133,7 @@ def files_in_order(
     files = [
         (item.config_path, (item.package or "").removeprefix("_global_").strip("."))
         for item in listed
-        if item.config_path and item.config_path not in (ROOT, HYDRAS_OWN)
+        if item.config_path and item.config_path not in (ROOT, HYDRA_CONFIG)
     ]
     _known[key] = answers, files
     return list(files)

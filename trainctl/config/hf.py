@@ -41,7 +41,7 @@ NAMES = {
 EXPERTS = ("num_experts", "experts_per_token")
 """Fields that an architecture with optional experts may give as 0, for a dense model."""
 
-FILLED = (
+DIRECTORY_FIELDS = (
     "name",
     "family",
     "model_type",

@@ -30,7 +30,7 @@ ALTERNATIVES = (
     ("schedule.decay_steps", "schedule.decay_tokens", "schedule.decay_fraction"),
 )
 """Keys that express the same quantity in different units: at most one of each row may be set."""
-TAKEN_BACK = "default"
+DEFAULT_SOURCE = "default"
 """Start of the source of a value that was reset to its default; the cause follows it."""
 
 
@@ -67,7 +67,7 @@ class Stack:
 
     def is_set(self, key: str) -> bool:
         """Whether a key has a value that was set, and not reset to its default since."""
-        return key in self.layers and not self.layers[key][-1].source.startswith(TAKEN_BACK)
+        return key in self.layers and not self.layers[key][-1].source.startswith(DEFAULT_SOURCE)
 
     def apply(self, settings: Iterable[Setting], note: str = "") -> None:
         """Set keys in order, so that the last one wins; `note` is appended to the sources."""
@@ -92,17 +92,19 @@ class Stack:
             if len(here) > 1:
                 findings.append(_set_at_one_level(here))
             elif here:
-                findings += self._take_back([key for key in keys if key != here[0].key], here[0])
+                findings += self._reset_alternatives(
+                    [key for key in keys if key != here[0].key], here[0]
+                )
         return findings
 
-    def _take_back(self, keys: Sequence[str], instead: Setting) -> Iterator[Finding]:
+    def _reset_alternatives(self, keys: Sequence[str], instead: Setting) -> Iterator[Finding]:
         """Reset the keys that an alternative replaces to their defaults."""
         for key in keys:
             leaf, value = leaves()[key], self.layers[key][-1].value if self.is_set(key) else None
             if value is None or leaf.default is not None:  # fractions yield silently
                 continue
             source = self.layers[key][-1].source
-            note = f"{TAKEN_BACK} (replaced by {instead.source})"
+            note = f"{DEFAULT_SOURCE} (replaced by {instead.source})"
             self.apply([Setting(tuple(key.split(".")), None, note)])
             if key == "training.epochs" and self.is_set("training.epoch_tokens"):
                 self.apply([Setting(("training", "epoch_tokens"), None, note)])  # belongs to epochs
@@ -141,7 +143,7 @@ class Stack:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        _keep_secrets()
+        _forbid_secret_references()
         findings: list[Finding] = []
         for setting in self.references.values():
             try:
@@ -203,7 +205,7 @@ class Stack:
 
 
 @cache
-def _keep_secrets() -> None:
+def _forbid_secret_references() -> None:
     """Make `${oc.env:NAME}` refuse names of secrets outside the keys that a launch resolves.
 
     Other keys are written to the run directory with their resolved values.

@@ -20,7 +20,7 @@ from trainctl.errors import Finding
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
-def complete_parts(stack: Stack) -> Iterator[Finding]:
+def complete_named_sections(stack: Stack) -> Iterator[Finding]:
     """Set the kind of each named section, and remove the keys that its kind does not have.
 
     Yields a finding for each wrong name and unknown key. References must be resolved before.

@@ -17,7 +17,7 @@ from trainctl.errors import Finding, Severity
 NO_EFFECT = "TC112"
 
 
-def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator[Finding]:
+def drop_foreign_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator[Finding]:
     """Reduce each section to the keys of its kind; keys that nothing set get the kind's defaults.
 
     A key of another kind is an unknown key. It is only a warning if it is a leftover: from a recipe
@@ -46,7 +46,9 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
                 if not is_typed and value == leaves()[key].default:
                     continue  # a file sets the default: nothing is lost
                 is_left_over = not is_typed and (
-                    recipe is None or f"{group}.{choice}" in typed or _is_of_before(source, recipe)
+                    recipe is None
+                    or f"{group}.{choice}" in typed
+                    or _is_extended_recipe(source, recipe)
                 )
                 yield _foreign(key, value, kind, is_left_over).set_by(source)
             elif leaves()[key].kinds:
@@ -70,7 +72,7 @@ def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> I
         yield wrong_value(leaf.key, source, problem)
 
 
-def _is_of_before(source: str, recipe: str | None) -> bool:
+def _is_extended_recipe(source: str, recipe: str | None) -> bool:
     """Whether the source is a recipe that the chosen recipe extends."""
     file = PurePath(source.rpartition(":")[0])
     return file.stem != recipe and file.parent.name not in GROUPS

@@ -50,7 +50,7 @@ def filters_of(section: DataConfig) -> dict[str, Any]:
     }
 
 
-def lists_of(section: DataConfig) -> list[str]:
+def filter_digests(section: DataConfig) -> list[str]:
     """Return a digest of each list and function of a source's filters, by filter name.
 
     For a function it is the digest of its module's file; modules that it imports are not included.

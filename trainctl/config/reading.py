@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 """Maximum size of a file written by trainctl: a plan for ten thousand nodes takes a few MiB."""
 
 
-def kind_of_special(path: Path) -> str:
+def special_file_type(path: Path) -> str:
     """Return what a path is, if it is neither a folder nor a file on a disk; else empty.
 
     Kernel files look like files, but reading `/proc/kmsg` waits for its next message.

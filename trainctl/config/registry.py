@@ -103,7 +103,7 @@ def option_files(folder: Path) -> list[Path]:
     return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
 
 
-def own_file(group: str, name: str) -> Path | None:
+def user_option_file(group: str, name: str) -> Path | None:
     """Return the file of an option from the user's folder; None for any other option."""
     folder = trusted_folder()
     path = folder / group / f"{name}.py" if folder and name not in _shipped(group) else None
@@ -119,7 +119,7 @@ def load(group: str, name: str) -> Any:
     """
     if name in _shipped(group):  # shipped options cannot be overridden
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
-    source = own_file(group, name) or _entry_points(group).get(name)
+    source = user_option_file(group, name) or _entry_points(group).get(name)
     if source is None:
         raise TrainctlError(
             f"{group} has no kind {name!r} here",
@@ -160,7 +160,7 @@ def _why_not_built(build: str) -> str:
 
     Empty if nothing is.
     """
-    from trainctl.config.user_code import names_of
+    from trainctl.config.user_code import top_level_names
 
     module, _, name = build.partition(":")
     if not build:
@@ -176,7 +176,7 @@ def _why_not_built(build: str) -> str:
             found = None
         if found is None:
             return f"names a function of {module}, and there is no such module"
-        known = names_of(Path(found.origin)) if found.origin is not None else None
+        known = top_level_names(Path(found.origin)) if found.origin is not None else None
         is_there = known is None or name in known
     return "" if is_there else f"names a function that {module} does not define"
 

@@ -97,21 +97,21 @@ def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
     if found is None:
         found = _ask_process(question, config, folder)
         _known[key] = found
-        _keep(key, found)
+        _cache_answer(key, found)
     return found
 
 
 def _known_answer(question: Question, config: RunConfig) -> tuple[str, Any]:
     """Return the digest of a question, and its cached or shipped answer; None without one."""
     key = _key(question, config)
-    found = _kept(key)
+    found = _cached_answer(key)
     if found is None and (name := published_name(config, _version("transformers"))):
         is_anatomy = question is Question.anatomy
         found = published_anatomy(name) if is_anatomy else published_trace(name, config)
     return key, found
 
 
-def _kept(key: str) -> Any:
+def _cached_answer(key: str) -> Any:
     """Return the answer cached in memory or on disk; None if there is none."""
     if key not in _known:
         try:
@@ -228,7 +228,7 @@ def _file(key: str) -> Path:
     return Path(cache) / "trainctl" / "traces" / f"{key}.json"
 
 
-def _keep(key: str, found: Any) -> None:
+def _cache_answer(key: str, found: Any) -> None:
     """Cache an answer on disk for later commands; a failed write is ignored."""
     path = _file(key)
     part = path.with_suffix(f".{os.getpid()}.tmp")

@@ -183,7 +183,7 @@ def _check_function(key: str, reference: str, folder: Path) -> Iterator[Finding]
             hint=f"it is looked for in {folder}, in PYTHONPATH and among what is installed",
         )
         return
-    names = names_of(found) if found is not None else None
+    names = top_level_names(found) if found is not None else None
     if names is not None and name not in names:
         yield Finding(
             rule=NO_FUNCTION,
@@ -228,7 +228,7 @@ def parse(file: Path) -> ast.Module | None:
             return None
 
 
-def names_of(file: Path) -> set[str] | None:
+def top_level_names(file: Path) -> set[str] | None:
     """Return the names that a module binds at its top level; None if only running it would tell."""
     tree = parse(file)
     if tree is None:

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.registry import kind_of, own_file, unit_groups
+from trainctl.config.registry import kind_of, unit_groups, user_option_file
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import find_module, functions, parse
 
@@ -32,7 +32,7 @@ def user_code_files(config: RunConfig, folder: Path) -> list[Path]:
         script = Path(config.script)
         pending.append((script, "", script.parent))
     for group in unit_groups():
-        option = own_file(group, kind_of(getattr(config, group)))
+        option = user_option_file(group, kind_of(getattr(config, group)))
         pending += [(option, "", option.parent)] if option is not None else []
     for _, reference in functions(config):
         pending += _modules(reference.partition(":")[0], folder)

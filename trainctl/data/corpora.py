@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.config.text.check import under_source
+from trainctl.config.text.check import with_source_keys
 from trainctl.data.corpus import (
     Corpus,
     Tell,
@@ -187,7 +187,7 @@ def of_source(data: DataConfig, name: str, error: TrainctlError) -> TrainctlErro
     """Rewrite the keys in an error of a source to their place under `data.sources.NAME`."""
     if not data.sources:
         return error
-    moved = partial(under_source, name, data.sources[name])
+    moved = partial(with_source_keys, name, data.sources[name])
     return TrainctlError(
         f"data.sources.{name}: {moved(error.message)}",
         hint=moved(error.hint),

@@ -21,9 +21,9 @@ import numpy as np
 from trainctl.config.codec import to_plain
 from trainctl.config.quality import (
     HELD_OUT,
+    filter_digests,
     filters_of,
     held_out_sections,
-    lists_of,
     precedence_of,
     threshold_of,
 )
@@ -96,7 +96,7 @@ def identity_of_choice(
             *_of_texts(section),
             section.held_out_fraction if files.by_document else None,
             section.filters,
-            lists_of(section),
+            filter_digests(section),
             [version_of(file) for file in files.train],
             [version_of(file) for file in files.held_out],
         ]
@@ -197,7 +197,7 @@ def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object])
     return PartToMeasure(
         source=source.name,
         name=name,
-        identity=" ".join((content, *lists_of(source.config))),
+        identity=" ".join((content, *filter_digests(source.config))),
         read=partial(_entries, to_plain(source.config), task.to_plain()),
         order=order,
     )

@@ -68,7 +68,12 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
 
 def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Find everything that keeps DeepSpeed from compiling its operators on this machine."""
-    checks = (compiler_is_here, libaio_is_here, no_stale_build_locks, toolkit_matches_torch)
+    checks = (
+        compiler_is_installed,
+        libaio_is_installed,
+        no_stale_build_locks,
+        toolkit_matches_torch,
+    )
     found = (each for check in checks for each in check(config, hardware))
     return [each for each in found if isinstance(each, Finding)]
 
@@ -80,7 +85,7 @@ def _prebuilt() -> dict[str, bool]:
     return dict(ast.literal_eval(found[1])) if found else {}
 
 
-def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def compiler_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a missing C++ compiler, ninja or Python.h, if operators have to be compiled."""
     operators = needed_operators(config, hardware)
     if not operators:
@@ -110,7 +115,7 @@ def tools_path() -> str:
     return os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
 
 
-def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def libaio_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a missing libaio: async_io needs its library and header."""
     key = needed_operators(config, hardware).get("async_io")
     if key is None or shutil.which(_compiler()) is None:

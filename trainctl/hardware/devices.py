@@ -31,7 +31,7 @@ class Machine:
     """Number of CPU cores that its processes may run on."""
     memory_bytes: int
     """Host memory that its processes may use: the machine's, or their cgroup's."""
-    otherwise: str = "hardware=auto"
+    remedy: str = "hardware=auto"
     """Remedy offered in messages beside changing a number of the plan."""
     hides: str = ""
     """Setting that may hide devices, in parentheses, for messages; empty if there is none."""
@@ -86,7 +86,7 @@ def lacking_devices(
             "hardware.accelerator",
             f"the plan is for {hardware.name}, and {machine.name} has no {kind} device that "
             "its processes can see",
-            f"{machine.otherwise}, or hardware=2xcpu with a small model",
+            f"{machine.remedy}, or hardware=2xcpu with a small model",
         )
     elif max(wanted) >= shown:
         uses = f"{len(wanted)} {kind} devices"
@@ -96,7 +96,7 @@ def lacking_devices(
             "TC121",
             key,
             f"the plan is for {uses}, and {machine.name} shows {shown} devices{machine.hides}",
-            f"{key}={shown}, or {machine.otherwise}",
+            f"{key}={shown}, or {machine.remedy}",
         )
     else:
         name, memory = min((machine.devices[each] for each in wanted), key=itemgetter(1))
@@ -106,11 +106,11 @@ def lacking_devices(
                 "hardware.device_memory_bytes",
                 f"the plan is for devices of {memory_text(planned)}, and {machine.name} has {name} "
                 f"with {memory_text(memory)}",
-                f"hardware.device_memory_bytes={memory}, or {machine.otherwise}",
+                f"hardware.device_memory_bytes={memory}, or {machine.remedy}",
             )
 
 
-def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def visible_devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find entries of CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) that name no device, or one twice.
 
     CUDA silently ignores everything from the first unknown entry on.

@@ -19,7 +19,7 @@ from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
 from trainctl.options.logger import missing, python_of
 
-ASKED = ("trainctl", "deepspeed", "transformers", "accelerate")
+CHECKED_PACKAGES = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
 
 SHOWN = ("torch", "deepspeed", "transformers", "accelerate")
@@ -51,7 +51,7 @@ def _compared() -> Iterator[str | Finding]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     is_well = True
-    for name in ASKED:
+    for name in CHECKED_PACKAGES:
         for text in _requirements(name):
             try:
                 wanted = Requirement(text)
@@ -88,7 +88,7 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     yield from filter(None, found)
 
 
-def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def bytecode_is_cached(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find large packages whose bytecode cannot be cached: each process compiles them again."""
     for name, file in SLOW_TO_COMPILE.items():
         try:

@@ -42,7 +42,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
     else:
         accelerator = found[0].accelerator if found else Accelerator.cpu
     devices = config.devices_per_node or len(found) or 1
-    is_here = accelerator is Accelerator.cpu or _are_here(config, found)
+    is_here = accelerator is Accelerator.cpu or _may_be_this_machine(config, found)
 
     host_memory = config.host_memory_bytes
     if host_memory is None and is_here:
@@ -95,7 +95,7 @@ def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, A
     }
 
 
-def _are_here(config: HardwareConfig, found: tuple[Device, ...]) -> bool:
+def _may_be_this_machine(config: HardwareConfig, found: tuple[Device, ...]) -> bool:
     """Return True if the plan's machine may be this one: enough devices, of the declared memory."""
     if not found or config.nodes > 1 or len(found) < (config.devices_per_node or 1):
         return False

@@ -148,7 +148,7 @@ def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
         devices=there["devices"],
         cores=there["cores"],
         memory_bytes=there["memory_bytes"],
-        otherwise=f"look at nvidia-smi there, or launcher.exclude={host.name}",
+        remedy=f"look at nvidia-smi there, or launcher.exclude={host.name}",
         hides=there.get("hides", ""),
     )
     wanted = host.devices or range(plan.hardware.devices_per_node)

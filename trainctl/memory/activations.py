@@ -141,7 +141,7 @@ def block_activations(
         norms += hidden * residual  # the scaled values, or the input
     readers = [learning.readers(region) for region in (spec.attention, up)]
     norms += hidden * element * sum(count if autocast else min(count, 1) for count in readers)
-    inner = ffn * element * (spec.activation.kept_by_liger if liger else spec.activation.kept)
+    inner = ffn * element * (spec.activation.saved_by_liger if liger else spec.activation.kept)
     # Input of a region's last product; fused attention keeps its output anyway.
     kept = qkvo
     if eager and not learning.reads(f"{spec.attention.module}.{spec.attention.row}"):

@@ -20,7 +20,7 @@ COLUMNS = ("tensor", "norms", "pipeline", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
-class ShownAxes:
+class VerifiedAxes:
     """Content of `architectures.json`."""
 
     versions: Mapping[str, str]
@@ -36,21 +36,21 @@ class ShownAxes:
 
 
 @cache
-def table() -> ShownAxes:
+def table() -> VerifiedAxes:
     """Return the content of `architectures.json`."""
     raw: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return ShownAxes(**raw)
+    return VerifiedAxes(**raw)
 
 
 def why_not(model_type: str | None, column: str) -> str | None:
     """Return why an axis may not split an architecture, to end a sentence; None if it may."""
     cells = table().rows.get(model_type or "")
     if cells is None:
-        return f"; shown for {', '.join(cutting(column))}"
+        return f"; shown for {', '.join(architectures_supporting(column))}"
     found = cells[column]
     return f": {found}" if isinstance(found, str) else None
 
 
-def cutting(column: str) -> tuple[str, ...]:
+def architectures_supporting(column: str) -> tuple[str, ...]:
     """Return the architectures that an axis may split."""
     return tuple(name for name, cells in table().rows.items() if not isinstance(cells[column], str))

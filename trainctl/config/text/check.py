@@ -73,7 +73,7 @@ raises OSError or TrainctlError if the file cannot be read.
 def check_text(config: RunConfig) -> list[Finding]:
     """Return findings about the files of `data.paths` and `data.held_out_paths`, of each source."""
     if config.data.sources:
-        return _of_sources(config)
+        return _check_sources(config)
     data = config.data
     if not isinstance(data, DataFromPaths) or data.factory is not None:
         return []
@@ -94,11 +94,11 @@ def check_text(config: RunConfig) -> list[Finding]:
         files = sorted({file for _, each in found for file in each.files}, key=order)
         look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
         if look is not None:
-            findings += _of_files(f"data.{key}", files, data, look)
+            findings += _check_files(f"data.{key}", files, data, look)
     has_error = any(finding.is_error for finding in findings)
     if data.paths and not has_error and spec.is_plain:
         split = split_files(data)
-        of_sides = [*_of_sides(config, data, split)]
+        of_sides = [*_check_split_sizes(config, data, split)]
         if of_sides and not any(is_compressed(file) for file in (*split.train, *split.held_out)):
             findings += of_sides
     return findings
@@ -113,14 +113,14 @@ def _facts(config: RunConfig) -> TokenizerFacts | None:
         return None
 
 
-def _of_sources(config: RunConfig) -> list[Finding]:
+def _check_sources(config: RunConfig) -> list[Finding]:
     """Return the findings of each source, under its own keys, and overlaps between sources."""
     found = [
         replace(
             finding,
-            key=under_source(name, section, finding.key),
-            message=under_source(name, section, finding.message),
-            hint=under_source(name, section, finding.hint),
+            key=with_source_keys(name, section, finding.key),
+            message=with_source_keys(name, section, finding.message),
+            hint=with_source_keys(name, section, finding.hint),
         )
         for name, section in config.data.sources.items()
         for finding in check_text(replace(config, data=cast(DataConfig, section)))
@@ -155,7 +155,7 @@ def _overlaps(data: DataConfig) -> Iterator[Finding]:
                 )
 
 
-def under_source(name: str, section: Any, text: str) -> str:
+def with_source_keys(name: str, section: Any, text: str) -> str:
     """Replace keys of `data` in a text by the keys of a source.
 
     Names of files may look like keys, such as `data.jsonl`.
@@ -195,7 +195,7 @@ def _not_read(key: str, error: TrainctlError) -> Finding:
     )
 
 
-def _of_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iterator[Finding]:
+def _check_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iterator[Finding]:
     """Yield one finding for each kind of problem."""
     kinds: dict[tuple[str, str], list[FileProblem]] = {}
     here = [file for file in files if isinstance(file, Path)]
@@ -232,7 +232,9 @@ def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
         )
 
 
-def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Iterator[Finding]:
+def _check_split_sizes(
+    config: RunConfig, data: DataFromPaths, files: TextFiles
+) -> Iterator[Finding]:
     """Find a side of the corpus with less than one sample, and a held-out side that is too large.
 
     Sizes are upper bounds: a text has no more tokens than bytes.

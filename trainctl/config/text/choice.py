@@ -8,11 +8,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.quality import filters_of, held_out_sections
-from trainctl.config.reading import kind_of_special
+from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
 from trainctl.config.text.files import find, hint_for, no_files_message, split_files
-from trainctl.config.text.stream import unpacked_name
+from trainctl.config.text.stream import uncompressed_name
 from trainctl.errors import Finding, Severity, TrainctlError
 
 MISSING, WEB_RULES = "TC115", "TC359"
@@ -45,7 +45,7 @@ def check_choice(config: RunConfig) -> Iterator[Finding]:
             for setting in load("filter", kind).settings:
                 path = getattr(keys, setting) if setting == "file" else ""
                 file = Path(path).expanduser()
-                special = kind_of_special(file)
+                special = special_file_type(file)
                 if path and (special or not file.is_file()):
                     what = f"is {special}, no regular file" if special else "does not exist"
                     where = f"{key}.{kind}.{setting}"
@@ -83,7 +83,7 @@ def _of_code(key: str, section: Any, kinds: list[str]) -> Iterator[Finding]:
         files = split_files(section).train
     except TrainctlError:
         return  # reported by the check of the files
-    endings = Counter(PurePosixPath(unpacked_name(file)).suffix.lower() for file in files)
+    endings = Counter(PurePosixPath(uncompressed_name(file)).suffix.lower() for file in files)
     code = {ending: count for ending, count in endings.items() if ending in CODE}
     if 2 * sum(code.values()) > len(files):
         ending, count = max(code.items(), key=lambda each: each[1])

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from trainctl.config.reading import kind_of_special
+from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.secrets import redact_text
 from trainctl.config.text.remote import File, RemoteFile, is_url, listed
-from trainctl.config.text.stream import unpacked_name
+from trainctl.config.text.stream import uncompressed_name
 from trainctl.errors import TrainctlError
 
 HEAD_BYTES = 1 << 16
@@ -96,7 +96,7 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
     else:
         path = Path(pattern.removeprefix("file://")).expanduser()
         is_folder, root = path.is_dir(), path
-        special = kind_of_special(path)
+        special = special_file_type(path)
         if special:
             raise TrainctlError(
                 f"{path} is {special}, no regular file", hint="copy what is in it into a file"
@@ -110,7 +110,7 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
         return FoundFiles(sorted(files, key=order), Counter())
     visible = [file for file in files if not _is_hidden(file, root)]
     chosen = choose(visible) if choose is not None else visible
-    taken = {file for file in chosen if unpacked_name(file).endswith(tuple(endings))}
+    taken = {file for file in chosen if uncompressed_name(file).endswith(tuple(endings))}
     left_out = Counter(file.suffix or "no ending" for file in chosen if file not in taken)
     resolved = {file.resolve() if isinstance(file, Path) else file for file in taken}
     return FoundFiles(sorted(resolved, key=order), left_out, is_folder=True)
@@ -132,7 +132,7 @@ def _in_folder(folder: Path) -> Iterator[Path]:
 
 
 def _is_regular(path: Path) -> bool:
-    return path.is_file() and not kind_of_special(path)
+    return path.is_file() and not special_file_type(path)
 
 
 def _is_hidden(file: File, folder: PurePath) -> bool:

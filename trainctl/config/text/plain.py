@@ -19,14 +19,14 @@ from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
 from trainctl.config.text.documents import REPLACEMENT, Document, Reader
 from trainctl.config.text.files import HEAD_BYTES, binary_format
 from trainctl.config.text.remote import File
-from trainctl.config.text.stream import head_of, is_compressed, opened, unpacked_name
+from trainctl.config.text.stream import head_of, is_compressed, opened, uncompressed_name
 from trainctl.errors import TrainctlError
 
 _KEYS_SHOWN = 6
 _LINES_READ = 20
 """Lines of each JSONL file that are read before the start."""
 _BOM = codecs.BOM_UTF8
-BAD = object()
+SKIPPED_RECORD = object()
 """Value of a record that is left out. None is the value of JSON's null."""
 
 
@@ -87,7 +87,7 @@ def places(file: File) -> list[int | None]:
 
 
 def _has_lines(file: File) -> bool:
-    return unpacked_name(file).endswith(".jsonl")
+    return uncompressed_name(file).endswith(".jsonl")
 
 
 def problem(file: File, config: DataConfig) -> FileProblem | None:
@@ -149,7 +149,7 @@ def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, by
 
 
 def record_of(reader: Reader, raw: bytes, where: str) -> Any:
-    """Parse a line of JSON; `BAD` leaves it out.
+    """Parse a line of JSON; `SKIPPED_RECORD` leaves it out.
 
     Args:
         reader: Has the policy for bad text.
@@ -160,7 +160,7 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
     """
     line = reader.decoded(raw, where)
     if line is None:
-        return BAD
+        return SKIPPED_RECORD
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -169,7 +169,7 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
         reader.apply_bad_text_policy(where, "not read: JSON nested too deeply")
     except ValueError as error:  # an integer of thousands of digits
         reader.apply_bad_text_policy(where, f"not read: {error}")
-    return BAD
+    return SKIPPED_RECORD
 
 
 def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
@@ -186,7 +186,7 @@ def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
     assert isinstance(config, DataFromRecords)
     before = reader.bad.replaced
     record = record_of(reader, raw, where)
-    if record is BAD:
+    if record is SKIPPED_RECORD:
         return None
     text = record.get(config.text_key) if isinstance(record, dict) else None
     if isinstance(text, str):

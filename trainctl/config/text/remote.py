@@ -26,7 +26,7 @@ ATTEMPTS = 6
 """Attempts at one position before a launch ends."""
 FIRST_WAIT = 1.0
 """Seconds before the second attempt; each further wait is twice as long."""
-SILENCE = 60.0
+READ_TIMEOUT_SECONDS = 60.0
 """Seconds without data after which an attempt over HTTP or S3 fails."""
 _READ_BYTES = 1 << 20
 """Minimum bytes per request."""
@@ -202,7 +202,7 @@ class _ResumableStream(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        self._let_go()
+        self._close_connection()
         super().close()
 
     def _read(self, wanted: int) -> bytes:
@@ -216,7 +216,7 @@ class _ResumableStream(io.RawIOBase):
                 raise OSError(f"it ended after {self._at:,} of {self._file.size:,} bytes")
             return data
         except BaseException:
-            self._let_go()
+            self._close_connection()
             raise
 
     def _opened(self) -> Any:
@@ -233,7 +233,7 @@ class _ResumableStream(io.RawIOBase):
             )
         return file_system.open(path, "rb")
 
-    def _let_go(self) -> None:
+    def _close_connection(self) -> None:
         if self._stream is not None:
             with suppress(Exception):  # closing a broken stream may fail
                 self._stream.close()
@@ -342,11 +342,13 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if url.startswith("http"):
         aiohttp = optional("aiohttp", f"reading {url}")
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=READ_TIMEOUT_SECONDS, sock_read=READ_TIMEOUT_SECONDS
+        )
         options = {"client_kwargs": {"timeout": limit}}
     is_s3 = url.startswith(("s3://", "s3a://"))
     if is_s3:
-        limits = {"connect_timeout": SILENCE, "read_timeout": SILENCE}
+        limits = {"connect_timeout": READ_TIMEOUT_SECONDS, "read_timeout": READ_TIMEOUT_SECONDS}
         options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
     # Merge with the user's options, which may hold a login: ours would replace them.
     for protocol in ("http", "https", "s3", "s3a"):

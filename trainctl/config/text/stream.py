@@ -18,7 +18,7 @@ from trainctl.config.optional import optional
 from trainctl.config.text.remote import File
 from trainctl.errors import TrainctlError
 
-PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 MOST_GROWTH = 250
 """Maximum decompressed bytes per compressed byte; text has 3 to 30, a log of one repeated line
 100.
@@ -56,12 +56,14 @@ def opened(file: File) -> BinaryIO:
     """
     stream = file.open("rb")
     try:
-        found = packing_of(stream.read(6))
+        found = detect_compression(stream.read(6))
         stream.seek(0)
         if found is None:
             return stream
         name, make = found
-        return cast(BinaryIO, io.BufferedReader(_Unpacked(stream, make(), name, str(file)), _OUT))
+        return cast(
+            BinaryIO, io.BufferedReader(_DecompressedStream(stream, make(), name, str(file)), _OUT)
+        )
     except BaseException:
         stream.close()
         raise
@@ -76,16 +78,16 @@ def head_of(file: File, size: int) -> bytes:
 def is_compressed(file: File) -> bool:
     """Whether a file is compressed, so that its size is not the size of its text."""
     with file.open("rb") as stream:
-        return packing_of(stream.read(6)) is not None
+        return detect_compression(stream.read(6)) is not None
 
 
-def unpacked_name(file: File) -> str:
+def uncompressed_name(file: File) -> str:
     """Return a file's name without a compression ending: ``a.jsonl`` for ``a.jsonl.zst``."""
     path = PurePosixPath(file.name)
-    return path.stem if path.suffix in PACKED_ENDINGS else path.name
+    return path.stem if path.suffix in COMPRESSION_SUFFIXES else path.name
 
 
-def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
+def detect_compression(head: bytes) -> tuple[str, Callable[[], _Decompressor]] | None:
     """Return the compression of a file with these first bytes, and a decompressor's factory.
 
     None if it is not compressed.
@@ -105,7 +107,7 @@ def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
     return None
 
 
-class _Unpack:
+class _Decompressor:
     """Decompressor of consecutive streams: `begin` each, then `step` until it has ended."""
 
     padding = b""
@@ -124,7 +126,7 @@ class _Unpack:
         raise NotImplementedError
 
 
-class _Gzip(_Unpack):
+class _Gzip(_Decompressor):
     padding = b"\x00"
 
     def begin(self) -> None:
@@ -136,7 +138,7 @@ class _Gzip(_Unpack):
         return found, rest, self._stream.eof
 
 
-class _Buffered(_Unpack):
+class _Buffered(_Decompressor):
     """Decompressor for bzip2 and xz, whose library objects keep unused input themselves."""
 
     padding = b"\x00"
@@ -156,7 +158,7 @@ class _Buffered(_Unpack):
         return found, self._stream.unused_data, self._stream.eof
 
 
-class _Zstd(_Unpack):
+class _Zstd(_Decompressor):
     def __init__(self) -> None:
         self._package = optional("zstandard", "reading zstd")
 
@@ -169,7 +171,7 @@ class _Zstd(_Unpack):
         return found, self._stream.unused_data + packed[_ZSTD_IN:], self._stream.eof
 
 
-class _Unpacked(io.RawIOBase):
+class _DecompressedStream(io.RawIOBase):
     """Raw stream of a compressed file's decompressed bytes.
 
     Args:
@@ -178,7 +180,7 @@ class _Unpacked(io.RawIOBase):
         name: Name of the file, for errors.
     """
 
-    def __init__(self, packed: BinaryIO, unpack: _Unpack, kind: str, name: str) -> None:
+    def __init__(self, packed: BinaryIO, unpack: _Decompressor, kind: str, name: str) -> None:
         self._packed = packed
         self._unpack = unpack
         self._kind = kind

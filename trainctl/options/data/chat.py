@@ -24,7 +24,7 @@ from trainctl.config.text.conversations import (
 )
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
-from trainctl.config.text.stream import unpacked_name
+from trainctl.config.text.stream import uncompressed_name
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource, arrow, parquet
 
@@ -87,7 +87,7 @@ def records(
     Raises:
         TrainctlError: A file is one JSON array of all records, or reading it fails.
     """
-    name = unpacked_name(file)
+    name = uncompressed_name(file)
     if name.endswith(parquet.SPEC.endings):
         for row, record in parquet.records(file):
             yield row, record, f"{file}, row {row:,}"
@@ -103,7 +103,7 @@ def records(
                     hint=f"jq -c '.[]' {file} > {name.removesuffix('.json')}.jsonl",
                 )
             record = plain.record_of(reader, raw, where)
-            if record is not plain.BAD:
+            if record is not plain.SKIPPED_RECORD:
                 yield line, record, where
 
 

@@ -15,7 +15,7 @@ from trainctl.config.text.columns import NoColumn, first_problem, text_column, t
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.files import HEAD_BYTES, binary_format
 from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged, head_of, opened, unpacked_name
+from trainctl.config.text.stream import Damaged, head_of, opened, uncompressed_name
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
 
@@ -86,7 +86,7 @@ def _delimiter(reader: Reader, file: File) -> str:
     assert isinstance(reader.config, CsvConfig)
     chosen = reader.config.delimiter
     if chosen is None:
-        return "\t" if unpacked_name(file).endswith(".tsv") else ","
+        return "\t" if uncompressed_name(file).endswith(".tsv") else ","
     if len(chosen) != 1 or chosen in '"\r\n':
         raise TrainctlError(f"data.delimiter={chosen!r} is not one character", hint="a comma")
     return chosen

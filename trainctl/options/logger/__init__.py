@@ -92,7 +92,7 @@ class Sink(Protocol):
         """Close files and connections; called after errors too."""
 
 
-class Closing(Protocol):
+class SinkWithEnd(Protocol):
     """A sink that wants to know when a run has ended."""
 
     def end(self, state: str) -> None:

@@ -42,7 +42,7 @@ class Activation:
 
     kept: int
     """Elements saved for the backward pass, per element of the layer's width."""
-    kept_by_liger: int
+    saved_by_liger: int
     """Elements that Liger's kernel saves, per element of the layer's width."""
     moved: int
     """Bytes read and written per element of two bytes."""
@@ -50,10 +50,10 @@ class Activation:
     """Bytes read and written per element of two bytes by a single kernel."""
 
 
-SWIGLU = Activation(kept=4, kept_by_liger=3, moved=10, moved_fused=6)
+SWIGLU = Activation(kept=4, saved_by_liger=3, moved=10, moved_fused=6)
 """silu(gate) * up saves gate, up, the silu, and the product; Liger's kernel recomputes the silu."""
 
-GELU_TANH = Activation(kept=5, kept_by_liger=5, moved=36, moved_fused=4)
+GELU_TANH = Activation(kept=5, saved_by_liger=5, moved=36, moved_fused=4)
 """gelu_new saves its input, half of the input, the tanh, one plus the tanh, and the result."""
 
 

@@ -203,7 +203,7 @@ Shape = Callable[[Course, int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleTurns:
+class ScheduleJumps:
     """The updates at which a curve jumps by its formula."""
 
     at: Callable[[Course], tuple[int, ...]]
@@ -251,7 +251,7 @@ class Schedule(Spec):
     """Function that returns the factor during the warmup from the share of it that has passed. None
     rises linearly from 0 to the start of the shape.
     """
-    turns: ScheduleTurns | None = None
+    turns: ScheduleJumps | None = None
     """Updates at which the curve jumps; None if it does not."""
     is_flat: bool = False
     """Whether it stays at the peak after the warmup."""

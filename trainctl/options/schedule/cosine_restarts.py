@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import cos, pi
 
 from trainctl.config.schema.option import option
-from trainctl.options.schedule import Course, Schedule, ScheduleTurns, WithInterval, between
+from trainctl.options.schedule import Course, Schedule, ScheduleJumps, WithInterval, between
 
 
 @dataclass
@@ -56,7 +56,7 @@ SPEC = Schedule(
     keys=CosineRestartsConfig,
     shape=shape,
     floor=(0.0, "down to zero before each restart, arXiv:1608.03983"),
-    turns=ScheduleTurns(
+    turns=ScheduleJumps(
         at=restarts, key="restart_steps", why="at the peak in the update after each"
     ),
     in_unit=("step_every_tokens",),

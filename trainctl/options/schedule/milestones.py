@@ -6,7 +6,7 @@ from trainctl.options.schedule import (
     WHOLE_DROPS,
     Course,
     Schedule,
-    ScheduleTurns,
+    ScheduleJumps,
     WithMilestones,
     milestone_steps,
 )
@@ -28,6 +28,6 @@ SPEC = Schedule(
     keys=WithMilestones,
     shape=shape,
     floor=WHOLE_DROPS,
-    turns=ScheduleTurns(at=drops, key="drop_steps", why="lower from the update after each"),
+    turns=ScheduleJumps(at=drops, key="drop_steps", why="lower from the update after each"),
     in_unit=("milestones",),
 )
