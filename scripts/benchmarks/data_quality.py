@@ -30,7 +30,7 @@ from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.hashing import mix
 from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure, text_hashes
 from trainctl.data.quality.near_duplicates import near_pairs
@@ -154,7 +154,7 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
         measure(part, folder, WantedColumns(held_out=folder / "held_out", passages=True))
     measured = time.process_time()
     corpus = Measured.load(parts, folder)
-    same = same_texts(corpus, folder / "scratch")
+    same = find_identical_texts(corpus, folder / "scratch")
     exact = time.process_time()
     pairs = near_pairs(corpus, same, 0.8, folder / "scratch")
     near = time.process_time()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plain_order import sample_indices
 
 from trainctl.data.order import Order, OrderedSource, OrderedStage, samples_of
-from trainctl.data.source_sampler import SOLE
+from trainctl.data.source_sampler import SINGLE_SOURCE
 
 SHARD = 64
 MOST = 500
@@ -45,8 +45,8 @@ def order_of(plan, **others):
 def test_one_source_without_stages_keeps_the_order_of_runs_that_were_begun(
     shuffle, tokens, seed, start
 ):
-    stages = [OrderedStage(0, 8, {SOLE: Fraction(1)})]
-    order = Order(seed, [OrderedSource(SOLE, tokens)], stages, shuffle=shuffle)
+    stages = [OrderedStage(0, 8, {SINGLE_SOURCE: Fraction(1)})]
+    order = Order(seed, [OrderedSource(SINGLE_SOURCE, tokens)], stages, shuffle=shuffle)
     samples = samples_of(tokens, 8)
     for counters in (np.arange(2 * samples + 3), start + np.arange(40).reshape(5, 8)):
         found = order.at(counters)

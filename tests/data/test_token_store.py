@@ -19,16 +19,16 @@ from trainctl.config.text import plain
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import split_files
 from trainctl.data import budget, tasks
-from trainctl.data.corpora import as_before
-from trainctl.data.corpus import Corpus, build_corpus, cache_folder, do_share
+from trainctl.data.corpora import require_unchanged_corpora
+from trainctl.data.corpus import Corpus, build_corpus, cache_folder, tokenize_share
 from trainctl.data.corpus_folder import chunks_of, write_corpus
 from trainctl.data.preparation import do_tasks
-from trainctl.data.progress import PreparationStanding, in_words
+from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import Store
 from trainctl.data.task_claims import Claims
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
 
@@ -362,13 +362,13 @@ def test_a_packed_text_is_longer_than_its_file(tmp_path):
 def test_shares_are_all_of_it_and_the_corpus_is_joined_from_them(texts, monkeypatch):
     monkeypatch.setattr(tasks, "TASK_BYTES", SMALL)
     config = section("mixed")
-    left = [do_share(config, ByteTokenizer(), (number, 3)) for number in (1, 2, 3)]
+    left = [tokenize_share(config, ByteTokenizer(), (number, 3)) for number in (1, 2, 3)]
     assert left == sorted(left, reverse=True) and left[-1] == 0 < left[1]
-    calls: list[PreparationStanding] = []
+    calls: list[PreparationProgress] = []
     corpus = build_corpus(config, ByteTokenizer(), calls.append)
     assert corpus.digest == BEFORE["mixed"][0] and not calls
     with pytest.raises(TrainctlError, match="one task"):
-        do_share(section("whole"), ByteTokenizer(), (1, 3))
+        tokenize_share(section("whole"), ByteTokenizer(), (1, 3))
 
 
 class WithoutEnd(ByteTokenizer):
@@ -408,7 +408,9 @@ def test_a_run_that_began_without_ends_goes_on_without(texts, tmp_path):
     run.root.mkdir()
     for before in (corpus, corpus.as_without_ends()):
         run.corpus.write_text(json.dumps(asdict(before)))
-        assert as_before({SOLE: corpus}, run.corpus) == {SOLE: before}
+        assert require_unchanged_corpora({SINGLE_SOURCE: corpus}, run.corpus) == {
+            SINGLE_SOURCE: before
+        }
 
 
 def test_a_claim_is_one_process_s_and_given_back(tmp_path):
@@ -451,10 +453,10 @@ def test_a_claim_that_was_taken_over_is_not_given_back_twice(tmp_path):
 
 
 def test_progress_in_words():
-    assert str(PreparationStanding(1234)) == "tokenizing: 1,234 documents"
-    standing = PreparationStanding(10, size=25_000_000, whole=100_000_000, seconds=10)
+    assert str(PreparationProgress(1234)) == "tokenizing: 1,234 documents"
+    standing = PreparationProgress(10, size=25_000_000, whole=100_000_000, seconds=10)
     assert str(standing) == "tokenizing: 10 documents, 25%, 2.5 MB/s, 30 s left"
-    assert [in_words(each) for each in (5, 600, 7300)] == ["5 s", "10 min", "2 h 2 min"]
+    assert [format_duration(each) for each in (5, 600, 7300)] == ["5 s", "10 min", "2 h 2 min"]
 
 
 def test_nothing_of_preparation_loads_torch():

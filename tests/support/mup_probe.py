@@ -12,7 +12,7 @@ from rank_processes import Case
 from torch import nn
 
 from trainctl.engines.process import Process
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.train.evaluation import inference
 from trainctl.train.models.families import blocks_of, family_of
 from trainctl.train.session import Session, assemble
@@ -46,7 +46,7 @@ def sizes(cases: list[Case], process: Process) -> list[Sizes]:
 def activations(session: Session) -> dict[str, torch.Tensor]:
     """By place, in fp32, of the first held-out samples."""
     number = session.plan.batch.micro_batch_size
-    batch = session.held_out[SOLE].micro_batch(np.arange(number))
+    batch = session.held_out[SINGLE_SOURCE].micro_batch(np.arange(number))
     model: Any = session.engine.deepspeed.module.model
     with inference(session.engine.module), _watched(model) as found:
         session.engine.score(batch)

@@ -20,7 +20,7 @@ from trainctl.config.schema import DataType
 from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import Adapter
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import adapted_layers
 from trainctl.runs import checkpoints
@@ -119,7 +119,7 @@ def test_a_narrow_model_is_evaluated_as_it_was_trained(tmp_path: Path, base: Pat
     train_cases(1, [Case(plan, run)])
     recorded = read_events(run.events, "evaluation")[-1]["loss"]
     model = load(plan, newest(run), "cpu", lambda *_: None)
-    held_out = held_out_data(plan, {SOLE: Corpus.load(run.corpus)})
+    held_out = held_out_data(plan, {SINGLE_SOURCE: Corpus.load(run.corpus)})
     with model.inference():
         found = evaluate_sources(
             model.score,

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
-from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.contents import samples_of
 from trainctl.data.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
 from trainctl.data.infilling_settings import infilling_of
@@ -70,7 +70,7 @@ def test_every_token_is_trained_on_once_and_padding_never(config, mask):
     text = corpus.tokens(corpus.train)[: corpus.train.tokens].astype(int)
     ends = corpus.ends(corpus.train).astype(int).tolist()
     data, batch = every_sample(config, corpus, mask=mask)
-    assert drawn_tokens(config, corpus) == data.num_samples * LENGTH + 1
+    assert packed_token_count(config, corpus) == data.num_samples * LENGTH + 1
     found = np.zeros(len(text), dtype=int)
     labels = 0
     for index, (ids, targets, positions, documents) in enumerate(
@@ -138,7 +138,7 @@ def test_bins_are_kept_and_made_again_where_they_are_damaged(config):
     assert again.starts.tolist() == first.starts.tolist()
     assert bins_of(with_data(config, packing=Packing.stream), corpus, corpus.train) is None
     longer = replace(config, training=replace(config.training, sequence_length=2 * LENGTH))
-    assert drawn_tokens(longer, corpus) != drawn_tokens(config, corpus)
+    assert packed_token_count(longer, corpus) != packed_token_count(config, corpus)
 
 
 def test_what_is_shown_is_what_was_trained_on(config):
@@ -279,7 +279,9 @@ def test_a_mixture_of_bins_is_trained_as_planned_and_goes_on_bit_for_bit(with_wo
     train_cases(1, [Case(plan, stopped, attempt=2)])
     assert curve(stopped) == curve(whole)
     corpora = build_corpora(config, load_tokenizer(config.tokenizer))
-    counts = {name: Count(tokens=drawn_tokens(config, corpus)) for name, corpus in corpora.items()}
+    counts = {
+        name: Count(tokens=packed_token_count(config, corpus)) for name, corpus in corpora.items()
+    }
     (stage,) = plan_data(plan, counts).stages
     steps = step_curve(read_events(whole.events)).values()
     for name, use in stage.sources.items():

@@ -20,7 +20,7 @@ from trainctl.config.text.conversations import (
     as_text,
     conversation_of,
 )
-from trainctl.data.bins import bins_of, drawn_tokens, in_words
+from trainctl.data.bins import bins_of, describe_packing, packed_token_count
 from trainctl.data.corpora import build_corpora, cached_corpora
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
@@ -218,13 +218,13 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     assert 0 < text.count("b") < 200 and "bb" in text
     assert "a" not in text.replace("<|im_end|>", "")
     bins = bins_of(config, corpus, corpus.train)
-    told = in_words(bins.counts, corpus.held_out.documents)
+    told = describe_packing(bins.counts, corpus.held_out.documents)
     assert told == (
         "14 conversations to train on, 0 held out; 1 cut at the length of a sample; 1 left out, as "
         "nothing to learn is left where they are cut"
     )
     said = []
-    drawn_tokens(config, corpus, said.append)
+    packed_token_count(config, corpus, said.append)
     assert said[0] == told
     drops = replace(config, data=replace(config.data, on_too_long=OnTooLong.drop))
     _, text = learnt(drops, corpus, tokenizer)

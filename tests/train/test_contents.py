@@ -13,7 +13,7 @@ from trainctl.data.corpus import build_corpus
 from trainctl.data.prepare import corpora_of, prepare
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.layout import RunPaths
 
 LENGTH = 64
@@ -45,7 +45,9 @@ def plan_of(folder, pattern, **data):
 
 def shown(plan, counters, most=0):
     corpus = build_corpus(plan.config.data, ByteTokenizer())
-    return corpus, samples_of(plan, {SOLE: corpus}, ByteTokenizer(), counters, most_characters=most)
+    return corpus, samples_of(
+        plan, {SINGLE_SOURCE: corpus}, ByteTokenizer(), counters, most_characters=most
+    )
 
 
 def documents(folder, pattern):
@@ -93,7 +95,7 @@ def test_texts_are_cut_and_files_may_be_gone(texts):
     corpus = build_corpus(plan.config.data, ByteTokenizer())
     for file in texts.iterdir():
         file.unlink()
-    (sample,) = samples_of(plan, {SOLE: corpus}, ByteTokenizer(), [3], most_characters=10)
+    (sample,) = samples_of(plan, {SINGLE_SOURCE: corpus}, ByteTokenizer(), [3], most_characters=10)
     assert len(sample.text) == 10 and sample.is_cut
     assert {passage.file for passage in sample.passages} == {None}
 

@@ -18,17 +18,17 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OnBadText, Packing, RunConfig
 from trainctl.data.contents import samples_of
 from trainctl.data.corpora import (
-    as_before,
     build_corpora,
+    changed_sources,
     digests_of,
     load_corpora,
-    others_than,
     recorded,
+    require_unchanged_corpora,
     save_corpora,
     unigram_entropy,
 )
 from trainctl.data.prepare import corpora_of, prepare
-from trainctl.data.source_counts import plan_of_data
+from trainctl.data.source_counts import preview_data_plan
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
@@ -87,19 +87,19 @@ def test_they_are_built_by_several_processes_and_recorded(texts, tmp_path):
 def test_a_source_that_left_is_remembered_and_a_changed_one_refused(texts, tmp_path):
     file = tmp_path / "corpus.json"
     first = build_corpora(mixed(texts, "code", "prose"), ByteTokenizer())
-    save_corpora(file, as_before(first, file))
+    save_corpora(file, require_unchanged_corpora(first, file))
     without = build_corpora(mixed(texts, "code", "notes"), ByteTokenizer())
-    save_corpora(file, as_before(without, file))
+    save_corpora(file, require_unchanged_corpora(without, file))
     assert set(recorded(file)) == {"code", "prose", "notes"}
     manifest = digests_of(first)
-    assert others_than(without, manifest) == []
+    assert changed_sources(without, manifest) == []
     (texts / "prose.jsonl").write_text('{"text": "another"}\n' * 50)
     again = build_corpora(mixed(texts, "code", "prose"), ByteTokenizer())
-    assert others_than(again, manifest) == ["prose"]
+    assert changed_sources(again, manifest) == ["prose"]
     with pytest.raises(
         TrainctlError, match=r"corpus of data\.sources\.prose is not the one"
     ) as told:
-        as_before(again, file)
+        require_unchanged_corpora(again, file)
     assert told.value.exit_code == ExitCode.run_state
 
 
@@ -116,12 +116,14 @@ def test_a_source_that_is_short_ends_the_launch_before_its_ranks(texts, tmp_path
     config = mixed(texts, "code", "prose", steps=400, prose={"max_epochs": 2})
     plan, run = tiny_plan(config, 1), RunPaths(tmp_path / "run")
     run.root.mkdir()
-    assert plan_of_data(plan)[1] == []  # nobody has tokenized them, and a guess refuses nothing
+    assert (
+        preview_data_plan(plan)[1] == []
+    )  # nobody has tokenized them, and a guess refuses nothing
     with pytest.raises(TrainctlError, match=r"prose falls short by [\d,]+ tokens") as told:
         prepare(plan, run)
     assert told.value.exit_code == ExitCode.bad_input and "max_epochs=" in told.value.hint
     assert not run.corpus.is_file()
-    _, (problem,) = plan_of_data(plan)  # of the cache: the next launch is refused at once
+    _, (problem,) = preview_data_plan(plan)  # of the cache: the next launch is refused at once
     assert problem.key == "data.sources.prose.max_epochs" and problem.is_error
 
 

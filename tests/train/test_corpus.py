@@ -19,13 +19,13 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.files import split_files
-from trainctl.data.corpora import as_before
+from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
 from trainctl.data.corpus_folder import locked
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 
@@ -371,7 +371,9 @@ def test_a_run_of_the_first_format_goes_on_and_its_cache_is_made_again(texts, tm
     run = RunPaths(tmp_path / "run")
     run.root.mkdir()
     write_json(run.corpus, json.loads((tmp_path / "old" / "corpus.json").read_text()))
-    assert as_before({SOLE: corpus}, run.corpus)[SOLE].is_that_of(old.digest)
+    assert require_unchanged_corpora({SINGLE_SOURCE: corpus}, run.corpus)[SINGLE_SOURCE].has_digest(
+        old.digest
+    )
 
 
 def texts_of(config, split):

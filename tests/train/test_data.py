@@ -10,7 +10,7 @@ from trainctl.data.corpus import Corpus, Split
 from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.plan.batches import Batch
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.train.data import PackedDataset, TrainingData
 
 END = 256
@@ -67,8 +67,10 @@ def test_padding_samples_have_no_labels(tmp_path):
     ("data_size", "micro", "accumulation"), [(1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 4, 1)]
 )
 def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro, accumulation):
-    data = {(SOLE, 2): dataset(tmp_path, list(range(250)), length=2)}
-    order = Order(3, [OrderedSource(SOLE, 250)], [OrderedStage(0, 2, {SOLE: Fraction(1)})])
+    data = {(SINGLE_SOURCE, 2): dataset(tmp_path, list(range(250)), length=2)}
+    order = Order(
+        3, [OrderedSource(SINGLE_SOURCE, 250)], [OrderedStage(0, 2, {SINGLE_SOURCE: Fraction(1)})]
+    )
 
     def step(rank, size, micro, passes):
         batch = Batch(

@@ -22,14 +22,14 @@ from trainctl.config.schema import OnBadText
 from trainctl.config.text.conversations import as_text
 from trainctl.config.text.preferences import pair_of
 from trainctl.data.corpora import load_corpora
-from trainctl.data.loss_marks import are_learnt, with_mark, without_marks
+from trainctl.data.loss_marks import are_learnt, marked_vocab_size, without_marks
 from trainctl.data.preferences import encoder_of
 from trainctl.data.prepare import prepare
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.dpo import PreferenceLoss
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data
@@ -89,7 +89,7 @@ def test_a_sample_is_one_pair_and_one_too_long_is_left_out(pairs, tmp_path):
     prepare(plan, run)
     corpora = load_corpora(run.corpus, plan.config.data)
     data = TrainingData.of(plan, corpora, data_rank=0, data_size=1)
-    held_out = held_out_data(plan, corpora)[SOLE]
+    held_out = held_out_data(plan, corpora)[SINGLE_SOURCE]
     (dataset,) = data.datasets.values()
     assert dataset.num_samples + held_out.num_samples == PAIRS
     batch = dataset.micro_batch(np.array([0, -1]))
@@ -118,12 +118,12 @@ def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
         prepare(plan, run)
         corpora = load_corpora(run.corpus, plan.config.data)
         held_out = held_out_data(plan, corpora)
-        count = held_out[SOLE].num_samples
+        count = held_out[SINGLE_SOURCE].num_samples
         numbers = {"train": PAIRS - count, "held_out": count}
         zeros = {side: np.zeros((size, 2), np.float32) for side, size in numbers.items()}
         write_reference(run, zeros, identity(corpora, numbers))
         attach_saved_reference(run, corpora, held_out)
-        assert held_out[SOLE].reference.shape == (count, 2)
+        assert held_out[SINGLE_SOURCE].reference.shape == (count, 2)
         kept.append((run, corpora, held_out))
     (own, corpora, held_out), (other, *_) = kept
     own.reference.write_bytes(other.reference.read_bytes())
@@ -145,7 +145,7 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
     write = partial(theirs.apply_chat_template, return_dict=False)
     asks = write(prompt, add_generation_prompt=True)
     whole = [write([*prompt, *answer]) for answer in answers.values()]
-    is_wide = with_mark(tokenizer.vocab_size) > 1 << 16
+    is_wide = marked_vocab_size(tokenizer.vocab_size) > 1 << 16
     stored = found.astype("<u4" if is_wide else "<u2")  # as a store has them
     assert without_marks(stored).tolist() == [*whole[0], *whole[1]]
     learnt = [place >= len(asks) for each in whole for place in range(len(each))]

@@ -16,7 +16,7 @@ from trainctl.cli.data_dropped import show_dropped
 from trainctl.cli.planning import compose_target
 from trainctl.cli.planning import plan as make_plan
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SOLE, stages_of_plan
+from trainctl.plan.mixture import SINGLE_SOURCE, stages_of_plan
 from trainctl.runs.attempts import find_attempt, standing_attempt
 from trainctl.runs.directory import read_plan
 from trainctl.runs.records import steps_from_end
@@ -139,7 +139,7 @@ def _planned_counters(plan: RunPlan, step: int) -> list[int]:
 
 
 def _show(sample: Sample) -> None:
-    of = "the training text" if sample.source == SOLE else sample.source
+    of = "the training text" if sample.source == SINGLE_SOURCE else sample.source
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
         f"{sample.first_token:,} of {of}"

@@ -14,7 +14,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import sources_of
 
 if TYPE_CHECKING:
-    from trainctl.data.quality.dropped_text import Shown
+    from trainctl.data.quality.dropped_text import DroppedDocument
 
 
 def show_dropped(config: RunConfig, *, as_json: bool) -> None:
@@ -89,7 +89,7 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def _put_example(row: Shown) -> None:
+def _put_example(row: DroppedDocument) -> None:
     put(f"  {printable(row.document)}")
     put(f"    {row.reason}: {printable(row.why)}")
     put(f"    | {printable(row.excerpt)}")

@@ -11,7 +11,7 @@ from trainctl.cli.arguments import Json, NamedRun
 from trainctl.cli.console import print_json, printable, put
 from trainctl.cli.meter import Meter
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import standing_attempt
 from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.records import iter_events
@@ -73,7 +73,7 @@ def find(
 
 
 def _show(found: Match) -> None:
-    of = "" if found.source == SOLE else f" of {found.source}"
+    of = "" if found.source == SINGLE_SOURCE else f" of {found.source}"
     line = "" if found.line is None else f":{found.line}"
     where = "" if found.file is None else f": {printable(found.file)}{line}"
     put(f"document {found.document:,}{of}, from token {found.token:,}{where}")

@@ -14,7 +14,7 @@ from trainctl.cli.findings import findings_to_json, show_findings
 from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.planning import plan as make_plan
 from trainctl.config.text.check import check_text
-from trainctl.data.source_counts import count_sources
+from trainctl.data.source_counts import count_source_tokens
 from trainctl.errors import TrainctlError
 from trainctl.monitor.report.mixture import chart
 
@@ -57,7 +57,9 @@ def plan(
     if made is None:
         raise TrainctlError.from_findings(planned.findings)
     files = check_text(made.config)
-    counts, unread = ({}, []) if any(f.is_error for f in files) else count_sources(made.config)
+    counts, unread = (
+        ({}, []) if any(f.is_error for f in files) else count_source_tokens(made.config)
+    )
     broken = [finding for finding in [*files, *unread] if finding.is_error]
     if broken:
         raise TrainctlError.from_findings(name_sources(planned.composed, [*files, *unread]))

@@ -26,7 +26,7 @@ from trainctl.search.tokenizer_files import check_tokenizer_files
 if TYPE_CHECKING:
     from trainctl.data.corpora import Corpora
     from trainctl.data.corpus import Corpus
-    from trainctl.data.progress import PreparationStanding
+    from trainctl.data.progress import PreparationProgress
     from trainctl.data.tokenizer import Tokenizer
 
 
@@ -67,10 +67,10 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.data.bins import drawn_tokens
-    from trainctl.data.corpora import build_corpora, do_shares
+    from trainctl.data.bins import packed_token_count
+    from trainctl.data.corpora import build_corpora, tokenize_shares
     from trainctl.data.prepare import TokenizingProgress, say
-    from trainctl.data.progress import PreparationStanding
+    from trainctl.data.progress import PreparationProgress
     from trainctl.data.tokenizer import load_tokenizer
 
     share = _share(task) if task is not None else None
@@ -91,16 +91,16 @@ def prepare(
             hint="copy its folder",
         )
     tokenizer = load_tokenizer(config.tokenizer)
-    last = PreparationStanding(0)
+    last = PreparationProgress(0)
     tell_of = TokenizingProgress()
 
-    def show(standing: PreparationStanding) -> None:
+    def show(standing: PreparationProgress) -> None:
         nonlocal last
         last = standing if standing.is_tokenizing else last
         tell_of(standing)
 
     if share is not None:
-        left = do_shares(config, tokenizer, share, show, workers=workers)
+        left = tokenize_shares(config, tokenizer, share, show, workers=workers)
         if as_json:
             print_json({"schema": 1, "task": task, "documents": last.documents, "left": left})
         else:
@@ -125,7 +125,7 @@ def prepare(
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
         for line in bad_text_lines({"bad_text": corpus.bad_text}):
             put(f"{of}{line}")
-        drawn_tokens(config, corpus, put)
+        packed_token_count(config, corpus, put)
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
     for place in places.values():
@@ -152,7 +152,7 @@ def _written(
     return places
 
 
-def _as_json(corpora: Corpora, last: PreparationStanding, *, is_mixture: bool) -> dict[str, object]:
+def _as_json(corpora: Corpora, last: PreparationProgress, *, is_mixture: bool) -> dict[str, object]:
     found = {name: _corpus(corpus) for name, corpus in corpora.items()}
     told: dict[str, object] = {"sources": found}
     if not is_mixture:

@@ -15,7 +15,7 @@ from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 
 if TYPE_CHECKING:
     from trainctl.data.corpus import Corpus
@@ -44,9 +44,9 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
-    from trainctl.data.bins import drawn_tokens  # imports numpy, which few plans need
+    from trainctl.data.bins import packed_token_count  # imports numpy, which few plans need
 
-    tokens = drawn_tokens(config, corpus)
+    tokens = packed_token_count(config, corpus)
     key = "training.epoch_tokens"
     layers = {**composed.layers, key: (*composed.layers.get(key, ()), Layer(COUNTED, tokens))}
     counted = replace(config, training=replace(training, epoch_tokens=tokens))
@@ -58,7 +58,7 @@ def _cached(config: RunConfig) -> Corpus | None:
     from trainctl.data.tokenizer import load_tokenizer
 
     try:
-        return cached_corpora(config, load_tokenizer(config.tokenizer))[SOLE]
+        return cached_corpora(config, load_tokenizer(config.tokenizer))[SINGLE_SOURCE]
     except TrainctlError:
         return None  # a missing file is reported by another check
 
@@ -71,4 +71,4 @@ def _tokenized(config: RunConfig) -> Corpus:
     if _cached(config) is None:
         say("reading the corpus, to know how long training.epochs is; it is kept for the training")
     tokenizer = load_tokenizer(config.tokenizer)
-    return build_corpora(config, tokenizer, TokenizingProgress(), say)[SOLE]
+    return build_corpora(config, tokenizer, TokenizingProgress(), say)[SINGLE_SOURCE]

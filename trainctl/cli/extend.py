@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainctl.cli.console import say
-from trainctl.data.source_counts import count_sources
+from trainctl.data.source_counts import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
 from trainctl.plan.mixture import sources_of, stages_of_plan
@@ -90,7 +90,7 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     Raises:
         TrainctlError: With all such changes.
     """
-    from trainctl.data.bins import drawn_tokens
+    from trainctl.data.bins import packed_token_count
     from trainctl.data.compatibility import changes_of_past
     from trainctl.data.corpora import recorded
     from trainctl.data.mixture import order_of
@@ -98,9 +98,9 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     if not run.corpus.is_file():
         return
     corpora = recorded(run.corpus)
-    tokens = {name: drawn_tokens(made.config, corpus) for name, corpus in corpora.items()}
+    tokens = {name: packed_token_count(made.config, corpus) for name, corpus in corpora.items()}
     if not set(sources_of(made.config.data)) <= set(tokens):
-        counts, _ = count_sources(made.config)
+        counts, _ = count_source_tokens(made.config)
         tokens = {name: count.tokens for name, count in counts.items()} | tokens
     packings = [plan.config.data.packing for plan in (before, made)]
     try:

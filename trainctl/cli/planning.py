@@ -18,7 +18,7 @@ from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
 from trainctl.config.tracing import anatomy_in_child, trace_in_child
 from trainctl.config.user_code import check_user_code
-from trainctl.data.source_counts import plan_of_data
+from trainctl.data.source_counts import preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.refusals import refusals
@@ -136,7 +136,7 @@ def plan(
         found += check_corpus_is_meant(composed.config)
         found += refusals(composed.config, hardware)
         if assessment.plan is not None and not any(finding.is_error for finding in found):
-            data, problems = plan_of_data(assessment.plan)
+            data, problems = preview_data_plan(assessment.plan)
             found += problems
     return Planned(
         composed=composed,

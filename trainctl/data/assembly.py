@@ -13,7 +13,7 @@ from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
 from trainctl.data.in_place import Span
 from trainctl.data.part import Part
-from trainctl.data.store import Store, files_in_order, in_file
+from trainctl.data.store import Store, files_in_order, shift_line_number
 from trainctl.data.tasks import Task
 
 
@@ -109,7 +109,7 @@ def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
             bad.skipped += facts.skipped
             lines = before.get(piece.file, 0)
             bad.examples += [
-                f"{piece.file}{in_file(text, piece, lines)}" for text in facts.examples
+                f"{piece.file}{shift_line_number(text, piece, lines)}" for text in facts.examples
             ]
             before[piece.file] = lines + facts.lines
     held_out, train = of_sides[True], of_sides[False]

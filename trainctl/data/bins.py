@@ -27,7 +27,7 @@ from trainctl.config.text.files import digest_of
 from trainctl.data.corpus import Tell, cache_folder
 from trainctl.data.corpus_file import Corpus, Split
 from trainctl.data.corpus_folder import locked
-from trainctl.data.packing import Bins, conversations_of, each_alone, pack, pieces_of
+from trainctl.data.packing import Bins, conversations_of, one_bin_per_piece, pack, pieces_of
 from trainctl.data.part import writing
 from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
@@ -94,11 +94,11 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
         )
     cuts = config.data.on_too_long is OnTooLong.cut
     found = conversations_of(ends, length, learnt, cuts=cuts)
-    bins = each_alone(found.pieces) if is_paired else pack(found.pieces, length)
+    bins = one_bin_per_piece(found.pieces) if is_paired else pack(found.pieces, length)
     return replace(bins, counts=found.counts)
 
 
-def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
+def packed_token_count(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
     """Return the tokens of a source's training text as a run draws it, including bins' padding.
 
     The order computes floor((N - 1) / L) samples of length L from this number N. `tell` is called
@@ -113,7 +113,7 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     tokens = len(bins) * config.training.sequence_length
     is_paired = spec_of(config.data).has_pairs
     if bins.counts:
-        told = in_words(bins.counts, corpus.held_out.documents)
+        told = describe_packing(bins.counts, corpus.held_out.documents)
         tell(told.replace("conversations", "pairs", 1) if is_paired else told)
     text = int(bins.lengths.sum(dtype=np.int64))
     how = "a pair in each sample" if is_paired else "best-fit packing"
@@ -124,7 +124,7 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     return tokens + 1
 
 
-def in_words(counts: Mapping[str, int], held_out: int) -> str:
+def describe_packing(counts: Mapping[str, int], held_out: int) -> str:
     """Describe how many conversations are trained on, held out, cut and left out."""
     reasons = {
         "cut": "cut at the length of a sample",

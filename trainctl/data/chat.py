@@ -29,7 +29,7 @@ import numpy.typing as npt
 from trainctl.config.chat_template import special_tokens_of, template_of
 from trainctl.config.text.conversations import Learn, Message
 from trainctl.data.template_rendering import RefusedByTemplate, Spans, render
-from trainctl.data.tokenizer import take_limits
+from trainctl.data.tokenizer import disable_truncation
 from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ def _loaded(file: Path, special: Collection[str] = ()) -> Tokenizer:
             token["special"] = token["special"] or token["content"] in special
         text = json.dumps(said)
     found = Tokenizer.from_str(text)
-    take_limits(found)
+    disable_truncation(found)
     return found
 
 

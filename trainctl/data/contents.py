@@ -18,7 +18,7 @@ from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
 from trainctl.config.text.remote import File, is_url
-from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.corpus import Corpus
 from trainctl.data.corpus_file import FILES
 from trainctl.data.in_place import Tokens
@@ -77,7 +77,7 @@ class Sample:
     counter: int
     """Sample counter in the run's order, as in the records."""
     source: str
-    """Name of the source; `plan.mixture.SOLE` if the run has one source."""
+    """Name of the source; `plan.mixture.SINGLE_SOURCE` if the run has one source."""
     index: int
     """Index in the source, in samples of the stage's length."""
     epoch: int
@@ -150,7 +150,7 @@ def samples_of(
     """
     sections = sources_of(plan.config.data)
     try:
-        tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in sections}
+        tokens = {name: packed_token_count(plan.config, corpora[name]) for name in sections}
         order = order_of(plan, tokens)
     except ValueError:  # there are no samples
         return []

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trainctl.config.schema import OnBadText
 from trainctl.data.chat import CannotRender, ChatTemplate
 from trainctl.data.encoding import Encoder
-from trainctl.data.loss_marks import marked, with_mark
+from trainctl.data.loss_marks import marked, marked_vocab_size
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.options.data.chat import ChatConfig
 
@@ -39,7 +39,7 @@ class ChatEncoder:
             tokenizer.file, section.chat_template, section.template_arguments
         )
         self._section, self._tokens = section, tokenizer.vocab_size
-        self.vocab_size = with_mark(tokenizer.vocab_size)
+        self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
         of = (tokenizer.fingerprint, template.fingerprint, section.learn.value)
         self.fingerprint = " ".join(of)
 

@@ -1,6 +1,6 @@
 """The corpora of a run, one per source, by name. No torch.
 
-The only source of a run is named `plan.mixture.SOLE`. Its record is stored as in versions without
+The only source of a run is named `plan.mixture.SINGLE_SOURCE`. Its record is stored as in versions without
 mixtures: `corpus.json` is that corpus itself.
 """
 
@@ -22,14 +22,14 @@ from trainctl.data.corpus import (
     build_corpus,
     build_users_corpus,
     cached_corpus,
-    do_share,
-    in_parts,
+    can_tokenize_in_parts,
+    tokenize_share,
 )
-from trainctl.data.progress import PreparationStanding, Progress, unseen
+from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
 from trainctl.data.streaming.corpora import opened
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import SOLE, sources_of
+from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.runs.atomic import write_json
 
 Corpora = dict[str, Corpus]
@@ -51,7 +51,7 @@ class _Together:
         self._before, self._last = self._before + self._last, 0
         return self
 
-    def __call__(self, standing: PreparationStanding) -> None:
+    def __call__(self, standing: PreparationProgress) -> None:
         if not standing.is_tokenizing:
             self._progress(standing)
             return
@@ -66,7 +66,7 @@ def _unheard(message: str) -> None:
 def build_corpora(
     config: RunConfig,
     tokenizer: Tokenizer,
-    progress: Progress = unseen,
+    progress: Progress = ignore_progress,
     tell: Tell = _unheard,
     *,
     users_folder: Path | None = None,
@@ -87,7 +87,7 @@ def build_corpora(
         assert users_folder is not None
         made = build_users_corpus(config.data, tokenizer, users_folder, progress, tell)
         _require_text(made, "data.factory gives")
-        return {SOLE: made}
+        return {SINGLE_SOURCE: made}
     found, show = {}, _Together(progress)
     for name, section in sources_of(config.data).items():
         try:
@@ -103,7 +103,7 @@ def build_corpora(
             )
             _require_text(found[name], "the files of data.paths have")
         except TrainctlError as error:
-            raise of_source(config.data, name, error) from error
+            raise with_source_key(config.data, name, error) from error
     return found
 
 
@@ -138,15 +138,15 @@ def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus 
         try:
             found[name] = cached_corpus(section, tokenizer, config.data, name)
         except TrainctlError as error:
-            raise of_source(config.data, name, error) from error
+            raise with_source_key(config.data, name, error) from error
     return found
 
 
-def do_shares(
+def tokenize_shares(
     config: RunConfig,
     tokenizer: Tokenizer,
     share: tuple[int, int],
-    progress: Progress = unseen,
+    progress: Progress = ignore_progress,
     *,
     workers: int | None = None,
 ) -> int:
@@ -163,15 +163,15 @@ def do_shares(
     left, show = 0, _Together(progress)
     for name, section in sources_of(config.data).items():
         try:
-            left += do_share(
+            left += tokenize_share(
                 section, tokenizer, share, show.next(), section=config.tokenizer, workers=workers
             )
         except TrainctlError as error:
-            raise of_source(config.data, name, error) from error
+            raise with_source_key(config.data, name, error) from error
     return left
 
 
-def help_with(config: RunConfig, tokenizer: Tokenizer) -> None:
+def tokenize_unclaimed(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora.
 
     Raises:
@@ -179,11 +179,11 @@ def help_with(config: RunConfig, tokenizer: Tokenizer) -> None:
     """
     for name, section in sources_of(config.data).items():
         cached = cached_corpus(section, tokenizer, config.data, name)
-        if cached is None and in_parts(section):
-            do_share(section, tokenizer, (1, 1), section=config.tokenizer)
+        if cached is None and can_tokenize_in_parts(section):
+            tokenize_share(section, tokenizer, (1, 1), section=config.tokenizer)
 
 
-def of_source(data: DataConfig, name: str, error: TrainctlError) -> TrainctlError:
+def with_source_key(data: DataConfig, name: str, error: TrainctlError) -> TrainctlError:
     """Rewrite the keys in an error of a source to their place under `data.sources.NAME`."""
     if not data.sources:
         return error
@@ -231,29 +231,29 @@ def recorded(path: Path) -> Corpora:
         sources = json.loads(path.read_bytes())["sources"]
         return {name: Corpus.of(record) for name, record in sources.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {SOLE: Corpus.load(path)}  # a run with one source, or an error
+        return {SINGLE_SOURCE: Corpus.load(path)}  # a run with one source, or an error
 
 
 def digests_of(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
     """Return the corpus digests that a checkpoint records."""
-    if set(corpora) == {SOLE}:
-        return {"corpus_digest": corpora[SOLE].digest}
+    if set(corpora) == {SINGLE_SOURCE}:
+        return {"corpus_digest": corpora[SINGLE_SOURCE].digest}
     of_each = {name: corpus.digest for name, corpus in sorted(corpora.items())}
     together = hashlib.sha256(json.dumps(of_each).encode()).hexdigest()
     return {"corpus_digest": together, "source_digests": of_each}
 
 
-def others_than(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) -> list[str]:
+def changed_sources(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) -> list[str]:
     """Return the sources whose text differs from the text that a checkpoint was trained on."""
-    digests = manifest.get("source_digests") or {SOLE: manifest["corpus_digest"]}
+    digests = manifest.get("source_digests") or {SINGLE_SOURCE: manifest["corpus_digest"]}
     return [
         name
         for name, digest in digests.items()
-        if name in corpora and not corpora[name].is_that_of(digest)
+        if name in corpora and not corpora[name].has_digest(digest)
     ]
 
 
-def as_before(corpora: Mapping[str, Corpus], path: Path) -> Corpora:
+def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corpora:
     """Check that corpora are unchanged since the run started, and return them.
 
     The result also has the recorded corpora of sources that the run no longer has. The run's record
@@ -281,7 +281,7 @@ def _as_before(name: str, corpus: Corpus, before: Corpus) -> Corpus:
             hint = (
                 "data.held_out_fraction=0: when it started, nothing of a single file was held out"
             )
-        which = "corpus" if name == SOLE else f"corpus of data.sources.{name}"
+        which = "corpus" if name == SINGLE_SOURCE else f"corpus of data.sources.{name}"
         raise TrainctlError(
             f"the {which} is not the one that this run started with",
             hint=hint,
@@ -317,6 +317,6 @@ def bad_text(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
 
 
 def _plain(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
-    if set(corpora) == {SOLE}:
-        return asdict(corpora[SOLE])
+    if set(corpora) == {SINGLE_SOURCE}:
+        return asdict(corpora[SINGLE_SOURCE])
     return {"sources": {name: asdict(corpus) for name, corpus in corpora.items()}}

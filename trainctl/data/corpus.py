@@ -22,13 +22,13 @@ from trainctl.data.assembly import bad_text, chunks
 from trainctl.data.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_folder import chunks_of, locked, migrate, write_corpus
 from trainctl.data.corpus_in_place import chunks_in_place
-from trainctl.data.encoding import encoder_of, marks_learnt
+from trainctl.data.encoding import encoder_of, stores_loss_mask
 from trainctl.data.part import DamagedPart
 from trainctl.data.preparation import do_tasks
-from trainctl.data.progress import Progress, unseen
+from trainctl.data.progress import Progress, ignore_progress
 from trainctl.data.selecting import (
     DROPPED,
-    Chosen,
+    KeptDocuments,
     Prepared,
     choose,
     folder_of_columns,
@@ -40,7 +40,7 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of, spec_of
-from trainctl.plan.mixture import SOLE, sources_of
+from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folder"]
 
@@ -68,13 +68,13 @@ def _unheard(message: str) -> None:
 def build_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
-    progress: Progress = unseen,
+    progress: Progress = ignore_progress,
     tell: Tell = _unheard,
     *,
     section: TokenizerConfig | None = None,
     workers: int | None = None,
     whole: DataConfig | None = None,
-    name: str = SOLE,
+    name: str = SINGLE_SOURCE,
 ) -> Corpus:
     """Return the corpus of a config, from the cache if the same files were tokenized before.
 
@@ -108,7 +108,7 @@ def build_corpus(
             )
 
     needed = _needs_ends(config, whole)
-    if not in_parts(config):
+    if not can_tokenize_in_parts(config):
 
         def write() -> None:
             tell_of_format_1()
@@ -129,10 +129,10 @@ def build_corpus(
     if not problem:
         do(store, tasks)  # without the lock, so that other processes can help
 
-    def choose_of_run() -> Chosen:
+    def choose_of_run() -> KeptDocuments:
         sources = []
         for source, its in sources_of(whole).items():
-            if in_parts(its):
+            if can_tokenize_in_parts(its):
                 its_store, its_tasks = _store_of(its, tokenizer, split_files(its))
                 do(its_store, its_tasks)
                 sources.append(Prepared(source, its, its_store, its_tasks, split_files(its)))
@@ -157,7 +157,7 @@ def build_corpus(
                     lambda: bad_text(store, tasks, files),
                     files_in_order(files.train, files.held_out),
                     {DROPPED: chosen.dropped[name]} if chosen is not None else None,
-                    is_marked=marks_learnt(config),
+                    is_marked=stores_loss_mask(config),
                 )
             except DamagedPart as damage:
                 tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
@@ -192,11 +192,11 @@ def _in_place(
     return _from_cache(folder, write, tell)
 
 
-def do_share(
+def tokenize_share(
     config: DataConfig,
     tokenizer: Tokenizer,
     share: tuple[int, int],
-    progress: Progress = unseen,
+    progress: Progress = ignore_progress,
     *,
     section: TokenizerConfig | None = None,
     workers: int | None = None,
@@ -214,7 +214,7 @@ def do_share(
     """
     if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return 0
-    if not in_parts(config):
+    if not can_tokenize_in_parts(config):
         raise TrainctlError(
             "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
             hint="leave out --task",
@@ -226,7 +226,7 @@ def do_share(
     return sum(not store.is_done(task) for task in tasks)
 
 
-def in_parts(config: DataConfig) -> bool:
+def can_tokenize_in_parts(config: DataConfig) -> bool:
     """Return True if the ids of each document do not depend on its position in the corpus.
 
     Raises:
@@ -235,7 +235,7 @@ def in_parts(config: DataConfig) -> bool:
     if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return False
     is_cut = config.max_bytes is not None or is_one_document(config, split_files(config))
-    if is_cut and marks_learnt(config):
+    if is_cut and stores_loss_mask(config):
         raise TrainctlError(
             "a single conversation cannot be divided, nor one be cut by data.max_bytes",
             hint="data.held_out_fraction=0, or more conversations; and leave data.max_bytes out",
@@ -251,7 +251,10 @@ def _store_of(
 
 
 def cached_corpus(
-    config: DataConfig, tokenizer: Tokenizer, whole: DataConfig | None = None, name: str = SOLE
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    whole: DataConfig | None = None,
+    name: str = SINGLE_SOURCE,
 ) -> Corpus | None:
     """Return the corpus of a config if the same files were tokenized before, else None.
 
@@ -291,7 +294,7 @@ def build_users_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
     folder: Path,
-    progress: Progress = unseen,
+    progress: Progress = ignore_progress,
     tell: Tell = _unheard,
 ) -> Corpus:
     """Return the corpus of a config with `data.factory`, in a folder of the run.

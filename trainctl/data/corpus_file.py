@@ -189,7 +189,7 @@ class Corpus:
                 return found
         return ""
 
-    def is_that_of(self, digest: str) -> bool:
+    def has_digest(self, digest: str) -> bool:
         """Return True if a digest recorded earlier in this run identifies this corpus."""
         return digest in (self.digest, self.former_digest or self.digest)
 

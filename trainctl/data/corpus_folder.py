@@ -32,9 +32,9 @@ from trainctl.data.corpus_file import (
 )
 from trainctl.data.encoding import Encoder, dtype_for, encoded
 from trainctl.data.in_place import Span, digest_of_spans
-from trainctl.data.loss_marks import with_mark, without_marks
+from trainctl.data.loss_marks import marked_vocab_size, without_marks
 from trainctl.data.part import writing
-from trainctl.data.progress import PreparationStanding, Progress, unseen
+from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json
@@ -117,7 +117,7 @@ def write_corpus(
 
 
 def chunks_of(
-    texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: Progress = unseen
+    texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: Progress = ignore_progress
 ) -> Iterator[Chunk]:
     """Tokenize texts in this process and yield each as a chunk of its own.
 
@@ -125,7 +125,7 @@ def chunks_of(
     """
     for done, (side, _, ids) in enumerate(encoded(texts, tokenizer), 1):
         yield Chunk(side, ids, np.array([len(ids)]))
-        progress(PreparationStanding(done))
+        progress(PreparationProgress(done))
 
 
 def _written(
@@ -137,7 +137,7 @@ def _written(
     is_marked: bool,
 ) -> Corpus:
     vocab_size = tokenizer.vocab_size
-    dtype = dtype_for(with_mark(vocab_size) if is_marked else vocab_size)
+    dtype = dtype_for(marked_vocab_size(vocab_size) if is_marked else vocab_size)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with ExitStack() as stack:
 

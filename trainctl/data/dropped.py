@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainctl.data.quality.dropped_text import Shown, shown
+from trainctl.data.quality.dropped_text import DroppedDocument, describe_examples
 from trainctl.data.quality.selection import Example, example_of
 from trainctl.data.selecting import DROPPED
 from trainctl.data.store import lines_before, read_documents
@@ -36,7 +36,7 @@ def read_dropped(corpus: Path) -> dict[str, Any] | None:
     return plain
 
 
-def examples_of(dropped: Mapping[str, Any]) -> Iterator[Shown]:
+def examples_of(dropped: Mapping[str, Any]) -> Iterator[DroppedDocument]:
     """Yield the examples of a source. Each file is read once.
 
     Raises:
@@ -46,7 +46,7 @@ def examples_of(dropped: Mapping[str, Any]) -> Iterator[Shown]:
         reason: [example_of(each) for each in some] for reason, some in dropped["examples"].items()
     }
     texts = _texts(dropped, [each for some in examples.values() for each in some])
-    return shown(examples, lambda *document: texts[document])
+    return describe_examples(examples, lambda *document: texts[document])
 
 
 def _texts(

@@ -70,13 +70,13 @@ def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
     Raises:
         TrainctlError: The tokenizer lacks something that the source needs.
     """
-    if marks_learnt(section):
+    if stores_loss_mask(section):
         made: Encoder = function_of("data", section.kind, "encoder")(section, tokenizer)
         return made
     return Separated(tokenizer, section.separator) if section.separator else tokenizer
 
 
-def marks_learnt(section: DataConfig) -> bool:
+def stores_loss_mask(section: DataConfig) -> bool:
     """Return True if a source's ids carry loss marks (`data.loss_marks`)."""
     return section.factory is None and bool(spec_of(section).encoder)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.contents import training_text
 from trainctl.data.corpus import Corpus
 from trainctl.data.mixture import order_of
@@ -42,7 +42,7 @@ class Match:
     """A document that contains the text."""
 
     source: str
-    """Name of the source; `plan.mixture.SOLE` if the run has one source."""
+    """Name of the source; `plan.mixture.SINGLE_SOURCE` if the run has one source."""
     document: int
     """Number of the document in the source's training text, from 0."""
     file: str | None
@@ -139,7 +139,7 @@ class _History:
         self._plan, self._corpora = plan, corpora
         if self._steps:
             names = sources_of(plan.config.data)
-            tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in names}
+            tokens = {name: packed_token_count(plan.config, corpora[name]) for name in names}
             self._order = order_of(plan, tokens)
 
     def _add(self, step: int, first: int, end: int) -> None:

@@ -14,14 +14,14 @@ import numpy.typing as npt
 from trainctl.data.in_place import Ids, Tokens
 
 
-def with_mark(vocab_size: int) -> int:
+def marked_vocab_size(vocab_size: int) -> int:
     """Return the size of the id range with marks, at least twice the vocabulary."""
     return 1 << 16 if vocab_size <= 1 << 15 else 1 << 32
 
 
 def marked(ids: Ids, learnt: npt.NDArray[np.bool_], vocab_size: int) -> npt.NDArray[np.int64]:
     """Set the mark of the learned ids. Both arrays have the shape (tokens,)."""
-    return np.where(learnt, ids | (with_mark(vocab_size) >> 1), ids).astype(np.int64)
+    return np.where(learnt, ids | (marked_vocab_size(vocab_size) >> 1), ids).astype(np.int64)
 
 
 def without_marks(ids: Ids) -> Ids:

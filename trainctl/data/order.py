@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.permutation import Integers, key_of, permute
-from trainctl.data.source_sampler import SHARD_TOKENS, Leg, located, samples_of, source_key
+from trainctl.data.source_sampler import (
+    SHARD_TOKENS,
+    FixedLengthSegment,
+    epoch_and_index,
+    samples_of,
+    source_key,
+)
 from trainctl.data.source_turns import Turns, quotas_of, turns_of
 
 _DEALT = -2
@@ -140,7 +146,7 @@ class Order:
             found.source[chosen] = sources
             before, tail, *numbers = (each[sources] for each in self._numbers[number])
             draws += before
-            epoch, index = located(draws, numbers, self.shuffle)
+            epoch, index = epoch_and_index(draws, numbers, self.shuffle)
             found.epoch[chosen], found.index[chosen] = epoch, index
             of_tail = draws < tail
             for source in np.unique(sources[of_tail]):
@@ -223,8 +229,8 @@ class Order:
         return turns_of(quotas_of(weights))
 
 
-def _numbers(legs: list[tuple[Leg, int]]) -> list[npt.NDArray[np.generic]]:
-    """Return the arguments of `located` for one stage, each an array with one value per source.
+def _numbers(legs: list[tuple[FixedLengthSegment, int]]) -> list[npt.NDArray[np.generic]]:
+    """Return the arguments of `epoch_and_index` for one stage, each an array with one value per source.
 
     Two arrays come first: the draws of the leg before the stage, and the samples of the leg's tail.
     """
@@ -244,13 +250,13 @@ def _course(
     turns: Sequence[Turns],
     shuffle: bool,
     shard_tokens: int,
-) -> list[tuple[Leg, int]]:
+) -> list[tuple[FixedLengthSegment, int]]:
     """Return, for each stage, a source's leg and the number of that leg's draws before the stage.
 
     A stage that does not draw from the source changes nothing, whatever its length.
     """
     drawing = [stage for stage, each in zip(stages, turns, strict=True) if each.quotas[number]]
-    leg = Leg(
+    leg = FixedLengthSegment(
         key=key,
         tokens=source.tokens,
         length=(drawing or list(stages))[0].length,
@@ -262,7 +268,7 @@ def _course(
     ends = [stage.first for stage in stages[1:]]
     for index, (stage, each) in enumerate(zip(stages, turns, strict=True)):
         if each.quotas[number] and stage.length != leg.length:
-            leg, drawn = leg.turned(drawn, stage.length), 0
+            leg, drawn = leg.next_segment(drawn, stage.length), 0
         course.append((leg, drawn))
         if index < len(ends):
             drawn += each.drawn(number, ends[index] - stage.first)

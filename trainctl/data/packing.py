@@ -119,7 +119,7 @@ def conversations_of(
     return Conversations(Pieces(starts[stays], np.minimum(lengths[stays], length)), counts)
 
 
-def each_alone(pieces: Pieces) -> Bins:
+def one_bin_per_piece(pieces: Pieces) -> Bins:
     """Return one bin per piece, in the order of the text."""
     firsts = np.arange(len(pieces.starts) + 1, dtype=np.int64)
     return Bins(pieces.starts, pieces.lengths, firsts)

@@ -18,7 +18,7 @@ from trainctl.config.text.conversations import Learn
 from trainctl.config.text.preferences import ANSWERS
 from trainctl.data.chat import CannotRender, ChatTemplate
 from trainctl.data.encoding import Encoder
-from trainctl.data.loss_marks import marked, with_mark
+from trainctl.data.loss_marks import marked, marked_vocab_size
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.preferences import PreferencesConfig
@@ -57,7 +57,7 @@ class PreferenceEncoder:
             if section.chat_template is not None:
                 raise
             self._why_none = error
-        self.vocab_size = with_mark(tokenizer.vocab_size)
+        self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
         template = self._template.fingerprint if self._template is not None else "none"
         self.fingerprint = f"pairs {FORMAT} {tokenizer.fingerprint} {template}"
 

@@ -18,7 +18,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import TokenizerConfig
 from trainctl.data.budget import require_space
-from trainctl.data.progress import PreparationMeter, Progress, unseen
+from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.store import Store
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
@@ -37,7 +37,7 @@ def do_tasks(
     *,
     section: TokenizerConfig | None = None,
     workers: int | None = None,
-    show: Progress = unseen,
+    show: Progress = ignore_progress,
 ) -> None:
     """Have every task done; finished tasks are skipped.
 
@@ -61,7 +61,7 @@ def do_tasks(
     store.finish(tasks)
 
 
-def work(store: Store, tasks: Sequence[Task], show: Progress = unseen) -> None:
+def work(store: Store, tasks: Sequence[Task], show: Progress = ignore_progress) -> None:
     """Do unclaimed tasks in this process until all tasks are done, by any process.
 
     Raises:

@@ -9,23 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainctl.config.schema import Packing, RunConfig
-from trainctl.data.bins import drawn_tokens
+from trainctl.data.bins import packed_token_count
 from trainctl.data.corpora import (
     Corpora,
-    as_before,
     build_corpora,
-    help_with,
     load_corpora,
+    require_unchanged_corpora,
     save_corpora,
+    tokenize_unclaimed,
 )
 from trainctl.data.infilling_settings import infilling_of
 from trainctl.data.mixture import Count, plan_data
-from trainctl.data.progress import PreparationStanding
-from trainctl.data.streaming.corpora import make_room
+from trainctl.data.progress import PreparationProgress
+from trainctl.data.streaming.corpora import check_shard_caches
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import SOLE, sources_of
+from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
@@ -51,9 +51,9 @@ def prepare(
             more ids than the model, or the corpus is not the one that this run started with.
     """
     corpora = corpora_of_plan(plan, tell, show, users_folder=run.users_corpus)
-    kept = as_before(corpora, run.corpus)
+    kept = require_unchanged_corpora(corpora, run.corpus)
     _check_ends(plan.config, kept)
-    make_room(plan.config, corpora)
+    check_shard_caches(plan.config, corpora)
     save_corpora(run.corpus, kept)
 
 
@@ -98,7 +98,7 @@ def help_to_prepare(plan: RunPlan) -> None:
     if config.data.factory is not None:
         return
     with suppress(TrainctlError):
-        help_with(config, load_tokenizer(config.tokenizer))
+        tokenize_unclaimed(config, load_tokenizer(config.tokenizer))
 
 
 def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) -> None:
@@ -110,7 +110,8 @@ def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) 
     """
     config, training = plan.config, plan.config.training
     counts = {
-        name: Count(tokens=drawn_tokens(config, corpus, tell)) for name, corpus in corpora.items()
+        name: Count(tokens=packed_token_count(config, corpus, tell))
+        for name, corpus in corpora.items()
     }
     if config.data.sources or config.data.stages:
         problems = [problem for problem in plan_data(plan, counts).problems if problem.is_error]
@@ -122,7 +123,7 @@ def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) 
             )
     if config.data.sources:
         return
-    tokens, length = counts[SOLE].tokens, training.sequence_length
+    tokens, length = counts[SINGLE_SOURCE].tokens, training.sequence_length
     if tokens <= length:
         raise TrainctlError(
             f"the corpus has {tokens} tokens, fewer than one sample of "
@@ -197,7 +198,7 @@ class TokenizingProgress:
         self._last = self._shown = time.monotonic()
         self._show = show
 
-    def __call__(self, standing: PreparationStanding) -> None:
+    def __call__(self, standing: PreparationProgress) -> None:
         now = time.monotonic()
         if now - self._shown >= 0.5:
             self._shown = now

@@ -10,7 +10,7 @@ TOKENIZING = "tokenizing"
 
 
 @dataclass(frozen=True, slots=True)
-class PreparationStanding:
+class PreparationProgress:
     """Snapshot of the progress of a preparation."""
 
     documents: int
@@ -41,13 +41,13 @@ class PreparationStanding:
             return text
         rate = self.size / self.seconds / 1e6
         share = min(1.0, self.size / self.whole)
-        return f"{text}, {share:.0%}, {rate:,.1f} MB/s, {in_words(left)} left"
+        return f"{text}, {share:.0%}, {rate:,.1f} MB/s, {format_duration(left)} left"
 
 
-Progress = Callable[[PreparationStanding], None]
+Progress = Callable[[PreparationProgress], None]
 
 
-def unseen(standing: PreparationStanding) -> None:
+def ignore_progress(standing: PreparationProgress) -> None:
     """Ignore progress."""
 
 
@@ -84,10 +84,10 @@ class PreparationMeter:
     def _tell(self) -> None:
         done = min(self.size + self._of_task, self.whole)
         seconds = time.monotonic() - self._began
-        self.show(PreparationStanding(self.documents, done, self.whole, seconds, self.doing))
+        self.show(PreparationProgress(self.documents, done, self.whole, seconds, self.doing))
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration: ``40 s``, ``12 min``, ``3 h 20 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -34,7 +34,7 @@ from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import held_out_of
 from trainctl.data.preparation import processes_for
-from trainctl.data.progress import PreparationMeter, Progress, unseen
+from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.hashing import Bool
 from trainctl.data.quality.measure import PartToMeasure
@@ -67,7 +67,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class KeptDocuments:
     """Documents that the rules keep, and an account of the others."""
 
     keep: Mapping[str, Mapping[str, Bool]]
@@ -134,8 +134,8 @@ def choose(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Progress = unseen,
-) -> Chosen:
+    show: Progress = ignore_progress,
+) -> KeptDocuments:
     """Apply the rules to all sources and return the documents that stay.
 
     The caller holds the lock of `folder`, so that no other process uses it meanwhile.
@@ -258,7 +258,7 @@ def _chosen(
     task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
     fixed: Mapping[tuple[str, str], Bool],
     sources: Sequence[Prepared],
-) -> Chosen:
+) -> KeptDocuments:
     keep: dict[str, dict[str, Bool]] = {each.name: {} for each in sources}
     trained = dict.fromkeys(keep, 0)
     left = dict.fromkeys(keep, 0)
@@ -292,13 +292,13 @@ def _chosen(
         if trained[name] and not left[name]:
             raise TrainctlError(
                 f"nothing of {name} is left to train on: of {trained[name]:,} documents "
-                f"{in_words(dropped[name])}",
+                f"{describe_removals(dropped[name])}",
                 hint="choose another threshold, or set the filter to null",
             )
-    return Chosen(keep, dropped)
+    return KeptDocuments(keep, dropped)
 
 
-def in_words(dropped: Mapping[str, Any]) -> str:
+def describe_removals(dropped: Mapping[str, Any]) -> str:
     """Describe what was dropped from a source and why: `exact took 12, c4.min_sentences 3`."""
     counts = {reason: tally["documents"] for reason, tally in dropped["reasons"].items()}
     most_first = sorted(counts.items(), key=lambda each: -each[1])

@@ -29,13 +29,13 @@ COMPRESSED = {".gz": 3.5, ".zst": 3.5, ".xz": 4.0, ".bz2": 4.0, ".parquet": 3.0}
 NO_SOURCE = "TC348"
 
 
-def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
+def count_source_tokens(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     """Return the length of each source, and findings on sources that cannot be read.
 
     Sources that are not in the cache are estimated, not tokenized.
     """
-    from trainctl.data.bins import drawn_tokens
-    from trainctl.data.corpora import of_source
+    from trainctl.data.bins import packed_token_count
+    from trainctl.data.corpora import with_source_key
     from trainctl.data.corpus import cached_corpus
     from trainctl.data.mixture import Count
     from trainctl.data.tokenizer import load_tokenizer
@@ -47,11 +47,11 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
         try:
             corpus = cached_corpus(section, tokenizer, config.data, name)
             if corpus is not None:
-                counts[name] = Count(tokens=drawn_tokens(config, corpus))
+                counts[name] = Count(tokens=packed_token_count(config, corpus))
             else:
                 counts[name] = Count(tokens=_guess(section, tokenizer), is_estimate=True)
         except TrainctlError as error:
-            moved = of_source(config.data, name, error)
+            moved = with_source_key(config.data, name, error)
             key = f"data.sources.{name}" if config.data.sources else "data"
             problems.append(
                 Finding(
@@ -65,7 +65,7 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     return counts, problems
 
 
-def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
+def preview_data_plan(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
     """Compute what a run uses of each source before it starts, and find sources that are too short.
 
     If a length is an estimate, only repetition is reported: the run itself checks the rest before
@@ -80,7 +80,7 @@ def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
     from trainctl.data.mixture import REPEATED, plan_data
 
     try:
-        counts, unread = count_sources(plan.config)
+        counts, unread = count_source_tokens(plan.config)
     except TrainctlError:  # tokenizer errors are reported elsewhere
         return None, []
     if unread:

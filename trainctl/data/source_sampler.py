@@ -26,7 +26,7 @@ from trainctl.data.permutation import Integers, Words, key_of, mix, permute, unp
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, which is fetched and shuffled as one piece."""
 
-SOLE = "data"
+SINGLE_SOURCE = "data"
 """Name of the source of a run that has only one, `data.kind`."""
 
 Permutation = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], Integers]
@@ -43,18 +43,18 @@ def samples_of(tokens: int, length: int) -> int:
 def source_key(seed: int, name: str) -> int:
     """Return the key of all permutations of a source, from the run's seed and the source's name.
 
-    The name `SOLE` has the key of a run with one source, so that such a run continues unchanged
+    The name `SINGLE_SOURCE` has the key of a run with one source, so that such a run continues unchanged
     when other sources are added.
     """
     key = mix(np.uint64(seed))
-    if name != SOLE:
+    if name != SINGLE_SOURCE:
         digest = hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()
         key = mix(key ^ np.uint64(int.from_bytes(digest[:8], "little")))
     return int(key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
+class FixedLengthSegment:
     """The draws of a source at one sample length, counted from 0 in each leg."""
 
     key: int
@@ -73,7 +73,7 @@ class Leg:
     """Draw number of the first sample after the tail, as if this length had been used from the
     start.
     """
-    before: Leg | None = None
+    before: FixedLengthSegment | None = None
     """Previous leg, which the tail is cut from; None if there is no tail."""
     tail_from: int = 0
     """Draw of the previous leg at which the tail begins."""
@@ -88,10 +88,10 @@ class Leg:
     def at(self, draws: Integers) -> tuple[Integers, Integers]:
         """Return epoch and index of the sample of each draw; its tokens begin at index x length."""
         if self.before is None or not (inside := draws < self.tail).any():
-            return located(draws, self.numbers, self.shuffle)
+            return epoch_and_index(draws, self.numbers, self.shuffle)
         epoch, index = np.empty_like(draws), np.empty_like(draws)
         epoch[inside], index[inside] = self._of_tail(self.before, draws[inside])
-        epoch[~inside], index[~inside] = located(draws[~inside], self.numbers, self.shuffle)
+        epoch[~inside], index[~inside] = epoch_and_index(draws[~inside], self.numbers, self.shuffle)
         return epoch, index
 
     def draws_of(self, token: int, draws: int) -> list[tuple[int, int]]:
@@ -111,7 +111,7 @@ class Leg:
                 found.append((epoch, draw + self.tail if draw >= 0 else -1))
         return [(epoch, draw) for epoch, draw in found if 0 <= draw < draws]
 
-    def turned(self, draws: int, length: int) -> Leg:
+    def next_segment(self, draws: int, length: int) -> FixedLengthSegment:
         """Return the leg that follows after this many draws, at another length."""
         end, epoch, done = self._window_end(draws)
         samples = samples_of(self.tokens, length)
@@ -121,7 +121,7 @@ class Leg:
         if not self.shuffle:  # in text order the rest follows the last sample
             epoch, place = divmod(self.first + draws, self.samples)
             place = min(-(-place * self.length // length), samples)
-        return Leg(
+        return FixedLengthSegment(
             key=self.key,
             tokens=self.tokens,
             length=length,
@@ -160,7 +160,7 @@ class Leg:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Arguments of `located` for this leg. For several legs, each argument is an array."""
+        """Arguments of `epoch_and_index` for this leg. For several legs, each argument is an array."""
         each = self._per_window(self.length)
         samples = self.samples
         in_shard = self.shard_tokens // self.length if each else 0
@@ -181,13 +181,13 @@ class Leg:
         size = min(each, self.samples - begin)
         return begin + int(unpermute([mixed - begin], size, key_of(keys, begin))[0])
 
-    def _of_tail(self, before: Leg, draws: Integers) -> tuple[Integers, Integers]:
+    def _of_tail(self, before: FixedLengthSegment, draws: Integers) -> tuple[Integers, Integers]:
         ratio = before.length // self.length
         draws = permute(draws, self.tail, self._tail_key())
         epochs, indices = before.at(self.tail_from + draws // ratio)
         return epochs, indices * ratio + draws % ratio
 
-    def _in_tail(self, before: Leg, token: int) -> list[tuple[int, int]]:
+    def _in_tail(self, before: FixedLengthSegment, token: int) -> list[tuple[int, int]]:
         ratio = before.length // self.length
         found = []
         for epoch, draw in before.draws_of(token, self.tail_from + self.tail // ratio):
@@ -201,12 +201,12 @@ class Leg:
         return key_of(np.uint64(self.key), self.tail_from, self.length, self.tail)
 
 
-def located(
+def epoch_and_index(
     draws: Integers, numbers: Sequence[npt.ArrayLike], shuffle: bool
 ) -> tuple[Integers, Integers]:
     """Return epoch and index of draws behind the tail of a leg, or of one leg per draw.
 
-    `numbers` are `Leg.numbers`, each a scalar or an array with one value per draw. Without
+    `numbers` are `FixedLengthSegment.numbers`, each a scalar or an array with one value per draw. Without
     `shuffle` an epoch is in the order of the text.
     """
     key, first, tail, samples, each, in_shard = (np.asarray(number) for number in numbers)

@@ -214,7 +214,7 @@ def lines_before(piece: FilePiece) -> int:
     return found
 
 
-def in_file(text: str, piece: FilePiece, before: int) -> str:
+def shift_line_number(text: str, piece: FilePiece, before: int) -> str:
     """Replace a range's line number at the start of a text by the line number in the file.
 
     Args:
@@ -245,7 +245,7 @@ def _documents(
                 yield Origin(number, document.line or 0), document.text
         except TrainctlError as error:
             if piece.start and counts_lines:
-                error.message = in_file(error.message, piece, lines_before(piece))
+                error.message = shift_line_number(error.message, piece, lines_before(piece))
                 error.args = (error.message,)
             raise
 

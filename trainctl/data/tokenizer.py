@@ -103,7 +103,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-def take_limits(backend: Backend) -> bool:
+def disable_truncation(backend: Backend) -> bool:
     """Disable truncation and padding of a tokenizer, and return True if either was set."""
     had_limits = backend.truncation is not None or backend.padding is not None
     backend.no_truncation()
@@ -126,7 +126,7 @@ class FileTokenizer:
             self._backend = Backend.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise TrainctlError(f"tokenizer.path: {path} is not a tokenizer: {error}") from None
-        had_limits = take_limits(self._backend)
+        had_limits = disable_truncation(self._backend)
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
         end = f"\0{facts.end_of_document}"  # it is part of every encoded text

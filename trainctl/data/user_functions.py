@@ -78,7 +78,7 @@ def load(key: str, reference: str) -> Callable[..., Any]:
     return function
 
 
-def own_code() -> str:
+def user_code_digest() -> str:
     """Return a digest of all imported files outside installed packages."""
     installed = {PACKAGE, *(Path(str(place)).resolve() for place in get_paths().values())}
     modules = list(sys.modules.values())

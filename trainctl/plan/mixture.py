@@ -18,7 +18,7 @@ from trainctl.options.schedule import position_of, steps_of_share
 from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.types import RunPlan, Sketch
 
-SOLE = "data"
+SINGLE_SOURCE = "data"
 """Name of the source of a run with a single source: its section is `data` itself."""
 
 
@@ -59,7 +59,7 @@ class DataStage:
 
 def sources_of(data: DataConfig) -> dict[str, DataConfig]:
     """Return the sections of a run's sources by name; without `data.sources`, `data` itself."""
-    return dict(data.sources) or {SOLE: data}  # type: ignore[arg-type]
+    return dict(data.sources) or {SINGLE_SOURCE: data}  # type: ignore[arg-type]
 
 
 def exact(weight: float) -> Fraction:

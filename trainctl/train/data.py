@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainctl.data.bins import bins_of, drawn_tokens
+from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling_settings import infilling_of
 from trainctl.data.mixture import order_of
@@ -137,7 +137,7 @@ class TrainingData:
             ValueError: A stage draws from a source that is shorter than one of its samples.
         """
         sections = sources_of(plan.config.data)
-        order = order_of(plan, {n: drawn_tokens(plan.config, corpora[n]) for n in sections})
+        order = order_of(plan, {n: packed_token_count(plan.config, corpora[n]) for n in sections})
         datasets = {
             (name, stage.length): PackedDataset(
                 corpora[name],

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainctl.engines.micro_batch import MicroBatch
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.train.data import PackedDataset
 
 Score = Callable[[MicroBatch], tuple[float, ...]]
@@ -129,7 +129,7 @@ def evaluate(
     """
     found = evaluate_sources(
         score,
-        {SOLE: dataset},
+        {SINGLE_SOURCE: dataset},
         num_samples=num_samples,
         micro_batch_size=micro_batch_size,
         data_rank=data_rank,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trainctl.config.schema import DataConfig
 from trainctl.config.special_tokens import end_ids
 from trainctl.data.chat import ChatTemplate
-from trainctl.data.encoding import marks_learnt
+from trainctl.data.encoding import stores_loss_mask
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
@@ -78,7 +78,7 @@ def chat_template_of(
         TrainctlError: A template is needed, and there is none.
     """
     section = first_source(data)
-    has_conversations = isinstance(section, ChatConfig) and marks_learnt(section)
+    has_conversations = isinstance(section, ChatConfig) and stores_loss_mask(section)
     if not (has_conversations if chat is None else chat):
         return None
     if isinstance(section, ChatConfig | PreferencesConfig):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.registry import function_of
-from trainctl.data.corpora import Corpora, load_corpora, others_than
+from trainctl.data.corpora import Corpora, changed_sources, load_corpora
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.engines.choose import engine_backend
 from trainctl.engines.mesh import ProcessMesh, join_mesh
@@ -25,7 +25,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.objective import objective_of
 from trainctl.options.precision import precision_of
 from trainctl.plan.identity import check_trained
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
@@ -317,9 +317,9 @@ def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | N
         TrainctlError: The checkpoint was trained on another corpus.
     """
     checkpoint = newest_valid_checkpoint(run, process)
-    others = others_than(corpora, checkpoint.manifest) if checkpoint is not None else []
+    others = changed_sources(corpora, checkpoint.manifest) if checkpoint is not None else []
     if checkpoint is not None and others:
-        of = "" if others == [SOLE] else f" of {', '.join(others)}"
+        of = "" if others == [SINGLE_SOURCE] else f" of {', '.join(others)}"
         raise TrainctlError(
             f"{checkpoint.path.name} was trained on another corpus{of}",
             hint="restore the files, or start a new run",

@@ -19,7 +19,7 @@ from planted_corpus import parts_of, texts_of_python
 
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.dropped_text import shown
+from trainctl.data.quality.dropped_text import describe_examples
 from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
 from trainctl.data.quality.pipeline import judge
 from trainctl.data.quality.selection import Contamination, Rules
@@ -72,7 +72,7 @@ def test_another_threshold_makes_only_the_decision_anew(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("found already")
 
-    monkeypatch.setattr(duplicates, "same_texts", refuse)
+    monkeypatch.setattr(duplicates, "find_identical_texts", refuse)
     assert once(RULES).tolist() == first.tolist()
     keys = replace(RULES.filters["prose"]["gopher_quality"], min_words=500)
     more = once(replace(RULES, near=0.9, filters={"prose": {"gopher_quality": keys}}))
@@ -92,7 +92,7 @@ def test_what_went_is_shown(tmp_path: Path) -> None:
         where = f"{source}/{part} #{number}"
         return where, next(entry.text for entry in found.read() if entry.number == number)
 
-    rows = [row for of in selection.examples.values() for row in shown(of, text)]
+    rows = [row for of in selection.examples.values() for row in describe_examples(of, text)]
     assert {row.reason.partition(".")[0] for row in rows} >= {"exact", "near", "contamination"}
     for row in rows:
         assert row.document

@@ -14,7 +14,7 @@ from planted_corpus import entries, parts_of
 from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.groups import MEMORY
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.passages import shared_passages
@@ -78,7 +78,7 @@ def test_documents_of_passages_of_others_go(tmp_path: Path, memory: int) -> None
     parts = parts_of(texts)
     measure_all(parts, tmp_path, WantedColumns(passages=True))
     corpus = Measured.load(parts, tmp_path)
-    same = same_texts(corpus, tmp_path / "scratch")
+    same = find_identical_texts(corpus, tmp_path / "scratch")
     passages = shared_passages(corpus, same, tmp_path / "scratch", memory)
     selection = select(corpus, Rules(substring=0.6), same, passages=passages)
     gone = [corpus.where(each) for each in np.flatnonzero(selection.why).tolist()]

@@ -14,7 +14,7 @@ from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, plan
 from trainctl.data.quality.contamination import passage, write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.near_duplicates import Pairs, near_pairs
 from trainctl.data.quality.selection import (
@@ -79,7 +79,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     parts = parts_of(corpus.texts)
     measure_all(parts, folder, WantedColumns(held_out=held_out))
     measured = Measured.load(parts, folder, ["code", "prose"])
-    same = same_texts(measured, folder / "scratch")
+    same = find_identical_texts(measured, folder / "scratch")
     pairs = near_pairs(measured, same, min(THRESHOLDS), folder / "scratch")
     return Case(corpus, measured, same, pairs)
 

@@ -16,7 +16,7 @@ from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.groups import MEMORY, components, equal_keys
 from trainctl.data.quality.hashing import Segments, mix
 from trainctl.data.quality.measure import WantedColumns, measure_all
@@ -53,7 +53,7 @@ def outcome(
         wanted = WantedColumns(held_out=folder / "held_out")
         measure_all(parts, folder, wanted, processes=processes)
         corpus = Measured.load(parts, folder, ["two", "one"])
-        same = same_texts(corpus, folder / "scratch", memory)
+        same = find_identical_texts(corpus, folder / "scratch", memory)
         pairs = near_pairs(corpus, same, 0.5, folder / "scratch", memory=memory)
         selection = select(corpus, RULES, same, pairs)
         assert not (folder / "scratch").exists()

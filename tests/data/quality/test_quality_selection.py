@@ -17,7 +17,7 @@ from trainctl.data.quality.columns import Columns
 from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.measure import (
     PartToMeasure,
     WantedColumns,
@@ -55,7 +55,7 @@ def decide(
     wanted = WantedColumns(held_out=folder / "held_out" if held_out is not None else None)
     measure_all(parts, folder, wanted)
     corpus = Measured.load(parts, folder, precedence)
-    same = same_texts(corpus, folder / "scratch")
+    same = find_identical_texts(corpus, folder / "scratch")
     pairs = near_pairs(corpus, same, rules.near, folder / "scratch") if rules.near else None
     selection = select(corpus, rules, same, pairs)
     return _as_reasons(corpus, selection)

@@ -18,7 +18,7 @@ from trainctl.data.quality import lists, statistics
 from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
 from trainctl.errors import TrainctlError
@@ -250,7 +250,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
     measure_all(parts, tmp_path, WantedColumns(near=False))
     corpus = Measured.load(parts, tmp_path)
     rules = Rules(filters={"code": filters, "prose": filters})
-    selection = select(corpus, rules, same_texts(corpus, tmp_path / "scratch"))
+    selection = select(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
     gone = selection.counts["code"]
     assert gone["c4.max_curly_brackets"].applies > 0
     assert sum(each.documents for each in gone.values()) >= 0.9 * len(texts["code"])
@@ -261,7 +261,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
     filters["c4"].max_curly_brackets = None
     measure_all(parts, tmp_path, WantedColumns(near=False))
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
-    again = select(corpus, rules, same_texts(corpus, tmp_path / "scratch"))
+    again = select(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
     assert "c4.max_curly_brackets" not in again.counts["code"]
     assert again.stays.sum() >= selection.stays.sum()
 

@@ -21,7 +21,7 @@ from trainctl.data.streaming import cache as cache_module
 from trainctl.data.streaming.cache import ShardCache, never
 from trainctl.data.streaming.layout import ShardFacts, StreamRecord, folder_of, name_of
 from trainctl.data.streaming.reader import StreamedTokens
-from trainctl.data.streaming.transfer import blocks_of_shard, read_record, write_elsewhere
+from trainctl.data.streaming.transfer import blocks_of_shard, read_record, upload_shards
 from trainctl.errors import ExitCode, TrainctlError
 
 SHARD = 1000
@@ -64,7 +64,7 @@ def place(request, tmp_path):
 
 @pytest.fixture
 def record(tmp_path):
-    return write_elsewhere(str(tmp_path / "elsewhere"), RECORD, SIDES, unheard)
+    return upload_shards(str(tmp_path / "elsewhere"), RECORD, SIDES, unheard)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def names(folder):
 
 
 def test_what_is_read_is_what_was_written(place, tmp_path):
-    record = write_elsewhere(place, RECORD, SIDES, unheard)
+    record = upload_shards(place, RECORD, SIDES, unheard)
     assert read_record(place) == record
     cache = cache_of(tmp_path / "cache", place, record)
     for side, (ids, ends) in SIDES.items():
@@ -102,7 +102,7 @@ def test_what_is_read_is_what_was_written(place, tmp_path):
 
 def test_a_folder_may_have_any_name(tmp_path):
     place = tmp_path / "my [corpus] 100%25 é?"
-    record = write_elsewhere(str(place), RECORD, SIDES, unheard)
+    record = upload_shards(str(place), RECORD, SIDES, unheard)
     assert [path.name for path in tmp_path.iterdir()] == [place.name]
     assert read_record(str(place)) == record
     tokens = StreamedTokens(record, "train", cache_of(tmp_path / "cache", str(place), record))
@@ -123,19 +123,19 @@ def test_writing_goes_on_where_it_was_cut_off(place, monkeypatch):
     monkeypatch.setattr(transfer, "_AT_ONCE", 1)
     monkeypatch.setattr(transfer, "_put", put_some)
     with pytest.raises(KeyboardInterrupt):
-        write_elsewhere(place, RECORD, SIDES, unheard)
+        upload_shards(place, RECORD, SIDES, unheard)
     with pytest.raises(TrainctlError, match="there is no prepared corpus at"):
         read_record(place)
     again = []
     monkeypatch.setattr(
         transfer, "_put", lambda url, raw, tell: (again.append(url), put(url, raw, tell))
     )
-    record = write_elsewhere(place, RECORD, SIDES, unheard)
+    record = upload_shards(place, RECORD, SIDES, unheard)
     assert not set(written) & set(again) and len(written) + len(again) == 11 + 2 + 1
     assert again[-1].endswith("stream.json") and read_record(place) == record
     other = StreamRecord({**RECORD.corpus, "digest": "another"}, "fingerprint", SHARD, {})
     with pytest.raises(TrainctlError, match="another corpus lies at"):
-        write_elsewhere(place, other, SIDES, unheard)
+        upload_shards(place, other, SIDES, unheard)
 
 
 def test_several_ranks_fetch_each_shard_once_within_the_bound(record, elsewhere, tmp_path):
@@ -266,7 +266,7 @@ def test_a_server_that_is_gone_is_waited_for_and_then_given_up_in_words(
     server, tmp_path, monkeypatch, capsys
 ):
     place = f"s3://corpus/{tmp_path.name}"
-    record = write_elsewhere(place, RECORD, SIDES, unheard)
+    record = upload_shards(place, RECORD, SIDES, unheard)
     waits, told = [], []
     _, port = server.get_host_and_port()
 

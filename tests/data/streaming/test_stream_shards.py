@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from trainctl.config.registry import new_section
 from trainctl.data.order import Order, OrderedSource, OrderedStage
-from trainctl.data.streaming.cache import to_remove
-from trainctl.data.streaming.corpora import corpus_elsewhere
+from trainctl.data.streaming.cache import choose_evictions
+from trainctl.data.streaming.corpora import open_streamed_corpus
 from trainctl.data.streaming.layout import (
     ShardFacts,
     StreamRecord,
@@ -88,7 +88,7 @@ def test_a_corpus_of_a_later_version_is_refused_in_words(tmp_path):
     (tmp_path / "stream.json").write_bytes(record.as_json())
     section = new_section("data", "stream", url=str(tmp_path), cache_folder=str(tmp_path))
     with pytest.raises(TrainctlError, match="is not understood"):
-        corpus_elsewhere(section, tokenizer, print)
+        open_streamed_corpus(section, tokenizer, print)
 
 
 uses = st.dictionaries(
@@ -101,7 +101,7 @@ uses = st.dictionaries(
 @given(uses, st.integers(-5, 12), st.integers(-1, 9))
 def test_what_is_removed_is_needed_last_and_no_more_than_has_to_be(next_use, missing, later_than):
     here = dict.fromkeys(next_use, 2)
-    removed = to_remove(here, missing, next_use.__getitem__, later_than)
+    removed = choose_evictions(here, missing, next_use.__getitem__, later_than)
     most = sum(2 for name in here if next_use[name] > later_than)
     assert (removed is None) == (most < missing)
     if removed is not None:
@@ -174,7 +174,7 @@ def test_two_windows_of_room_fetch_each_shard_once_an_epoch(seed, shards, window
     here, fetched = {}, []
 
     def fetch(name, later_than):
-        removed = to_remove(here, len(here) + 1 - room, next_use, later_than)
+        removed = choose_evictions(here, len(here) + 1 - room, next_use, later_than)
         if removed is None:
             return
         for each in removed:

@@ -51,7 +51,7 @@ def select(
 
     Args:
         rules: Every source must be measured for its filters.
-        same: Identical texts, from `exact_duplicates.same_texts`.
+        same: Identical texts, from `exact_duplicates.find_identical_texts`.
         pairs: Near duplicates, from `near_duplicates.near_pairs` at the threshold of the rules or a
             lower one.
         fixed: Mask of held-out documents, [documents]. They always stay, and precede all others.

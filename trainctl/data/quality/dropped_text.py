@@ -16,7 +16,7 @@ Texts = Callable[[str, str, int], tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DroppedDocument:
     """A dropped document with its reason in words."""
 
     source: str
@@ -32,13 +32,15 @@ class Shown:
     """Start of that document's text."""
 
 
-def shown(examples: Mapping[str, Iterable[Example]], texts: Texts) -> Iterator[Shown]:
+def describe_examples(
+    examples: Mapping[str, Iterable[Example]], texts: Texts
+) -> Iterator[DroppedDocument]:
     """Yield the examples of a selection in words, by reason."""
     for reason, some in examples.items():
         for each in some:
             where, text = texts(each.source, each.part, each.number)
             like, other = texts(*each.like) if each.like is not None else ("", "")
-            yield Shown(
+            yield DroppedDocument(
                 source=each.source,
                 reason=reason,
                 document=where,

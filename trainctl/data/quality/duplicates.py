@@ -12,7 +12,7 @@ import numpy as np
 
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.corpus import Measured
-from trainctl.data.quality.exact_duplicates import same_texts
+from trainctl.data.quality.exact_duplicates import find_identical_texts
 from trainctl.data.quality.groups import MEMORY
 from trainctl.data.quality.hashing import I64
 from trainctl.data.quality.near_duplicates import Pairs, near_pairs
@@ -46,7 +46,7 @@ def find_duplicates(
         if rules.near is None or found.manifest["near"] <= rules.near:
             return _loaded(found)
     scratch = folder.with_name(f".{folder.name}.scratch")
-    same = same_texts(corpus, scratch, memory)
+    same = find_identical_texts(corpus, scratch, memory)
     pairs = Pairs(_NOTHING.reshape(0, 2), np.empty(0, np.float32))
     if rules.near is not None:
         pairs = near_pairs(corpus, same, rules.near, scratch, memory=memory)

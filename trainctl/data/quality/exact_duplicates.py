@@ -12,7 +12,7 @@ from trainctl.data.quality.groups import MEMORY, equal_keys
 from trainctl.data.quality.hashing import I64, U64
 
 
-def same_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
+def find_identical_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
     """Return each document with the text of an earlier one, and the first such one, [documents, 2].
 
     This takes 16 bytes of memory per duplicate beside `memory`, the bytes used for sorting.

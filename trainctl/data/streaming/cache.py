@@ -43,7 +43,7 @@ for never.
 Tell = Callable[[str], None]
 
 
-def to_remove(
+def choose_evictions(
     here: Mapping[str, int],
     missing: int,
     next_use: NextUse,
@@ -182,7 +182,7 @@ class ShardCache:
             missing = sum(here.values()) + size - self._limit
             finished = {each: here[each] for each in here if not each.endswith(_UNFINISHED)}
             later_than = -1 if is_urgent else self._next_use(name)
-            removed = to_remove(finished, missing, self._next_use, later_than)
+            removed = choose_evictions(finished, missing, self._next_use, later_than)
             if removed is None:
                 if is_urgent and len(finished) == len(here):
                     raise self._too_small(size)

@@ -29,7 +29,7 @@ from trainctl.data.streaming.transfer import (
     as_url,
     blocks_of_shard,
     read_record,
-    write_elsewhere,
+    upload_shards,
 )
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
@@ -62,7 +62,7 @@ class Stream:
         self._ahead: Lookahead | None = None
         self._moved = threading.Event()
         self.cache = ShardCache(
-            folder_here(section, record.digest),
+            shard_cache_folder(section, record.digest),
             self.limit,
             record.facts,
             partial(blocks_of_shard, section.url, record.digest, self._tell),
@@ -151,13 +151,13 @@ class StreamedCorpus(Corpus):
         return ""
 
 
-def folder_here(section: StreamConfig, digest: str) -> Path:
+def shard_cache_folder(section: StreamConfig, digest: str) -> Path:
     """Return this node's cache folder of a corpus. Each node has its own, even on a shared disk."""
     base = Path(section.cache_folder).expanduser() if section.cache_folder else cache_folder()
     return base / f"stream-{digest[:24]}-{socket.gethostname()}"
 
 
-def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+def open_streamed_corpus(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
     """Return the remote corpus that a section names, and keep its record locally.
 
     Raises:
@@ -179,14 +179,14 @@ def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) ->
             hint="the version of trainctl that wrote it, or a later one",
             exit_code=ExitCode.environment,
         ) from None
-    folder = folder_here(section, record.digest)
+    folder = shard_cache_folder(section, record.digest)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / RECORD, record.as_json())
     return replace(corpus, folder=as_url(section.url))
 
 
-def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
+def check_shard_caches(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
     """Check that the cache has room for a run, and verify its shards, before ranks start.
 
     Raises:
@@ -209,7 +209,7 @@ def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:
                 hint=f"{key}cache_bytes={bytes_needed}, or a smaller {key}shuffle_shards",
             )
         stream.cache.clean()
-        folder = folder_here(section, record.digest)
+        folder = shard_cache_folder(section, record.digest)
         free = shutil.disk_usage(folder).free + stream.cache.size()
         if free < min(section.cache_bytes, record.size("train", "held_out")):
             raise TrainctlError(
@@ -239,7 +239,7 @@ def send(
     """Write a corpus to remote storage, in the layout that `data=stream` reads.
 
     Raises:
-        TrainctlError: As `write_elsewhere`; or the corpus is of conversations.
+        TrainctlError: As `upload_shards`; or the corpus is of conversations.
     """
     if corpus.is_marked:
         raise TrainctlError(
@@ -257,13 +257,13 @@ def send(
         held_out=replace(corpus.held_out, file="held_out.bin", in_place=()),
     )
     record = StreamRecord(asdict(plain), tokenizer.fingerprint, shard_tokens, {})
-    return write_elsewhere(place, record, sides, show)
+    return upload_shards(place, record, sides, show)
 
 
 def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
     """Open a remote corpus by the locally kept record, or read the record again if it is gone."""
     assert section.url is not None
-    kept = folder_here(section, corpus.digest) / RECORD
+    kept = shard_cache_folder(section, corpus.digest) / RECORD
     with suppress(OSError, TrainctlError):
         return Stream(section, StreamRecord.from_json(kept.read_bytes(), str(kept)))
     record = read_record(section.url)

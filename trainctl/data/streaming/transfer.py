@@ -84,7 +84,7 @@ def blocks_of_shard(place: str, digest: str, tell: Tell, name: str) -> Iterator[
             yield block
 
 
-def write_elsewhere(
+def upload_shards(
     place: str,
     record: StreamRecord,
     sides: dict[str, Side],

@@ -49,7 +49,7 @@ def shards_needed(shuffle_shards: int | None, *, shuffle: bool) -> int | None:
 SPEC = DataSource(
     name="stream",
     keys=StreamConfig,
-    build="trainctl.data.streaming.corpora:corpus_elsewhere",
+    build="trainctl.data.streaming.corpora:open_streamed_corpus",
     files=lambda section: [],
     identity=lambda section: str(section.url),
     is_prepared=True,

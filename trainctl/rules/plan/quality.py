@@ -11,7 +11,7 @@ from trainctl.config.schema import DataConfig, DataFromPaths, Dedup
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
-from trainctl.plan.mixture import SOLE, sources_of
+from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.rules.plan.draft import Draft, error
 
 LEAST_JACCARD = 0.3
@@ -120,7 +120,10 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
 
 def _sections(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
     for name, section in sources_of(data).items():
-        yield ("data" if name == SOLE and not data.sources else f"data.sources.{name}"), section
+        yield (
+            ("data" if name == SINGLE_SOURCE and not data.sources else f"data.sources.{name}"),
+            section,
+        )
 
 
 def _holds_out(section: DataConfig) -> bool:

@@ -36,7 +36,7 @@ from trainctl.config.anatomy import (
     shape_in,
 )
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
-from trainctl.data.user_functions import own_code
+from trainctl.data.user_functions import user_code_digest
 from trainctl.engines import patch_checks as declared
 from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
@@ -83,7 +83,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
             "one that it made",
             hint="take the sizes from the section as they are (shape.hidden_size), or not at all",
         )
-    return replace(found, code=own_code())
+    return replace(found, code=user_code_digest())
 
 
 def _read(model: ModelConfig) -> Anatomy:

@@ -20,7 +20,7 @@ import torch
 from trainctl.data.corpora import Corpora, digests_of
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.objective import ANSWERS, objective_of
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.atomic import write_bytes
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
@@ -101,12 +101,12 @@ def attach_saved_reference(
     """Attach a run's reference to its held-out pairs, outside training.
 
     Args:
-        held_out: Held-out datasets; pairs have the source `SOLE` alone.
+        held_out: Held-out datasets; pairs have the source `SINGLE_SOURCE` alone.
 
     Raises:
         TrainctlError: The run has no reference, or one of other pairs (exit code 5).
     """
-    dataset = held_out[SOLE]
+    dataset = held_out[SINGLE_SOURCE]
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
             found, of = arrays["held_out"], json.loads(str(arrays["of"]))
@@ -125,7 +125,7 @@ def attach_saved_reference(
 def _sides(session: Session) -> dict[str, PackedDataset]:
     """Return a run's datasets by side; pairs have one source and one sequence length."""
     (training,) = session.training.datasets.values()
-    return {"train": training, "held_out": session.held_out[SOLE]}
+    return {"train": training, "held_out": session.held_out[SINGLE_SOURCE]}
 
 
 def identity(corpora: Corpora, counts: dict[str, int]) -> str:
