@@ -146,7 +146,7 @@ def test_a_process_that_is_killed_ends_the_preparation_in_words(texts, tmp_path,
         process.kill()
         return process
 
-    monkeypatch.setattr("trainctl.data.preparation.subprocess.Popen", start_to_kill)
+    monkeypatch.setattr("trainctl.data.task_workers.subprocess.Popen", start_to_kill)
     with pytest.raises(TrainctlError, match="killed by signal 9") as caught:
         prepare_in(tmp_path / "cache", texts, section=TokenizerConfig(), workers=2)
     assert caught.value.exit_code == ExitCode.environment

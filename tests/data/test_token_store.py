@@ -22,10 +22,10 @@ from trainctl.data import budget, tasks
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, cache_folder, tokenize_share
 from trainctl.data.corpus_folder import chunks_of, write_corpus
-from trainctl.data.preparation import do_tasks
 from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import Store
 from trainctl.data.task_claims import Claims
+from trainctl.data.task_workers import do_tasks
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE

@@ -16,7 +16,6 @@ from trainctl.cli.main import run
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OnBadText, Packing, RunConfig
-from trainctl.data.contents import samples_of
 from trainctl.data.corpora import (
     build_corpora,
     changed_sources,
@@ -28,6 +27,7 @@ from trainctl.data.corpora import (
     unigram_entropy,
 )
 from trainctl.data.prepare import corpora_of, prepare
+from trainctl.data.sample_contents import samples_of
 from trainctl.data.source_counts import preview_data_plan
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError

@@ -24,7 +24,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import build_corpus, cached_corpus, tokenize_share
 from trainctl.data.corpus_file import Corpus
-from trainctl.data.in_place import Joined, Span
+from trainctl.data.token_spans import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType

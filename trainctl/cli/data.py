@@ -22,8 +22,8 @@ from trainctl.runs.directory import read_plan
 from trainctl.runs.records import steps_from_end
 
 if TYPE_CHECKING:
-    from trainctl.data.contents import ChatStretch, Passage, Sample
     from trainctl.data.corpora import Corpora
+    from trainctl.data.sample_contents import ChatStretch, Passage, Sample
     from trainctl.plan.types import RunPlan
 
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
@@ -72,8 +72,8 @@ def show(
     trainctl data show my-recipe data.paths=[chat.jsonl] --samples 0;
     trainctl data show my-recipe --dropped
     """
-    from trainctl.data.contents import counters_of_step, parse_counters, samples_of
     from trainctl.data.prepare import corpora_of
+    from trainctl.data.sample_contents import counters_of_step, parse_counters, samples_of
     from trainctl.data.tokenizer import load_tokenizer
 
     name, overrides = split_target(target)
@@ -130,7 +130,7 @@ def _before_a_run(
 
 def _planned_counters(plan: RunPlan, step: int) -> list[int]:
     """Return the counters of the samples that an optimizer step of a plan draws."""
-    from trainctl.data.contents import parse_counters
+    from trainctl.data.sample_contents import parse_counters
 
     for stage in stages_of_plan(plan):
         if stage.first_step < step <= stage.end_step:

@@ -17,7 +17,7 @@ from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
-    from trainctl.data.find import Match
+    from trainctl.data.text_search import Match
 
 SHOWN = 4
 """Steps that are listed for a document."""
@@ -36,8 +36,8 @@ def find(
 
     Example: trainctl data find runs/NAME "the quick brown fox"
     """
-    from trainctl.data.find import first_of, matches
     from trainctl.data.prepare import corpora_of
+    from trainctl.data.text_search import first_of, matches
     from trainctl.data.tokenizer import load_tokenizer
 
     if not text:

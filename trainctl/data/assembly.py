@@ -11,10 +11,10 @@ import numpy.typing as npt
 from trainctl.config.text.documents import EXAMPLES, BadText, held_out_threshold
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
-from trainctl.data.in_place import Span
 from trainctl.data.part import Part
 from trainctl.data.store import Store, files_in_order, shift_line_number
 from trainctl.data.tasks import Task
+from trainctl.data.token_spans import Span
 
 
 @dataclass(frozen=True, slots=True)

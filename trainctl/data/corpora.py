@@ -1,7 +1,7 @@
 """The corpora of a run, one per source, by name. No torch.
 
-The only source of a run is named `plan.mixture.SINGLE_SOURCE`. Its record is stored as in versions without
-mixtures: `corpus.json` is that corpus itself.
+The only source of a run is named `plan.mixture.SINGLE_SOURCE`. Its record is stored as in versions
+without mixtures: `corpus.json` is that corpus itself.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import bad_text, chunks
 from trainctl.data.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_folder import chunks_of, locked, migrate, write_corpus
-from trainctl.data.corpus_in_place import chunks_in_place
 from trainctl.data.encoding import encoder_of, stores_loss_mask
 from trainctl.data.part import DamagedPart
-from trainctl.data.preparation import do_tasks
+from trainctl.data.pretokenized_corpus import chunks_in_place
 from trainctl.data.progress import Progress, ignore_progress
 from trainctl.data.selecting import (
     DROPPED,
@@ -35,6 +34,7 @@ from trainctl.data.selecting import (
     identity_of_choice,
 )
 from trainctl.data.store import Store, files_in_order
+from trainctl.data.task_workers import do_tasks
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.data.user_functions import in_words, load, make_importable

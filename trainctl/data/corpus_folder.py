@@ -31,10 +31,10 @@ from trainctl.data.corpus_file import (
     digest_of_splits,
 )
 from trainctl.data.encoding import Encoder, dtype_for, encoded
-from trainctl.data.in_place import Span, digest_of_spans
 from trainctl.data.loss_marks import marked_vocab_size, without_marks
 from trainctl.data.part import writing
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
+from trainctl.data.token_spans import Span, digest_of_spans
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.in_place import Tokens
 from trainctl.data.permutation import Words, key_of
+from trainctl.data.token_spans import Tokens
 
 SENTINELS = 3
 _RANDOM = 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.in_place import Ids, Tokens
+from trainctl.data.token_spans import Ids, Tokens
 
 
 def marked_vocab_size(vocab_size: int) -> int:

@@ -230,7 +230,7 @@ class Order:
 
 
 def _numbers(legs: list[tuple[FixedLengthSegment, int]]) -> list[npt.NDArray[np.generic]]:
-    """Return the arguments of `epoch_and_index` for one stage, each an array with one value per source.
+    """Return the arguments of `epoch_and_index` for one stage: arrays with one value per source.
 
     Two arrays come first: the draws of the leg before the stage, and the samples of the leg's tail.
     """

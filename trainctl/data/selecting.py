@@ -33,7 +33,6 @@ from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import held_out_of
-from trainctl.data.preparation import processes_for
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.hashing import Bool
@@ -41,6 +40,7 @@ from trainctl.data.quality.measure import PartToMeasure
 from trainctl.data.quality.pipeline import judge
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
+from trainctl.data.task_workers import processes_for
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section

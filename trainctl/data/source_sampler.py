@@ -43,7 +43,7 @@ def samples_of(tokens: int, length: int) -> int:
 def source_key(seed: int, name: str) -> int:
     """Return the key of all permutations of a source, from the run's seed and the source's name.
 
-    The name `SINGLE_SOURCE` has the key of a run with one source, so that such a run continues unchanged
+    `SINGLE_SOURCE` has the key of a run with one source, so that such a run continues unchanged
     when other sources are added.
     """
     key = mix(np.uint64(seed))
@@ -160,7 +160,7 @@ class FixedLengthSegment:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Arguments of `epoch_and_index` for this leg. For several legs, each argument is an array."""
+        """Arguments of `epoch_and_index` for this leg; arrays for several legs."""
         each = self._per_window(self.length)
         samples = self.samples
         in_shard = self.shard_tokens // self.length if each else 0
@@ -206,8 +206,8 @@ def epoch_and_index(
 ) -> tuple[Integers, Integers]:
     """Return epoch and index of draws behind the tail of a leg, or of one leg per draw.
 
-    `numbers` are `FixedLengthSegment.numbers`, each a scalar or an array with one value per draw. Without
-    `shuffle` an epoch is in the order of the text.
+    `numbers` are `FixedLengthSegment.numbers`, each a scalar or an array with one value per draw.
+    Without `shuffle` an epoch is in the order of the text.
     """
     key, first, tail, samples, each, in_shard = (np.asarray(number) for number in numbers)
     epochs, places = np.divmod(first + draws - tail, samples)

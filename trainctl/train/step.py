@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from trainctl.config.schema import OnBadLoss
-from trainctl.data.contents import document_of_all, samples_of
+from trainctl.data.sample_contents import document_of_all, samples_of
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch

@@ -17,7 +17,6 @@ from typing import Any
 import numpy.typing as npt
 
 from trainctl.config.text.remote import Tell, call_with_retries, file_system_of, is_url, listed, say
-from trainctl.data.in_place import Tokens
 from trainctl.data.streaming.layout import (
     END,
     RECORD,
@@ -29,6 +28,7 @@ from trainctl.data.streaming.layout import (
     packed,
     spans,
 )
+from trainctl.data.token_spans import Tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
 

@@ -8,9 +8,9 @@ from rank_processes import tiny_config, tiny_plan
 
 from trainctl.cli import data as command
 from trainctl.config.registry import new_section
-from trainctl.data.contents import MOST_SAMPLES, counters_of_step, parse_counters, samples_of
 from trainctl.data.corpus import build_corpus
 from trainctl.data.prepare import corpora_of, prepare
+from trainctl.data.sample_contents import MOST_SAMPLES, counters_of_step, parse_counters, samples_of
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE

@@ -7,9 +7,9 @@ from rank_processes import tiny_config, tiny_plan
 
 from trainctl.config.registry import new_section, part_class
 from trainctl.config.schema import SourceConfig, StageConfig
-from trainctl.data.contents import samples_of
 from trainctl.data.corpora import build_corpora
-from trainctl.data.find import AROUND, first_of, matches
+from trainctl.data.sample_contents import samples_of
+from trainctl.data.text_search import AROUND, first_of, matches
 from trainctl.data.tokenizer import ByteTokenizer
 
 LENGTH = 32

@@ -21,10 +21,10 @@ from trainctl.config.text.remote import File, is_url
 from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.corpus import Corpus
 from trainctl.data.corpus_file import FILES
-from trainctl.data.in_place import Tokens
 from trainctl.data.infilling_settings import infilling_of
 from trainctl.data.mixture import order_of
 from trainctl.data.rows import SampleRows
+from trainctl.data.token_spans import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
