@@ -35,8 +35,8 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
-from trainctl.rules.deepspeed import RULES, Meets, Surroundings, check
-from trainctl.rules.deepspeed.case import AUTO, FILLED_BY_OTHERS
+from trainctl.rules.deepspeed import RULES, Enforcement, JsonContext, check
+from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS
 from trainctl.rules.resolve import resolve
 from trainctl.search.import_json import BATCH, Imported, import_json, ranks_of
 
@@ -108,7 +108,7 @@ class Report:
         if bool(answer) is bool(self.errors):
             return "", True
         if answer:
-            here = Surroundings(world_size=self.ranks, accelerator=Accelerator.cpu, fills_auto=True)
+            here = JsonContext(world_size=self.ranks, accelerator=Accelerator.cpu, fills_auto=True)
             found = check(self.checked.document.value, here, self.checked.schema)
             rules = dict.fromkeys(finding.rule for finding in found if finding.is_error)
             if rules:
@@ -126,9 +126,9 @@ def _taken_because(identifier: str) -> str | None:
     rule = BY_ID.get(identifier)
     if rule is None:  # of reading: DeepSpeed's reader takes more than JSON
         return "is about what other readers of JSON refuse"
-    if rule.meets is Meets.silent:
+    if rule.meets is Enforcement.silent:
         return "is accepted silently, and does otherwise"
-    if rule.meets is Meets.later:
+    if rule.meets is Enforcement.later:
         return "fails later"
     later = [file for file in rule.file.split(", ") if file not in AT_LOADING]
     return f"is refused when the engine is built ({', '.join(later)})" if later else None
@@ -138,7 +138,7 @@ def report_on(path: Path, folder: Path) -> Report:
     """Check, import and plan one file."""
     document = read_json(path)
     ranks = ranks_of(document.value)
-    checked = check_file(path, Surroundings(world_size=ranks, fills_auto=True))
+    checked = check_file(path, JsonContext(world_size=ranks, fills_auto=True))
     imported, why_not, plan_errors = None, "", ()
     if checked.has_error:
         why_not = "the check finds errors"
@@ -173,7 +173,7 @@ def filled(json: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:
         batch[BATCH[0]] = micro * steps * ranks
     values = []
     for key, value in flatten(json):
-        is_open = value == AUTO and key in FILLED_BY_OTHERS
+        is_open = value == AUTO and key in HF_AUTO_KEYS
         values.append((key, {**FILLED, **batch}.get(key, value) if is_open else value))
     nested: dict[str, Any] = {}
     for key, value in values:

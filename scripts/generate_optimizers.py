@@ -16,7 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.options.optimizer import Optimizer
-from trainctl.plan.optimizers import maker
+from trainctl.plan.optimizers import optimizer_maker
 
 TARGET = Path(__file__).parents[1] / "docs" / "optimizers.md"
 MARKS = ("<!-- table -->", "<!-- end of table -->")
@@ -56,10 +56,14 @@ def _makers(can: Optimizer) -> str:
     found: dict[str, list[str]] = {}
     for hardware, place in ((Accelerator.cuda, "a GPU"), (Accelerator.cpu, "a CPU")):
         config = RunConfig(model=ModelConfig(), optimizer=new_section("optimizer", can.name))
-        found.setdefault(maker(config, HARDWARE[hardware]).value, []).append(f"on {place}")
+        found.setdefault(optimizer_maker(config, HARDWARE[hardware]).value, []).append(
+            f"on {place}"
+        )
     if OffloadDevice.cpu in can.offload:
         config.offload.optimizer = OffloadDevice.cpu
-        found.setdefault(maker(config, HARDWARE[Accelerator.cpu]).value, []).append("offloaded")
+        found.setdefault(optimizer_maker(config, HARDWARE[Accelerator.cpu]).value, []).append(
+            "offloaded"
+        )
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{name} ({', '.join(places)})" for name, places in found.items())

@@ -27,7 +27,7 @@ from trainctl.explanations.entry import RuleText
 from trainctl.explanations.rules import ENTRIES
 from trainctl.explanations.shown import ShownRule
 from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
-from trainctl.rules.deepspeed import Meets, Rule, Surroundings, check
+from trainctl.rules.deepspeed import Enforcement, JsonContext, Rule, check
 from trainctl.rules.plan import RULES as PLAN_RULES
 
 ROOT = Path(__file__).parents[1]
@@ -47,19 +47,19 @@ PLAIN: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
 MEETS = {
-    Meets.refused: "DeepSpeed refuses it too, once every process has started",
-    Meets.silent: "DeepSpeed says nothing, and does something else than one expects",
-    Meets.later: "DeepSpeed takes it, and fails later",
+    Enforcement.refused: "DeepSpeed refuses it too, once every process has started",
+    Enforcement.silent: "DeepSpeed says nothing, and does something else than one expects",
+    Enforcement.later: "DeepSpeed takes it, and fails later",
 }
-OTHERS: dict[str, tuple[dict[str, Any], Surroundings, str]] = {
+OTHERS: dict[str, tuple[dict[str, Any], JsonContext, str]] = {
     "TC209": (
         {"train_batch_size": "auto"},
-        Surroundings(fills_auto=True),
+        JsonContext(fills_auto=True),
         "Read by transformers' Trainer, which fills in the value",
     ),
     "TC218": (
         {"tensor_parallel.autotp_size": 3},
-        Surroundings(model=ModelConfig(num_attention_heads=4)),
+        JsonContext(model=ModelConfig(num_attention_heads=4)),
         "With `--model DIR`, a model of 4 attention heads",
     ),
     "TC289": (
@@ -71,7 +71,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Surroundings, str]] = {
                 "buffer_count": 3,
             },
         },
-        Surroundings(world_size=8, accelerator=Accelerator.cuda),
+        JsonContext(world_size=8, accelerator=Accelerator.cuda),
         "Read on 8 GPUs",
     ),
 }
@@ -166,7 +166,7 @@ def _of_deepspeed(rule: Rule) -> ShownRule:
     )
 
 
-def _in_words(met: Surroundings) -> str:
+def _in_words(met: JsonContext) -> str:
     stages = f", in {met.pipeline_stages} pipeline stages" if met.pipeline_stages > 1 else ""
     return f"Read by a script of yours on {met.world_size} CPU processes{stages}"
 

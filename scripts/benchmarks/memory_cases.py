@@ -50,7 +50,7 @@ from trainctl.memory.phases import phases, resident
 from trainctl.memory.runtime import band, fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import KERNEL
-from trainctl.plan.types import Batch, Mesh, Sketch
+from trainctl.plan.types import Batch, LayoutPlan, Mesh
 
 FP32 = 4
 
@@ -60,7 +60,7 @@ class Case:
     """A row in our terms."""
 
     row: Row
-    plan: Sketch
+    plan: LayoutPlan
     """The configuration that it describes."""
     engine: EngineMemory
     """DeepSpeed's engine of the plan, with what the row's program did otherwise."""
@@ -293,7 +293,7 @@ def case_of(row: Row) -> Case:
     length, micro = config.training.sequence_length, config.training.micro_batch_size
     # Pipelines are run with more micro batches than stages; elsewhere a row rarely says.
     accumulation = mesh.pipeline if mesh.pipeline > 1 else 1
-    plan = Sketch(
+    plan = LayoutPlan(
         config=config,
         hardware=Hardware(
             name=row["gpu"] or "unknown",
@@ -338,7 +338,7 @@ def case_of(row: Row) -> Case:
     )
 
 
-def _engine_of(row: Row, plan: Sketch) -> EngineMemory:
+def _engine_of(row: Row, plan: LayoutPlan) -> EngineMemory:
     """DeepSpeed's engine, with what the row's program does otherwise than trainctl's trainer."""
     engine = read_engine(plan)
     if without_init(row):

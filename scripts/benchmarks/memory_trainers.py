@@ -33,7 +33,7 @@ from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, compute_bytes
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 FP32 = 4
 
@@ -170,7 +170,7 @@ def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
     return constants.LOGIT_BYTES[engine.weight_bytes]
 
 
-def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations | None:
+def block_of(row: Row, plan: LayoutPlan, engine: EngineMemory) -> BlockActivations | None:
     """Activations of a block of the row's own code; None is transformers'."""
     model = plan.config.model
     code = _code(row, model)

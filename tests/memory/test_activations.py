@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainctl.config.schema import AttentionKind, ModelConfig
-from trainctl.memory.activations import block_activations, in_tiles
-from trainctl.memory.trainable import Learning
+from trainctl.memory.activations import block_activations, tiled_activations
+from trainctl.memory.trainable import TrainableBlock
 
 BATCH, SEQUENCE = 2, 128
 MODELS = {
@@ -142,12 +142,12 @@ def test_closed_form_is_what_autograd_saves(family: str, attention: str, dtype: 
 
 NORMS = frozenset({"input_layernorm.weight", "ln_1.weight", "mlp.down_proj.weight"})
 FROZEN = {
-    "nothing learns": Learning(weights=frozenset()),
-    "a norm and a product learn": Learning(weights=NORMS),
-    "queries and values have adapters": Learning(
+    "nothing learns": TrainableBlock(weights=frozenset()),
+    "a norm and a product learn": TrainableBlock(weights=NORMS),
+    "queries and values have adapters": TrainableBlock(
         weights=frozenset(), ranks=(("self_attn.q_proj", 8), ("self_attn.v_proj", 8))
     ),
-    "all layers have adapters": Learning(
+    "all layers have adapters": TrainableBlock(
         weights=frozenset(),
         ranks=tuple(
             (f"{module}_proj", 4)
@@ -233,12 +233,12 @@ def test_autocast_keeps_a_cast_for_each_product(family: str) -> None:
 def test_nothing_inside_a_feed_forward_layer_in_tiles_is_kept(family: str) -> None:
     whole = block_activations(MODELS[family], sequence_length=SEQUENCE, element=2)
     beside = 2 * 2 * MODELS[family].hidden_size
-    ours = in_tiles(whole, 4, beside=beside)
+    ours = tiled_activations(whole, 4, beside=beside)
     traced = traced_bytes_per_token(MODELS[family], "sdpa", "bfloat16", tiles=4)
     assert ours.saved == pytest.approx(traced, rel=0.005)
     assert ours.saved == whole.saved - whole.feed_forward
     assert ours.backward_extra(ours.saved) < whole.backward_extra(whole.saved) + whole.feed_forward
-    assert in_tiles(whole, 1, beside=beside) == whole
+    assert tiled_activations(whole, 1, beside=beside) == whole
 
 
 def test_tensor_ranks_share_heads_and_feed_forward_but_not_norms() -> None:

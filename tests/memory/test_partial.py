@@ -7,7 +7,7 @@ from memory_plans import GPT2, LLAMA_3_8B, make_plan
 
 from trainctl.memory.budget import budget
 from trainctl.memory.engine import read_engine
-from trainctl.memory.partial import of_run
+from trainctl.memory.partial import trained_stages
 from trainctl.memory.phases import resident
 from trainctl.memory.stages import Stage, stages
 from trainctl.plan.trainable import trainable
@@ -20,7 +20,7 @@ ADAPTER = 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 def stages_of(plan: RunPlan) -> tuple[Stage, ...]:
     held = stages(plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks)
-    return of_run(plan.config, held, tensor=plan.mesh.tensor)
+    return trained_stages(plan.config, held, tensor=plan.mesh.tensor)
 
 
 @pytest.mark.parametrize("zero", range(4))

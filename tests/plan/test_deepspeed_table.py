@@ -15,7 +15,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.plan.deepspeed import derived_settings, render
 from trainctl.plan.deepspeed_table import SOURCES, TABLE, Modes
 from trainctl.plan.types import Batch, Mesh
-from trainctl.rules.deepspeed import Case, Surroundings
+from trainctl.rules.deepspeed import Case, JsonContext
 from trainctl.rules.deepspeed_schema import load
 from trainctl.search.import_values import wanted_values
 
@@ -86,7 +86,7 @@ def plain(config: RunConfig, key: str) -> Any:
 @settings(deadline=None)
 def test_a_config_comes_back_from_its_json(config: RunConfig) -> None:
     json = rendered(config)
-    wanted = wanted_values(Case(json, Surroundings(world_size=RANKS, fills_auto=True)))
+    wanted = wanted_values(Case(json, JsonContext(world_size=RANKS, fills_auto=True)))
     modes = Modes.of(config)
     for row in TABLE:
         on = row.read is not None and row.holds(modes) and row.key in flat(json)

@@ -15,10 +15,10 @@ from trainctl.memory.budget import budget, device_budget
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import (
     StagedBatches,
-    add_up,
+    are_valid_weights,
     batch_of_length,
-    batches_at_once,
     exact,
+    largest_batches,
     shares_of_amounts,
     sources_of,
     stages_of,
@@ -122,8 +122,12 @@ def test_a_batch_of_another_length_has_the_same_tokens_and_no_more_at_once(
 
 def test_weights_are_what_was_written():
     assert exact(0.7) + exact(0.1) + exact(0.2) == 1 and exact(1e-7) == Fraction(1, 10**7)
-    assert add_up([0.7, 0.1, 0.2]) and add_up([7, 3]) and add_up([1 / 4, 3 / 4])
-    assert not add_up([0.7, 0.2]) and not add_up([1.5, 3])
+    assert (
+        are_valid_weights([0.7, 0.1, 0.2])
+        and are_valid_weights([7, 3])
+        and are_valid_weights([1 / 4, 3 / 4])
+    )
+    assert not are_valid_weights([0.7, 0.2]) and not are_valid_weights([1.5, 3])
 
 
 def test_tokens_and_epochs_come_first_and_weights_share_what_they_leave():
@@ -196,7 +200,7 @@ def test_behind_batches_that_were_passed_over_a_batch_has_samples_of_one_stage(p
 
 def test_memory_is_budgeted_for_the_fullest_length():
     plan, _ = staged()
-    assert [batch.sequence_length for batch in batches_at_once(plan)] == [64, 32]
+    assert [batch.sequence_length for batch in largest_batches(plan)] == [64, 32]
     longer = config_with(
         training__sequence_length=64,
         training__global_batch_size=24,

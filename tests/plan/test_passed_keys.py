@@ -9,7 +9,14 @@ from trainctl.config.derived import Derived
 from trainctl.plan.deepspeed import render
 from trainctl.plan.deepspeed_table import WHEN, WORDS
 from trainctl.rules.deepspeed_schema import load, versions
-from trainctl.rules.passed_keys import IDLE, OWNED, PASSED, TABLES, TRAINERS, entry_of
+from trainctl.rules.passed_keys import (
+    CONFIG_OWNED_KEYS,
+    PASS_THROUGH_KEYS,
+    TABLES,
+    TRAINER_OWNED_KEYS,
+    UNREAD_KEYS,
+    entry_of,
+)
 from trainctl.rules.resolve import resolve
 
 
@@ -25,8 +32,8 @@ def test_the_tables_name_keys_of_the_schema_and_each_once():
     names = [name for table in TABLES for name in table]
     assert [name for name in names if names.count(name) > 1] == []
     assert [name for name in names if name not in load().keys] == []
-    assert [name for name in PASSED if load().keys[name].is_section] == []
-    assert all(need in WHEN and need in WORDS for need in PASSED.values() if need)
+    assert [name for name in PASS_THROUGH_KEYS if load().keys[name].is_section] == []
+    assert all(need in WHEN and need in WORDS for need in PASS_THROUGH_KEYS.values() if need)
 
 
 def findings_of(key, value, **changes):
@@ -60,7 +67,7 @@ REFUSED = {
 def test_what_the_trainer_relies_on_is_refused(key):
     (found,) = findings_of(key, REFUSED[key], zero_stage__stage=3)
     entry = entry_of(key)
-    assert entry in OWNED or entry in TRAINERS
+    assert entry in CONFIG_OWNED_KEYS or entry in TRAINER_OWNED_KEYS
     assert found[0] == "TC092" and found[1] in (f"deepspeed.{key}", f"deepspeed.{entry}")
 
 
@@ -77,14 +84,14 @@ IDLE_KEYS = {
 def test_what_nothing_reads_is_an_error(key):
     found = findings_of(key, IDLE_KEYS[key], zero_stage__stage=2)
     assert found == [("TC430", f"deepspeed.{key}")]
-    assert entry_of(key) in IDLE or entry_of(key) in PASSED
+    assert entry_of(key) in UNREAD_KEYS or entry_of(key) in PASS_THROUGH_KEYS
 
 
 def test_a_program_of_the_users_may_set_all_but_what_config_keys_say():
     for key, value in REFUSED.items():
         found = findings_of(key, value, zero_stage__stage=2, script="train.py")
         refused = [rule for rule, name in found if rule in ("TC092", "TC430")]
-        assert bool(refused) is (entry_of(key) in OWNED), (key, found)
+        assert bool(refused) is (entry_of(key) in CONFIG_OWNED_KEYS), (key, found)
 
 
 def test_what_is_tuned_for_nvme_takes_the_place_of_the_default():

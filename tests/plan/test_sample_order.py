@@ -12,7 +12,7 @@ from plan_cases import config_with, cpus
 
 from trainctl.config.registry import new_section, part_class
 from trainctl.config.schema import OnTooLong, SourceConfig
-from trainctl.plan.sample_order import changes_of_order, leaves_others_out, samples_in
+from trainctl.plan.sample_order import changes_of_order, changes_overlong_handling, samples_in
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 
@@ -56,7 +56,7 @@ def test_other_conversations_are_said() -> None:
         kind: part_class(SourceConfig, kind)(kind=kind, weight=1.0) for kind in ("chat", "stdlib")
     }
     sources = new_section("data", "stdlib", sources=mixed)
-    assert leaves_others_out(sources, replace(sources, on_too_long=OnTooLong.drop))
+    assert changes_overlong_handling(sources, replace(sources, on_too_long=OnTooLong.drop))
 
 
 def replace_seed(plan: RunPlan) -> RunPlan:

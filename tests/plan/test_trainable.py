@@ -13,9 +13,9 @@ from trainctl.config.codec import to_plain
 from trainctl.errors import TrainctlError
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.groups import parameter_groups
-from trainctl.plan.identity import check_trained
+from trainctl.plan.identity import check_trainable
 from trainctl.plan.shapes import all_tensors
-from trainctl.plan.trainable import idle_stages, met_by, trainable
+from trainctl.plan.trainable import idle_stages, matching_parameters, trainable
 
 LLAMA = {"model__num_layers": 4}
 KINDS = ("lora", "dora", "rslora")
@@ -38,7 +38,9 @@ def test_each_tensor_trains_or_stays(entries: list[str], tied: bool) -> None:
     trained = [tensor.name for tensor in found.trained]
     frozen = [tensor.name for tensor in found.frozen]
     assert sorted(trained + frozen) == sorted(names)
-    assert set(frozen) == {name for entry in entries for name in met_by(config.model, entry)}
+    assert set(frozen) == {
+        name for entry in entries for name in matching_parameters(config.model, entry)
+    }
     grouped = [name for group in parameter_groups(config) for name in group.parameters]
     assert sorted(grouped) == sorted(trained)
 
@@ -99,11 +101,15 @@ def test_of_an_anatomy_the_layers_of_blocks_are_adapted() -> None:
 
 def test_words_mean_what_they_say() -> None:
     model = config_with(**LLAMA).model
-    assert met_by(model, "embeddings") == ("model.embed_tokens.weight",)
-    assert met_by(model, "head") == ("lm_head.weight",)
-    assert len(met_by(model, "all_but_last_blocks:4")) == 1
+    assert matching_parameters(model, "embeddings") == ("model.embed_tokens.weight",)
+    assert matching_parameters(model, "head") == ("lm_head.weight",)
+    assert len(matching_parameters(model, "all_but_last_blocks:4")) == 1
     tied = config_with(**LLAMA, model__tie_word_embeddings=True).model
-    assert met_by(tied, "head") == met_by(tied, "lm_head") == ("model.embed_tokens.weight",)
+    assert (
+        matching_parameters(tied, "head")
+        == matching_parameters(tied, "lm_head")
+        == ("model.embed_tokens.weight",)
+    )
 
 
 def test_a_stage_of_a_pipeline_may_have_nothing_to_train() -> None:
@@ -124,7 +130,7 @@ def test_a_checkpoint_of_before_a_key_is_read_with_its_default() -> None:
     adapter = to_plain(config.adapter)
     assert adapter.pop("base_weights") == "compute"
     shapes = {tensor.name: list(tensor.shape) for tensor in trainable(config).trained}
-    check_trained(config, "step-1", {"base": {}, "adapter": adapter, "shapes": shapes})
+    check_trainable(config, "step-1", {"base": {}, "adapter": adapter, "shapes": shapes})
     config.adapter.base_weights = BaseWeights.nf4
     with pytest.raises(TrainctlError, match='base_weights was "compute", and is "nf4"'):
-        check_trained(config, "step-1", {"base": {}, "adapter": adapter, "shapes": shapes})
+        check_trainable(config, "step-1", {"base": {}, "adapter": adapter, "shapes": shapes})

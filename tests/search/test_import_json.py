@@ -9,9 +9,9 @@ from sampler import legal
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.rules.deepspeed import Surroundings, check
+from trainctl.rules.deepspeed import JsonContext, check
 from trainctl.rules.resolve import resolve
-from trainctl.search.import_json import BATCH, OURS, differences, import_json
+from trainctl.search.import_json import BATCH, TRAINCTL_KEYS, differences, import_json
 from trainctl.search.import_values import LEFT_OPEN
 
 RANKS = 2
@@ -38,7 +38,7 @@ def assert_equivalent(config):
 @pytest.mark.parametrize("seed", range(40))
 def test_the_round_trip_of_a_legal_json(seed):
     config = legal(random.Random(1000 + seed))
-    surroundings = Surroundings(world_size=RANKS)
+    surroundings = JsonContext(world_size=RANKS)
     assert not [each for each in check(config, surroundings) if each.is_error]
     assert_equivalent(config)
 
@@ -220,10 +220,10 @@ def test_what_is_auto_was_set_by_nobody_and_is_named():
 
 def test_every_name_for_what_is_auto_exists():
     from trainctl.config.schema import RunConfig, walk
-    from trainctl.rules.deepspeed.case import FILLED_BY_OTHERS
+    from trainctl.rules.deepspeed.case import HF_AUTO_KEYS
 
     keys = {key for key, _, _ in walk(RunConfig())}
-    assert LEFT_OPEN.keys() <= FILLED_BY_OTHERS
+    assert LEFT_OPEN.keys() <= HF_AUTO_KEYS
     named = {name for text in LEFT_OPEN.values() for name in text.split(" and ")}
     assert {name for name in named if not name.startswith("the group ")} <= keys
 
@@ -260,7 +260,7 @@ PUBLISHED = {
 
 
 def test_the_json_of_a_guide_is_accepted_and_its_run_recomputes():
-    around = Surroundings(world_size=RANKS, fills_auto=True)
+    around = JsonContext(world_size=RANKS, fills_auto=True)
     found = check(PUBLISHED, around)
     assert not [each for each in found if each.is_error]
     assert {"TC295", "TC296"} <= {each.rule for each in found}  # said all the same
@@ -296,4 +296,4 @@ def test_recomputation_on_the_device_and_over_tensor_ranks():
 def test_the_keys_that_trainctl_sets_itself_exist():
     from trainctl.rules.deepspeed_schema import load
 
-    assert all(key in load().keys or key.startswith("optimizer.params.") for key in OURS)
+    assert all(key in load().keys or key.startswith("optimizer.params.") for key in TRAINCTL_KEYS)

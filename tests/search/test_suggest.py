@@ -21,8 +21,8 @@ from trainctl.search.assess import assess
 from trainctl.search.suggest import (
     CHANGED_DIMENSION_COST,
     Suggestion,
-    what_fits,
-    what_slack_buys,
+    suggest_fitting,
+    suggest_for_slack,
 )
 from trainctl.search.variants import timed, with_values
 
@@ -73,7 +73,7 @@ def test_every_suggestion_fits_and_keeps_the_global_batch(case: str) -> None:
     before = assess(config, hardware)
     assert before.plan is not None
     assert not before.fits
-    suggestions = what_fits(config, hardware)
+    suggestions = suggest_fitting(config, hardware)
     assert 0 < len(suggestions) <= 4
     for suggestion in suggestions:
         result = assess(*apply(suggestion, config, hardware))
@@ -85,7 +85,7 @@ def test_every_suggestion_fits_and_keeps_the_global_batch(case: str) -> None:
 
 
 def test_changes_are_few_and_ordered_by_what_they_cost() -> None:
-    suggestions = what_fits(*CASES["large micro batch"])
+    suggestions = suggest_fitting(*CASES["large micro batch"])
     dimensions = [
         {override.partition("=")[0] for override in suggestion.overrides}
         - {"training.gradient_accumulation_steps", "zero_stage.overlap_comm"}  # go with others
@@ -106,7 +106,7 @@ def test_saved_memory_and_speed_are_against_the_configuration_as_it_is() -> None
     now = timed(config, hardware)
     assert before is not None
     assert now is not None
-    for suggestion in what_fits(config, hardware):
+    for suggestion in suggest_fitting(config, hardware):
         changed = apply(suggestion, config, hardware)
         after = timed(*changed)
         assert after is not None
@@ -124,7 +124,7 @@ def roomy() -> RunConfig:
 def test_free_memory_buys_speed_and_nothing_else() -> None:
     config = roomy()
     before, now = assess(config, H100), timed(config, H100)
-    suggestions = what_slack_buys(config, H100)
+    suggestions = suggest_for_slack(config, H100)
     assert 0 < len(suggestions) <= 4
     assert before.plan is not None
     assert now is not None
@@ -139,44 +139,44 @@ def test_free_memory_buys_speed_and_nothing_else() -> None:
 
 
 def test_what_does_not_fit_or_is_at_its_best_has_no_slack() -> None:
-    assert what_slack_buys(*CASES["small cards"]) == []
-    assert what_slack_buys(roomy(), replace(H100, device_memory_bytes=None)) == []
+    assert suggest_for_slack(*CASES["small cards"]) == []
+    assert suggest_for_slack(roomy(), replace(H100, device_memory_bytes=None)) == []
     best = roomy()
-    for suggestion in what_slack_buys(best, H100)[:1]:
+    for suggestion in suggest_for_slack(best, H100)[:1]:
         best, _ = apply(suggestion, best, H100)
-    assert all(later.speed < 1.2 for later in what_slack_buys(best, H100))
+    assert all(later.speed < 1.2 for later in suggest_for_slack(best, H100))
 
 
 def test_a_batch_in_tokens_stays_one() -> None:
     config = too_large()
     config.training.gradient_accumulation_steps = None
     config.training.global_batch_tokens = 2_000_000
-    for suggestion in what_fits(config, H100):
+    for suggestion in suggest_fitting(config, H100):
         assert not any("accumulation" in override for override in suggestion.overrides)
         assert assess(*apply(suggestion, config, H100)).fits
 
 
 def test_no_suggestion_only_adds_to_an_earlier_one() -> None:
-    kept = [set(suggestion.overrides) for suggestion in what_fits(*CASES["one small card"])]
+    kept = [set(suggestion.overrides) for suggestion in suggest_fitting(*CASES["one small card"])]
     for index, later in enumerate(kept):
         assert not any(earlier <= later for earlier in kept[:index])
 
 
 def test_one_small_card_needs_the_host() -> None:
-    for suggestion in what_fits(*CASES["one small card"]):
+    for suggestion in suggest_fitting(*CASES["one small card"]):
         assert "offload.optimizer=cpu" in suggestion.overrides
 
 
 def test_nothing_to_suggest() -> None:
     fitting = llama_7b(stage=3)
-    assert what_fits(fitting, H100) == []
+    assert suggest_fitting(fitting, H100) == []
     illegal = llama_7b(stage=0)
     illegal.parallelism.tensor = 3
-    assert what_fits(illegal, H100) == []
-    assert what_fits(llama_7b(stage=0), replace(H100, device_memory_bytes=None)) == []
+    assert suggest_fitting(illegal, H100) == []
+    assert suggest_fitting(llama_7b(stage=0), replace(H100, device_memory_bytes=None)) == []
     hopeless = llama_7b(stage=0)
     hopeless.model.num_layers = 100_000
-    assert what_fits(hopeless, H100) == []
+    assert suggest_fitting(hopeless, H100) == []
 
 
 def test_on_cpu_nothing_is_offloaded_and_no_process_added() -> None:
@@ -189,14 +189,14 @@ def test_on_cpu_nothing_is_offloaded_and_no_process_added() -> None:
         device_memory_bytes=140 * GIB,
     )
     assert not assess(config, cpu).fits
-    for suggestion in what_fits(config, cpu):
+    for suggestion in suggest_fitting(config, cpu):
         assert not any(o.startswith(("offload", "hardware")) for o in suggestion.overrides)
 
 
 def test_gives_up_on_a_model_that_nothing_makes_fit() -> None:
     config = too_large()
     config.model.num_layers = 100_000
-    assert what_fits(config, H100) == []
+    assert suggest_fitting(config, H100) == []
 
 
 def test_a_sequence_that_does_not_fit_is_told_of_tiles() -> None:
@@ -210,7 +210,7 @@ def test_a_sequence_that_does_not_fit_is_told_of_tiles() -> None:
     )
     config.offload.optimizer = OffloadDevice.cpu
     hardware = replace(H100, nodes=1, devices_per_node=8, host_memory_bytes=2000 * GIB)
-    first, *_ = what_fits(config, hardware)
+    first, *_ = suggest_fitting(config, hardware)
     assert first.overrides == ("kernels.mlp_tiles=16",)
 
 
@@ -219,9 +219,9 @@ def test_an_adapter_is_suggested_last_where_there_are_weights_to_start_from() ->
         llama_7b(stage=2),
         replace(H100, devices_per_node=1, device_memory_bytes=24 * GIB),
     )
-    assert not any("adapter" in text for s in what_fits(config, card) for text in s.overrides)
+    assert not any("adapter" in text for s in suggest_fitting(config, card) for text in s.overrides)
     config.model.initial_weights = "weights"
-    *others, last = what_fits(config, card)
+    *others, last = suggest_fitting(config, card)
     assert "adapter.kind=lora" in last.overrides
     assert not any("adapter" in text for s in others for text in s.overrides)
     key_values = dict(text.split("=") for text in last.overrides)
@@ -241,11 +241,11 @@ def test_a_base_in_four_bits_is_suggested_where_lora_does_not_fit() -> None:
     config = llama_7b(stage=2)
     config.model.initial_weights = "weights"
     card = replace(H100, devices_per_node=1, device_memory_bytes=12 * GIB)
-    *_, last = what_fits(config, card)
+    *_, last = suggest_fitting(config, card)
     wanted = {"adapter.kind=lora", "adapter.base_weights=nf4_double"}
     assert wanted <= set(last.overrides)
     config.adapter = new_section("adapter", "lora")
-    *_, last = what_fits(config, card)
+    *_, last = suggest_fitting(config, card)
     assert "adapter.base_weights=nf4_double" in last.overrides
     assert "adapter.kind=lora" not in last.overrides
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainctl.config.schema import Accelerator
-from trainctl.rules.deepspeed import Surroundings
+from trainctl.rules.deepspeed import JsonContext
 from trainctl.rules.deepspeed_schema import Key, load
 
 RANKS = 2
@@ -368,9 +368,9 @@ def every_break(seed: int) -> list[Case]:
     return cases
 
 
-def around(case: Case) -> Surroundings:
+def around(case: Case) -> JsonContext:
     """What the real run's JSON meets: CPU processes, and a script without an optimizer."""
-    return Surroundings(
+    return JsonContext(
         world_size=RANKS,
         devices_per_node=RANKS,
         accelerator=Accelerator.cpu,

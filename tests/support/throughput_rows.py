@@ -16,7 +16,7 @@ from trainctl.config.keys import accept, leaves
 from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh, derive_stages
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 from trainctl.search.constants import OVERLAP
 from trainctl.search.speed import step_time
 
@@ -33,7 +33,7 @@ class Row:
     """Measurements that were made alike and may be compared with each other."""
     is_for_fit: bool
     """Whether constants of the model may be read off it."""
-    plan: Sketch
+    plan: LayoutPlan
     """The configuration in trainctl's terms; as much of a plan as the model reads."""
     seconds: float
     """Of an optimizer step, measured."""
@@ -84,14 +84,14 @@ def _row(line: dict[str, str]) -> Row:
     )
 
 
-def plan_of(hardware: Hardware, values: Mapping[str, Any]) -> Sketch:
+def plan_of(hardware: Hardware, values: Mapping[str, Any]) -> LayoutPlan:
     """A configuration with these keys, as much of a plan as the model reads; no rule is asked."""
     config = config_of(values)
     mesh, _ = derive_mesh(config.parallelism, hardware)
     assert mesh is not None
     batch, _ = derive_batch(config.training, mesh.data)
     assert batch is not None
-    return Sketch(
+    return LayoutPlan(
         config=config,
         hardware=hardware,
         mesh=mesh,

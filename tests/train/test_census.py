@@ -15,7 +15,7 @@ from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
 from trainctl.memory.loss import head_input
-from trainctl.memory.partial import of_run
+from trainctl.memory.partial import trained_stages
 from trainctl.memory.phases import resident
 from trainctl.memory.rank import rank_memory
 from trainctl.memory.stages import stages
@@ -59,7 +59,7 @@ def plan(
 def predicted(of: RunPlan) -> int:
     """Bytes of one rank on the device, and offloaded from it."""
     engine = read_engine(of)
-    (stage,) = of_run(of.config, stages(of.config.model, expert=of.mesh.expert))
+    (stage,) = trained_stages(of.config, stages(of.config.model, expert=of.mesh.expert))
     host = host_budget(of, engine, stage, 0).components
     return resident(engine, stage, 0).total + sum(host.values()) // of.mesh.world_size
 
@@ -87,7 +87,7 @@ OFFLOADED: dict[str, tuple[Any, ...]] = {
 def kept(of: RunPlan) -> int:
     """Bytes of activations of the blocks, the last norm and the head, by the budget."""
     engine = read_engine(of)
-    (stage,) = of_run(of.config, stages(of.config.model), keeps_inputs=engine.keeps_inputs)
+    (stage,) = trained_stages(of.config, stages(of.config.model), keeps_inputs=engine.keeps_inputs)
     rank = rank_memory(of, engine, stage, Components())
     gradient = engine.weight_bytes * tokens_per_rank(of) * of.config.model.hidden_size
     return rank.activations.forward_end + head_input(rank) - gradient

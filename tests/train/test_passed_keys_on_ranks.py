@@ -10,7 +10,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.derived import Derived
 from trainctl.plan.deepspeed import flatten, render
-from trainctl.rules.passed_keys import PASSED
+from trainctl.rules.passed_keys import PASS_THROUGH_KEYS
 from trainctl.runs.layout import RunPaths
 
 ZERO = "zero_optimization"
@@ -114,7 +114,7 @@ def assert_same_curve(run, reference):
 
 def test_every_key_that_is_passed_through_is_in_a_case():
     listed = {key for _, cases in CASES.values() for keys in cases for key in keys}
-    assert listed | {*TUNED} == {*PASSED}
+    assert listed | {*TUNED} == {*PASS_THROUGH_KEYS}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from trainctl.config.registry import option_files, trust, trusted_folder
 from trainctl.errors import TrainctlError
 
 
-def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
+def register_config_dir(ctx: typer.Context, value: Path | None) -> Path | None:
     """Register the options of the folder `--config-dir`, before any command looks options up.
 
     Raises:
@@ -52,7 +52,7 @@ TargetAndOverrides = Annotated[
         autocompletion=complete_target,
     ),
 ]
-OfAttempt = Annotated[
+AttemptOption = Annotated[
     int | None,
     typer.Option(
         "--attempt",
@@ -69,7 +69,7 @@ ConfigDir = Annotated[
         metavar="DIR",
         help="Your own folder of conf/ and recipes/; the current folder is always searched.",
         show_default=False,
-        callback=with_options,
+        callback=register_config_dir,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

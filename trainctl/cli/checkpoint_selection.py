@@ -9,7 +9,7 @@ from trainctl.cli.console import say
 from trainctl.cli.meter import Meter
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.identity import check_model, check_optimizer, check_trained
+from trainctl.plan.identity import check_model, check_optimizer, check_trainable
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, own_id
 from trainctl.runs.directory import newest_run, open_run
@@ -88,7 +88,7 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
     return [item for item in folders if steps is None or item[0] in steps]
 
 
-def check_goes_on(config: RunConfig, path: Path) -> None:
+def check_resumable(config: RunConfig, path: Path) -> None:
     """Refuse to resume from a checkpoint of another model or optimizer.
 
     A checkpoint that is too old to tell is warned of.
@@ -108,7 +108,7 @@ def check_goes_on(config: RunConfig, path: Path) -> None:
             style="warning",
         )
     check_model(config.model, path.name, manifest)
-    check_trained(config, path.name, manifest)
+    check_trainable(config, path.name, manifest)
     check_optimizer(config, path.name, manifest)
 
 

@@ -90,10 +90,10 @@ COMMANDS = {
 }
 """Each command's panel in the listing, `module:name` in this package, and summary of its help."""
 
-WITH_WORDS = ("launch", "resume", "validate", "estimate-memory")
+PASS_THROUGH_COMMANDS = ("launch", "resume", "validate", "estimate-memory")
 """Commands that accept a script's arguments after `--`."""
 
-_WORDS = "trainctl.words"
+_SCRIPT_ARGUMENTS = "trainctl.words"
 
 
 class Commands(TyperGroup):
@@ -118,7 +118,9 @@ def imported(name: str) -> Any:
     app = getattr(import_module(f"trainctl.cli.{module}"), attribute)
     if not isinstance(app, typer.Typer):
         function, app = app, typer.Typer(add_completion=False)
-        app.command(name, cls=CommandWithWords if name in WITH_WORDS else None)(function)
+        app.command(name, cls=PassThroughCommand if name in PASS_THROUGH_COMMANDS else None)(
+            function
+        )
     command = typer.main.get_command(app)
     _join_lines(command)
     _refuse_addresses(command)
@@ -162,19 +164,19 @@ def _join_lines(command: Any) -> None:
         _join_lines(part)
 
 
-class CommandWithWords(TyperCommand):
+class PassThroughCommand(TyperCommand):
     """Command that passes everything after `--` to a script, unparsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Set the words after `--` aside, and parse the rest."""
         if "--" in args:
             where = args.index("--")
-            ctx.meta[_WORDS] = args[where + 1 :]
+            ctx.meta[_SCRIPT_ARGUMENTS] = args[where + 1 :]
             args = args[:where]
         return super().parse_args(ctx, args)
 
 
-def words_of(context: typer.Context) -> list[str] | None:
+def script_arguments(context: typer.Context) -> list[str] | None:
     """Return the words after `--`; None if there was no `--`."""
-    words: list[str] | None = context.meta.get(_WORDS)
+    words: list[str] | None = context.meta.get(_SCRIPT_ARGUMENTS)
     return words

@@ -20,7 +20,7 @@ ABSENT = "not set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ComparedConfig:
     """One of the two configurations."""
 
     name: str
@@ -43,7 +43,7 @@ class Difference:
     right_text: str
 
 
-def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None) -> Side:
+def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None) -> ComparedConfig:
     """Read a recipe, a run directory, or a file of DeepSpeed's JSON.
 
     `attempt` selects an attempt of a run; None takes the one that stands for the run.
@@ -53,12 +53,12 @@ def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None)
     """
     path = Path(name).expanduser()
     if attempt is None and (path.is_file() or path.suffix == ".json"):
-        return Side(name=name, values=None, derived={}, deepspeed=_read_json(path))
+        return ComparedConfig(name=name, values=None, derived={}, deepspeed=_read_json(path))
     composed = compose_target(name, (), config_dir, attempt=attempt)
     show_findings(composed.findings)
     made = plan(composed).assessment.plan
     values = {key: to_plain(value) for key, _, value in walk(composed.config)}
-    return Side(
+    return ComparedConfig(
         name=name,
         values=values,
         derived={item.key: to_plain(item.value) for item in made.derived} if made else {},
@@ -73,7 +73,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(flatten(document.value))
 
 
-def compare(left: Side, right: Side) -> list[Difference]:
+def compare(left: ComparedConfig, right: ComparedConfig) -> list[Difference]:
     """Return the keys whose values differ in effect.
 
     Two configurations are compared by trainctl's keys, where a null stands for its derived value.
@@ -95,7 +95,7 @@ def compare(left: Side, right: Side) -> list[Difference]:
     return _by_json(left.deepspeed, right.deepspeed)
 
 
-def _by_config(left: Side, right: Side) -> list[Difference]:
+def _by_config(left: ComparedConfig, right: ComparedConfig) -> list[Difference]:
     assert left.values is not None and right.values is not None
     found = []
     for key in dict.fromkeys((*left.values, *right.values)):  # a kind may have keys of its own
@@ -107,13 +107,13 @@ def _by_config(left: Side, right: Side) -> list[Difference]:
     return found
 
 
-def _meaning(side: Side, key: str) -> Any:
+def _meaning(side: ComparedConfig, key: str) -> Any:
     assert side.values is not None
     value = side.values[key]
     return side.derived.get(key) if value is None else value
 
 
-def _shown(side: Side, key: str) -> str:
+def _shown(side: ComparedConfig, key: str) -> str:
     assert side.values is not None
     if key not in side.values:
         return ABSENT

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import (
+    AttemptOption,
     ConfigDir,
     Json,
-    OfAttempt,
     Overrides,
     TargetAndOverrides,
     split_target,
@@ -38,7 +38,7 @@ app.command("import")(import_json)
 @app.command()
 def show(
     target: TargetAndOverrides = None,
-    attempt: OfAttempt = None,
+    attempt: AttemptOption = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +56,7 @@ def show(
 
 @app.command()
 def deepspeed(
-    target: TargetAndOverrides = None, attempt: OfAttempt = None, config_dir: ConfigDir = None
+    target: TargetAndOverrides = None, attempt: AttemptOption = None, config_dir: ConfigDir = None
 ) -> None:
     """Print the JSON that DeepSpeed gets.
 
@@ -83,7 +83,7 @@ def why(
         ),
     ],
     overrides: Overrides = None,
-    attempt: OfAttempt = None,
+    attempt: AttemptOption = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:

@@ -36,7 +36,7 @@ _output = {"is_needed": True}
 """Whether the command's purpose is its output."""
 
 
-def go_on_without_reader() -> None:
+def tolerate_broken_pipe() -> None:
     """Keep the command running when the reader of stdout goes away (`| head`, a closed terminal).
 
     Called by commands that do more than print: from then on only the output ends.
@@ -44,7 +44,7 @@ def go_on_without_reader() -> None:
     _output["is_needed"] = False
 
 
-def abandon_output() -> None:
+def discard_output() -> None:
     """Discard all further output on stdout; otherwise Python complains at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -53,12 +53,12 @@ def put(text: str, *, style: str = "") -> None:
     """Print one line of data on stdout, in colour if a style is named and stdout is a terminal.
 
     Raises:
-        OSError: The reader has gone, and `go_on_without_reader` was not called.
+        OSError: The reader has gone, and `tolerate_broken_pipe` was not called.
     """
     try:
         _write(sys.stdout, text, style)
     except OSError as error:
-        _lose_reader(error)
+        _handle_broken_pipe(error)
 
 
 def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[str, str]) -> None:
@@ -78,7 +78,7 @@ def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[s
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except OSError as error:
-        _lose_reader(error)
+        _handle_broken_pipe(error)
 
 
 def _has_colour(stream: TextIO) -> bool:
@@ -86,10 +86,10 @@ def _has_colour(stream: TextIO) -> bool:
     return stream.isatty() and not is_plain
 
 
-def _lose_reader(error: OSError) -> None:
+def _handle_broken_pipe(error: OSError) -> None:
     if _output["is_needed"]:
         raise error
-    abandon_output()
+    discard_output()
 
 
 def say(text: str, *, style: str = "") -> None:
@@ -130,7 +130,7 @@ def rich_console(*, stderr: bool = False) -> Console:
         """Console that treats a reader who has gone as `put` does."""
 
         def on_broken_pipe(self) -> None:
-            _lose_reader(BrokenPipeError())
+            _handle_broken_pipe(BrokenPipeError())
 
         def render_str(self, text: str, **settings: Any) -> Text:
             return super().render_str(visible(text), **settings)

@@ -32,13 +32,13 @@ def show_dropped(config: RunConfig, *, as_json: bool) -> None:
         print_json({"schema": 1, "sources": [told(each) for each in found], "examples": examples})
         return
     for dropped in found:
-        put_dropped(dropped)
+        print_dropped(dropped)
         for row in examples_of(dropped):
             put("")
             _put_example(row)
 
 
-def put_dropped(dropped: dict[str, Any]) -> None:
+def print_dropped(dropped: dict[str, Any]) -> None:
     """Print how many documents of a source were left out, by reason."""
     of, stay = dropped["documents"], dropped["stay"]
     put(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")

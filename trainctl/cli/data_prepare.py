@@ -9,7 +9,7 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import print_json, put
-from trainctl.cli.data_dropped import dropped_of, put_dropped, told
+from trainctl.cli.data_dropped import dropped_of, print_dropped, told
 from trainctl.cli.findings import show_findings
 from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.progress import bad_text_lines
@@ -131,7 +131,7 @@ def prepare(
     for place in places.values():
         put(f"written to {place}: data=stream data.url={place}")
     for each in left_out:
-        put_dropped(each)
+        print_dropped(each)
 
 
 def _written(

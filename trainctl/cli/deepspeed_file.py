@@ -13,7 +13,7 @@ from trainctl.config.json_file import JsonDocument, read_json
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.rules.deepspeed import Surroundings, check
+from trainctl.rules.deepspeed import JsonContext, check
 from trainctl.rules.deepspeed_schema import Schema, load, versions
 
 
@@ -35,7 +35,7 @@ class CheckedFile:
         return any(finding.is_error for finding in self.findings)
 
 
-def check_file(path: Path, around: Surroundings) -> CheckedFile:
+def check_file(path: Path, around: JsonContext) -> CheckedFile:
     """Read and check a DeepSpeed JSON.
 
     Raises:
@@ -50,9 +50,9 @@ def check_file(path: Path, around: Surroundings) -> CheckedFile:
     return CheckedFile(document=document, findings=tuple(named), schema=schema, installed=installed)
 
 
-def surroundings(
+def json_context(
     overrides: Sequence[str], world_size: int | None, model: Path | None
-) -> Surroundings:
+) -> JsonContext:
     """Return the devices, ranks and model for the JSON, from the command's options.
 
     `overrides` may hold `hardware=...` only. `world_size` is by default that of the hardware.
@@ -72,7 +72,7 @@ def surroundings(
         nodes, devices = hardware.nodes, hardware.devices_per_node
         accelerator = hardware.accelerator
     ranks = nodes * devices if devices else None
-    return Surroundings(
+    return JsonContext(
         world_size=world_size or ranks,
         devices_per_node=devices,
         accelerator=accelerator,

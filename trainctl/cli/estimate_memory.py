@@ -129,7 +129,7 @@ def _estimate(one: Compared, as_json: bool) -> int:
         for line in trace_lines(traced):
             put(line)
     show_findings(planned.findings)
-    if not planned.errors_but_fit and planned.errors and not as_json:
+    if not planned.unforceable_errors and planned.errors and not as_json:
         show_suggestions(planned.composed.config, planned.hardware)
     if not planned.errors and not as_json:
         show_slack(planned.composed.config, planned.hardware)

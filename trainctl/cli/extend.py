@@ -13,7 +13,7 @@ from trainctl.data.source_counts import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
 from trainctl.plan.mixture import sources_of, stages_of_plan
-from trainctl.plan.sample_order import changes_of_order, leaves_others_out
+from trainctl.plan.sample_order import changes_of_order, changes_overlong_handling
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import CheckpointInfo, list_checkpoints
 from trainctl.runs.directory import last_attempt, read_plan
@@ -74,8 +74,8 @@ def _compare_order(
     manifest = read_manifest(checkpoint.path)
     samples = int(manifest["samples"])
     if any(data.sources or data.stages for data in (before.config.data, made.config.data)):
-        _keep_the_steps(run, manifest, made)
-        _keep_the_past(run, samples, before, made)
+        _check_trained_batches(run, manifest, made)
+        _check_drawn_samples(run, samples, before, made)
         return
     starts = read_events(run.events, "start")
     if not starts:
@@ -84,7 +84,7 @@ def _compare_order(
         say(f"warning: {change}", style="warning")
 
 
-def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) -> None:
+def _check_drawn_samples(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) -> None:
     """Refuse a plan that would change samples already drawn.
 
     Raises:
@@ -106,7 +106,7 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     try:
         if samples and packings[0] is not packings[1]:
             changes = [f"data.packing is {packings[1].value}, and it was {packings[0].value}"]
-        elif samples and leaves_others_out(before.config.data, made.config.data):
+        elif samples and changes_overlong_handling(before.config.data, made.config.data):
             was, now = (plan.config.data.on_too_long.value for plan in (before, made))
             changes = [f"data.on_too_long is {now}, and it was {was}"]
         else:
@@ -125,7 +125,7 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
         )
 
 
-def _keep_the_steps(run: RunPaths, manifest: Mapping[str, Any], made: RunPlan) -> None:
+def _check_trained_batches(run: RunPaths, manifest: Mapping[str, Any], made: RunPlan) -> None:
     """Refuse a plan with stages whose batches so far differ from those the run has had.
 
     The beginning of a stage is counted in samples of the plan's batches. Skipped batches are in

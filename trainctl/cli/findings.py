@@ -28,7 +28,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
             say(f"  hint: {finding.hint}")
     rules = list(dict.fromkeys(finding.rule for finding in findings if finding.rule))
     if rules:
-        say_more(rules)
+        show_explain_hint(rules)
 
 
 def show_error(message: str, hint: str = "") -> None:
@@ -46,10 +46,10 @@ def show_trainctl_error(error: TrainctlError) -> None:
     show_findings(error.findings)
     show_error(error.message, error.hint)
     if not error.findings and error.exit_code not in (ExitCode.success, ExitCode.bad_input):
-        say_more([str(int(error.exit_code))])
+        show_explain_hint([str(int(error.exit_code))])
 
 
-def say_more(words: list[str]) -> None:
+def show_explain_hint(words: list[str]) -> None:
     """Print where rules, a cause or an exit code are explained, as the last line of a message."""
     say(f"more: {hint_line(words)}")
 

@@ -15,7 +15,7 @@ from trainctl.runs.layout import RunPaths
 EDITED, FAILED_AT_START = "TC045", "TC046"
 
 
-def passed_over_findings(run: RunPaths, standing: Standing | None) -> list[Finding]:
+def ignored_config_findings(run: RunPaths, standing: Standing | None) -> list[Finding]:
     """Return warnings of edits and of failed attempts whose settings have no effect.
 
     `standing` names the attempt that was taken and those passed over; None if the user chose one.

@@ -16,7 +16,7 @@ from trainctl.cli.findings import show_findings
 from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.json_file import read_json
 from trainctl.errors import TrainctlError
-from trainctl.rules.deepspeed import Surroundings
+from trainctl.rules.deepspeed import JsonContext
 from trainctl.search.import_json import Imported, ranks_of
 from trainctl.search.import_json import import_json as imported_from
 
@@ -40,7 +40,7 @@ def import_json(
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
     ranks = world_size or ranks_of(read_json(file).value)
-    checked = check_file(file, Surroundings(world_size=ranks, fills_auto=True))
+    checked = check_file(file, JsonContext(world_size=ranks, fills_auto=True))
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)
     imported = imported_from(checked.document.value, world_size=ranks)

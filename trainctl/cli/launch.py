@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import (
+    AttemptOption,
     ConfigDir,
     Detach,
     DryRun,
     Force,
     Json,
-    OfAttempt,
     Overrides,
     TargetAndOverrides,
     Verbose,
     split_target,
 )
-from trainctl.cli.commands import words_of
+from trainctl.cli.commands import script_arguments
 from trainctl.cli.planning import compose
 from trainctl.cli.resume import resume_run
 from trainctl.cli.start import start_run
@@ -60,7 +60,7 @@ def launch(
     Examples: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3;
     trainctl launch script=train.py recipe=7b-zero3 -- --its --own arguments
     """
-    words = words_of(context)
+    words = script_arguments(context)
     if resume is ResumeMode.auto:
         if run_dir is None:
             raise TrainctlError("--resume auto needs --run-dir, the directory to look in")
@@ -102,7 +102,7 @@ def resume(
     from_start: Annotated[
         bool, typer.Option("--from-start", help="From the beginning, leaving checkpoints behind.")
     ] = False,
-    attempt: OfAttempt = None,
+    attempt: AttemptOption = None,
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
@@ -117,7 +117,7 @@ def resume(
 
     Examples: trainctl resume; trainctl resume runs/NAME training.steps=400
     """
-    words = words_of(context)
+    words = script_arguments(context)
     if from_start and step is not None:
         raise TrainctlError("--step and --from-start name two places", hint="leave one of them out")
     target, overrides = split_target(run)

@@ -16,7 +16,7 @@ import typer
 
 from trainctl import __version__
 from trainctl.cli.commands import Commands
-from trainctl.cli.console import abandon_output
+from trainctl.cli.console import discard_output
 from trainctl.cli.findings import show_error, show_trainctl_error
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
 
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return ExitCode.interrupted
     except BrokenPipeError:
-        abandon_output()
+        discard_output()
         return ExitCode.success
     except TrainctlError as error:
         show_trainctl_error(error)

@@ -70,7 +70,7 @@ def measure(
     """
     # Find all errors before anything starts; earlier measurements do not count.
     planned = plan(compose(_short(overrides), config_dir), with_files=True, calibrated=False)
-    if planned.errors_but_fit or (planned.errors and not force):
+    if planned.unforceable_errors or (planned.errors and not force):
         raise TrainctlError.from_findings(planned.findings)
     made = planned.assessment.plan
     assert made is not None

@@ -64,21 +64,21 @@ def compare_memory(
     for point in points:
         name = ", ".join(f"{key}={value}" for key, value in point.values.items())
         try:
-            composed = _of_some_length(compose_target(target, point.overrides, config_dir))
+            composed = _with_placeholder_steps(compose_target(target, point.overrides, config_dir))
             planned = plan(composed, exact=exact, calibrated=calibrated)
         except TrainctlError as found:
-            error = _but_length(found)
+            error = _without_length_error(found)
             if len(points) == 1:
                 raise error from None
             messages = tuple(finding.message for finding in error.findings) or (str(error),)
             compared.append(Compared(name=name, values=point.values, errors=messages))
             continue
-        errors = tuple(finding.message for finding in planned.errors_but_fit)
+        errors = tuple(finding.message for finding in planned.unforceable_errors)
         compared.append(Compared(name=name, values=point.values, planned=planned, errors=errors))
     return compared
 
 
-def _of_some_length(composed: Composed) -> Composed:
+def _with_placeholder_steps(composed: Composed) -> Composed:
     """Return the configuration with a number of steps if no step or token sets its length.
 
     Memory does not depend on the length.
@@ -90,7 +90,7 @@ def _of_some_length(composed: Composed) -> Composed:
     return replace(composed, config=replace(config, training=training))
 
 
-def _but_length(error: TrainctlError) -> TrainctlError:
+def _without_length_error(error: TrainctlError) -> TrainctlError:
     """Return the error without the finding that the run has no length."""
     found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
     return TrainctlError.from_findings(found) if found else error
@@ -175,12 +175,12 @@ def trace_lines(report: Mapping[str, Mapping[str, int]]) -> list[str]:
         "block_bytes_per_token": "bytes per token that a block keeps",
     }
     return [
-        f"traced: {sizes['traced']:,} {names[key]} ({_beside(sizes)})"
+        f"traced: {sizes['traced']:,} {names[key]} ({_size_difference(sizes)})"
         for key, sizes in report.items()
     ]
 
 
-def _beside(sizes: Mapping[str, int]) -> str:
+def _size_difference(sizes: Mapping[str, int]) -> str:
     traced, closed = sizes["traced"], sizes.get("closed_form")
     if closed is None:
         return "it has no closed form"

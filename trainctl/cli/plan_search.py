@@ -98,7 +98,7 @@ def plan(
 
         check_target(plot)
     hardware = resolve_hardware(composed.config.hardware)
-    result = search(composed.config, hardware, fixed=_asked(composed), top=top)
+    result = search(composed.config, hardware, fixed=_user_set_keys(composed), top=top)
     show_findings(composed.findings)
     if not result.found:
         raise TrainctlError.from_findings(name_sources(composed, result.findings))
@@ -125,7 +125,7 @@ def plan(
         _write(write, composed, result.found[0], config_dir, show)
 
 
-def _asked(composed: Composed) -> frozenset[str]:
+def _user_set_keys(composed: Composed) -> frozenset[str]:
     """Return the groups and keys that the user has set, including those that are not searched."""
     names = {override.partition("=")[0] for override in composed.overrides}
     return frozenset(ALIASES.get(name, name) for name in names)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
-from trainctl.cli.ignored_config import passed_over_findings
+from trainctl.cli.ignored_config import ignored_config_findings
 from trainctl.config.anatomy import shape_in
 from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_leniently, recompose
 from trainctl.config.files import missing_files
@@ -30,7 +30,7 @@ from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.search.assess import Assessment, assess
 from trainctl.search.model_files import check_model_files
-from trainctl.search.suggest import Suggestion, what_fits, what_slack_buys
+from trainctl.search.suggest import Suggestion, suggest_fitting, suggest_for_slack
 from trainctl.search.tokenizer_files import check_corpus_is_meant, check_tokenizer_files
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Planned:
         return [finding for finding in self.findings if finding.is_error]
 
     @property
-    def errors_but_fit(self) -> list[Finding]:
+    def unforceable_errors(self) -> list[Finding]:
         """Errors that `--force` does not override."""
         return [error for error in self.errors if error.exit_code is not ExitCode.does_not_fit]
 
@@ -79,12 +79,12 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
     composed = compose_leniently(overrides or (), config_dir=config_dir)
     if composed.has_error:
         wrong = {finding.key for finding in composed.findings if finding.is_error}
-        further = [f for f in _further(composed) if f.is_error and f.key not in wrong]
+        further = [f for f in _further_problems(composed) if f.is_error and f.key not in wrong]
         raise TrainctlError.from_findings([*composed.findings, *further])
     return composed
 
 
-def _further(composed: Composed) -> Sequence[Finding]:
+def _further_problems(composed: Composed) -> Sequence[Finding]:
     """Find further problems of a wrong configuration; by rules alone if its model is unreadable."""
     config = composed.config
     if config.model.is_unread:
@@ -179,13 +179,13 @@ def read_factory(
             continue
         key, source = f"model.{name}", composed.source_of(f"model.{name}")
         if source in composed.overrides:
-            notes.append(_made_otherwise(key, own, value, model.factory, source))
+            notes.append(_factory_conflict(key, own, value, model.factory, source))
         layers[key] = (*layers.get(key, ()), Layer(f"made by {model.factory}", value))
         config = replace(config, model=replace(config.model, **{name: value}))
     return replace(composed, config=config, layers=layers, findings=tuple(notes)), wrong
 
 
-def _made_otherwise(key: str, own: Any, made: Any, factory: str, source: str) -> Finding:
+def _factory_conflict(key: str, own: Any, made: Any, factory: str, source: str) -> Finding:
     return Finding(
         rule=NO_EFFECT,
         key=key,
@@ -252,13 +252,13 @@ def _compose_run(
         config_dir=config_dir,
         source=f"attempt {number} of the run" if number else SAVED,
     )
-    notes = passed_over_findings(run, standing if attempt is None else None)
+    notes = ignored_config_findings(run, standing if attempt is None else None)
     return replace(composed, findings=(*composed.findings, *notes))
 
 
 def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
     """Print, on stderr, overrides with which the configuration would fit."""
-    suggestions = what_fits(config, hardware)
+    suggestions = suggest_fitting(config, hardware)
     if not suggestions:
         say("hint: nothing that trainctl tried makes it fit; use more or larger devices")
         return
@@ -269,7 +269,7 @@ def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
 
 def show_slack(config: RunConfig, hardware: Hardware) -> None:
     """Print, on stderr, what the free memory of a configuration could buy."""
-    suggestions = what_slack_buys(config, hardware)
+    suggestions = suggest_for_slack(config, hardware)
     if suggestions:
         say("what the free memory could buy:")
     for suggestion in suggestions:

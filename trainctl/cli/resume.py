@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainctl.cli.checkpoint_selection import check_goes_on, select
-from trainctl.cli.console import go_on_without_reader, say
+from trainctl.cli.checkpoint_selection import check_resumable, select
+from trainctl.cli.console import say, tolerate_broken_pipe
 from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import show_findings
-from trainctl.cli.ignored_config import changes_text, passed_over_findings
+from trainctl.cli.ignored_config import changes_text, ignored_config_findings
 from trainctl.cli.planning import Planned, plan
 from trainctl.cli.readiness import checkpoint_bytes
 from trainctl.cli.start import accept, check_machine, program_name, run_attempt, show_start
@@ -60,10 +60,10 @@ def resume_run(
     """
     run = open_run(root)
     if not dry_run:
-        go_on_without_reader()
+        tolerate_broken_pipe()
     with hold(run):
         standing = standing_attempt(run)
-        show_findings(passed_over_findings(run, standing if attempt is None else None))
+        show_findings(ignored_config_findings(run, standing if attempt is None else None))
         before = config_of(run, attempt)
         checkpoint = None if from_start or not before.trains_itself else _checkpoint(run, step)
         composed = configure(before if checkpoint is None else next_launch(before))
@@ -76,7 +76,7 @@ def resume_run(
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and planned.assessment.plan is not None:
-            check_goes_on(planned.composed.config, checkpoint.path)
+            check_resumable(planned.composed.config, checkpoint.path)
             if _is_done(run, checkpoint, planned):
                 return
             compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
@@ -87,7 +87,7 @@ def resume_run(
             return
         check_machine(planned, made, run.root)
         if from_start or (checkpoint is not None and step is not None):
-            _leave_behind(run, step or 0)
+            _set_aside_later_checkpoints(run, step or 0)
         size = checkpoint_bytes(planned)
         run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
@@ -113,7 +113,7 @@ def require_nothing_saved(run: RunPaths) -> None:
     )
 
 
-def _leave_behind(run: RunPaths, step: int) -> None:
+def _set_aside_later_checkpoints(run: RunPaths, step: int) -> None:
     """Move checkpoints after a step aside, so that the step's own is the newest; all for step 0."""
     for path in leave_behind(run, step, attempt=last_attempt(run) + 1):
         say(f"left behind: {path}")

@@ -14,7 +14,7 @@ import typer
 from trainctl.cli.arguments import Json, NamedRuns, Run
 from trainctl.cli.attach import follow_run
 from trainctl.cli.checkpoint_selection import open_or_newest
-from trainctl.cli.console import go_on_without_reader, print_json, print_table, printable, put, say
+from trainctl.cli.console import print_json, print_table, printable, put, say, tolerate_broken_pipe
 from trainctl.cli.progress import PLAIN_TERMINALS, record_lines
 from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError
@@ -151,7 +151,7 @@ def logs(
     if not found:
         say(f"attempt {number} has no such log yet")
     while follow:
-        ended = not _goes_on(paths, chosen)
+        ended = not _may_still_log(paths, chosen)
         for event in records.poll() if not rank else []:
             for line in record_lines(event, stop_step=stop_step):
                 put(f"records: {cut_line(line)}")
@@ -196,7 +196,7 @@ def stop(
 
     Example: trainctl runs stop runs/NAME
     """
-    go_on_without_reader()
+    tolerate_broken_pipe()
     opened = [open_run(run) for run in runs]
     live = [paths for paths in opened if summarise(paths).is_live]
     for paths in live:
@@ -220,7 +220,7 @@ def rm(
 
     Example: trainctl runs rm runs/NAME
     """
-    go_on_without_reader()
+    tolerate_broken_pipe()
     opened = [open_run(run) for run in runs]
     for paths in opened:
         summary = summarise(paths)
@@ -348,7 +348,7 @@ def _show_failure(failure: Event) -> None:
         put(f"  {printable(line)}")
 
 
-def _goes_on(run: RunPaths, attempt: AttemptPaths) -> bool:
+def _may_still_log(run: RunPaths, attempt: AttemptPaths) -> bool:
     """Return True if the logs of this attempt may still grow."""
     return last_attempt(run) == attempt.number and summarise(run).is_live
 

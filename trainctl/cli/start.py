@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 
 from trainctl.cli.budget_view import show_brief_budget, show_budget
-from trainctl.cli.console import go_on_without_reader, print_json, put, say
-from trainctl.cli.findings import findings_to_json, say_more, show_error, show_findings
+from trainctl.cli.console import print_json, put, say, tolerate_broken_pipe
+from trainctl.cli.findings import findings_to_json, show_error, show_explain_hint, show_findings
 from trainctl.cli.follow import LiveFollower
 from trainctl.cli.plan_view import show_commands, show_plan
 from trainctl.cli.planning import Planned, plan, show_suggestions
@@ -55,7 +55,7 @@ def start_run(
         typer.Exit: The run did not end well; carries its exit code.
     """
     if not dry_run:
-        go_on_without_reader()
+        tolerate_broken_pipe()
     planned = plan(composed, with_files=True, tokenize=True)
     made = accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
@@ -83,7 +83,7 @@ def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> Ru
         TrainctlError: The plan has errors, does not fit (unless `force`), or cannot be trained yet.
     """
     made, budget = planned.assessment.plan, planned.assessment.budget
-    if made is None or budget is None or planned.errors_but_fit:
+    if made is None or budget is None or planned.unforceable_errors:
         raise TrainctlError.from_findings(planned.findings)
     is_brief = not verbose and not planned.errors
     if not as_json:
@@ -159,7 +159,7 @@ def run_attempt(
         put(f"run directory: {run.root}")
     # A run whose own files were refused cannot be resumed: the hint says what to do.
     if outcome.state in (State.failed, State.stopped) and outcome.exit_code != ExitCode.run_state:
-        _say_where_it_goes_on(run, made)
+        _show_resume_hint(run, made)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
@@ -198,10 +198,10 @@ def _show_failure(outcome: Outcome) -> None:
         for line in outcome.log_tail:
             say(f"  {line}")
     show_error(outcome.message, outcome.hint)
-    say_more([outcome.cause or str(outcome.exit_code)])
+    show_explain_hint([outcome.cause or str(outcome.exit_code)])
 
 
-def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
+def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
     """Print, as the last line, how to continue a launch that ended early."""
     if made.config.trains_itself:
         say(GoingOn.of(run).sentence(run))

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Force, Json, split_target, with_options
-from trainctl.cli.console import go_on_without_reader, print_json, print_table, put, say
+from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir, split_target
+from trainctl.cli.console import print_json, print_table, put, say, tolerate_broken_pipe
 from trainctl.cli.planning import compose
 from trainctl.cli.planning import plan as make_plan
 from trainctl.cli.resume import require_nothing_saved
@@ -81,8 +81,8 @@ def sweep(
             )
         folder = Path(target).resolve()
         record = read_sweep(folder)
-        with_options(context, Path(record.config_dir) if record.config_dir else None)
-        _go_on(folder, record, parallel, dry_run=dry_run, force=force, as_json=as_json)
+        register_config_dir(context, Path(record.config_dir) if record.config_dir else None)
+        _resume_sweep(folder, record, parallel, dry_run=dry_run, force=force, as_json=as_json)
         return
     if target is not None and not overrides:
         _show(Path(target), as_json=as_json)
@@ -94,7 +94,7 @@ def sweep(
         for index, point in enumerate(points):
             put(f"{index}: {' '.join(point.overrides)}")
         return
-    go_on_without_reader()
+    tolerate_broken_pipe()
     folder, started = _make(sweep_dir, arguments or [], points, plans, config_dir)
     put(f"sweep: {folder}")
     _begin(folder, plans[0], started, parallel, as_json=as_json)
@@ -117,7 +117,7 @@ def _begin(
     say(f"`trainctl sweep {folder}` shows this again")
 
 
-def _go_on(
+def _resume_sweep(
     folder: Path,
     record: Sweep,
     parallel: int | None,
@@ -142,7 +142,7 @@ def _go_on(
         if not waiting:
             say("nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone")
             return
-        go_on_without_reader()
+        tolerate_broken_pipe()
         _check_queue(plans)
         started = [_attempt_again(item, plan) for item, plan in zip(waiting, plans, strict=True)]
         _begin(folder, plans[0], started, parallel, as_json=as_json)
@@ -207,7 +207,7 @@ def _checked(
     try:
         planned = make_plan(composing(), with_files=True, folder=folder, tokenize=True)
         made = planned.assessment.plan
-        errors = planned.errors_but_fit if force else planned.errors
+        errors = planned.unforceable_errors if force else planned.errors
         if made is None or errors:
             raise TrainctlError.from_findings(planned.findings)
         if made.not_yet:

@@ -9,7 +9,7 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import print_json, put, say
-from trainctl.cli.deepspeed_file import check_file, surroundings
+from trainctl.cli.deepspeed_file import check_file, json_context
 from trainctl.cli.findings import findings_to_json, show_findings
 from trainctl.cli.planning import compose_target, plan
 from trainctl.errors import TrainctlError
@@ -84,7 +84,7 @@ def validate(
 def _validate_file(
     path: Path, overrides: list[str], world_size: int | None, model: Path | None, as_json: bool
 ) -> None:
-    around = surroundings(overrides, world_size, model)
+    around = json_context(overrides, world_size, model)
     checked = check_file(path, around)
     version = checked.schema.deepspeed
     if as_json:

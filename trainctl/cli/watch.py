@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainctl.cli.console import go_on_without_reader, put, say
+from trainctl.cli.console import put, say, tolerate_broken_pipe
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.monitor.report.live.server import PageServer
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
@@ -62,7 +62,7 @@ def watch(
 
     if price is not None and not math.isfinite(price):
         raise TrainctlError(f"--price {price} is no price")
-    opened, folder = _what(runs or [])
+    opened, folder = _runs_or_folder(runs or [])
     watching = Watching(opened, folder, price)
     try:
         server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
@@ -73,7 +73,7 @@ def watch(
             hint="--port 0 takes a free one",
             exit_code=ExitCode.environment,
         ) from None
-    go_on_without_reader()
+    tolerate_broken_pipe()
     with server, _stopped_by_signals(server):
         put(server.url)
         _explain(server)
@@ -95,7 +95,7 @@ def _explain(server: PageServer) -> None:
         )
 
 
-def _what(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
+def _runs_or_folder(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
     """Return the runs of one page, or a folder.
 
     Raises:

@@ -14,7 +14,7 @@ from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.detect import Device, all_devices, host_memory_limit, visible_devices
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import doubt, problem
+from trainctl.hardware.finding import problem, warning_finding
 from trainctl.hardware.resolve import falls_short
 from trainctl.options.precision import precision_of
 
@@ -33,7 +33,7 @@ class Machine:
     """Host memory that its processes may use: the machine's, or their cgroup's."""
     remedy: str = "hardware=auto"
     """Remedy offered in messages beside changing a number of the plan."""
-    hides: str = ""
+    visibility_note: str = ""
     """Setting that may hide devices, in parentheses, for messages; empty if there is none."""
 
 
@@ -44,7 +44,7 @@ def this_machine(devices: Sequence[Device] = ()) -> Machine:
         devices=[(each.name, each.memory_bytes) for each in devices],
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=host_memory_limit(),
-        hides="" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})",
+        visibility_note="" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})",
     )
 
 
@@ -73,7 +73,7 @@ def lacking_devices(
     kind, planned = hardware.accelerator.value, hardware.device_memory_bytes or 0
     if hardware.accelerator is Accelerator.cpu:
         if len(wanted) > machine.cores:
-            yield doubt(
+            yield warning_finding(
                 "TC123",
                 key,
                 f"{len(wanted)} processes will share {machine.cores} cores of {machine.name}: this "
@@ -95,7 +95,7 @@ def lacking_devices(
         yield problem(
             "TC121",
             key,
-            f"the plan is for {uses}, and {machine.name} shows {shown} devices{machine.hides}",
+            f"the plan is for {uses}, and {machine.name} shows {shown} devices{machine.visibility_note}",
             f"{key}={shown}, or {machine.remedy}",
         )
     else:
@@ -165,7 +165,7 @@ def devices_support_format(config: RunConfig, hardware: Hardware) -> Iterator[st
         if config.trains_itself:  # in fp32: `trainctl.engines.cpu_matmul`
             yield f"{compute.name} on a CPU without instructions for it: products in fp32, rounded"
             return
-        yield doubt(
+        yield warning_finding(
             "TC372",
             "precision.compute",
             f"this machine's processor has no instructions for {narrow}: in a program of your own "

@@ -10,7 +10,7 @@ def problem(rule: str, key: str, message: str, hint: str = "") -> Finding:
     return Finding(rule=rule, key=key, message=message, hint=hint, exit_code=ExitCode.environment)
 
 
-def doubt(rule: str, key: str, message: str, hint: str) -> Finding:
+def warning_finding(rule: str, key: str, message: str, hint: str) -> Finding:
     """Return a warning: something may fail or be slow."""
     return Finding(
         rule=rule,

@@ -12,7 +12,7 @@ from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.devices import Machine, this_machine
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import doubt, problem
+from trainctl.hardware.finding import problem, warning_finding
 from trainctl.hardware.resolve import falls_short
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -46,7 +46,7 @@ def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[st
     if space.free >= wanted:
         yield f"{free:,.0f} of {total:,.0f} MiB free in {SHARED_MEMORY}"
         return
-    yield doubt(
+    yield warning_finding(
         "TC129",
         "hardware.devices_per_node",
         f"{SHARED_MEMORY} has {free:,.0f} of {total:,.0f} MiB free; {processes} processes may need "
@@ -69,7 +69,7 @@ def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str 
         yield "unlimited"
         return
     what = "reading and writing NVMe" if to_nvme else "InfiniBand and RoCE between the nodes"
-    yield doubt(
+    yield warning_finding(
         "TC130",
         "offload" if to_nvme else "hardware.nodes",
         f"at most {soft / 2**20:,.1f} MiB of memory can be locked (ulimit -l); {what} may fail "

@@ -13,7 +13,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import doubt, problem
+from trainctl.hardware.finding import problem, warning_finding
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -57,7 +57,7 @@ def _own_address(up: list[str]) -> str | Finding:
         address, is_loopback = "no address", True
     if not is_loopback:
         return f"{host} is {address}"
-    return doubt(
+    return warning_finding(
         "TC135",
         "launcher.environment",
         f"this host's name, {host}, stands for {address}, which other nodes cannot reach",

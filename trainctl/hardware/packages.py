@@ -16,7 +16,7 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import doubt, problem
+from trainctl.hardware.finding import problem, warning_finding
 from trainctl.options.logger import missing, python_of
 
 CHECKED_PACKAGES = ("trainctl", "deepspeed", "transformers", "accelerate")
@@ -102,7 +102,7 @@ def bytecode_is_cached(config: RunConfig, hardware: Hardware) -> Iterator[str | 
         if not forbidden and os.access(folder, os.W_OK):
             continue
         why = "PYTHONDONTWRITEBYTECODE is set" if forbidden else f"{folder} cannot be written to"
-        yield doubt(
+        yield warning_finding(
             "TC373",
             "",
             f"{name} is not compiled, and {why}: each process compiles what it imports anew",

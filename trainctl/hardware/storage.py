@@ -16,7 +16,7 @@ from trainctl.config.quantities import disk_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import doubt, problem
+from trainctl.hardware.finding import problem, warning_finding
 
 PROBE_BYTES = 1 << 20
 
@@ -55,7 +55,7 @@ def nvme_reads_back_writes(config: RunConfig, hardware: Hardware) -> Iterator[st
     else:
         yield f"{folder} ({kind}) was written and read back"
         return
-    yield doubt("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
+    yield warning_finding("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
 
 
 def root_caches_are_protected(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -78,7 +78,7 @@ def root_caches_are_protected(config: RunConfig, hardware: Hardware) -> Iterator
         except OSError:
             continue
         if owner != 0:
-            yield doubt(
+            yield warning_finding(
                 "TC460",
                 "",
                 f"root keeps caches in {path}, and {folder} belongs to user {_user(owner)}, who "

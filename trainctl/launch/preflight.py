@@ -149,7 +149,7 @@ def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
         cores=there["cores"],
         memory_bytes=there["memory_bytes"],
         remedy=f"look at nvidia-smi there, or launcher.exclude={host.name}",
-        hides=there.get("hides", ""),
+        visibility_note=there.get("visibility_note", ""),
     )
     wanted = host.devices or range(plan.hardware.devices_per_node)
     for found in lacking_devices(plan.hardware, machine, wanted):

@@ -17,12 +17,12 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.memory.constants import BYTES
-from trainctl.memory.trainable import Learning, everything
+from trainctl.memory.trainable import TrainableBlock, everything
 from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
 from trainctl.options.model import Norm, spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 FP32 = 4
 SCORE_GRADIENT_COPIES = 2
@@ -91,7 +91,7 @@ def block_activations(
     tensor: int = 1,
     autocast: bool = False,
     liger: bool = False,
-    learning: Learning | None = None,
+    learning: TrainableBlock | None = None,
 ) -> BlockActivations:
     """Return the activations of one block.
 
@@ -183,7 +183,7 @@ def block_activations(
     )
 
 
-def in_tiles(block: BlockActivations, tiles: int, *, beside: int) -> BlockActivations:
+def tiled_activations(block: BlockActivations, tiles: int, *, beside: int) -> BlockActivations:
     """Return the block with its feed-forward layer computed in `tiles` tiles, each recomputed in
     the backward pass.
 
@@ -197,14 +197,14 @@ def in_tiles(block: BlockActivations, tiles: int, *, beside: int) -> BlockActiva
 
 
 def stage_activations(
-    plan: Sketch,
+    plan: LayoutPlan,
     *,
     blocks: int,
     in_flight: int,
     element: int,
     autocast: bool,
     traced: BlockActivations | None = None,
-    learning: Sequence[tuple[Learning, int]] | None = None,
+    learning: Sequence[tuple[TrainableBlock, int]] | None = None,
 ) -> StageActivations:
     """Return the activations of the `blocks` blocks of a pipeline stage.
 
@@ -230,12 +230,12 @@ def stage_activations(
         kinds = [(closed(learning=each), count) for each, count in learning]
         if traced is not None:
             kinds = [
-                (in_proportion(traced, whole=closed(), part=block), count) for block, count in kinds
+                (scale_traced(traced, whole=closed(), part=block), count) for block, count in kinds
             ]
     beside = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
     tiles = plan.config.kernels.mlp_tiles
     parts = [
-        _of_blocks(plan, in_tiles(block, tiles, beside=beside), count, in_flight)
+        _of_blocks(plan, tiled_activations(block, tiles, beside=beside), count, in_flight)
         for block, count in kinds
     ]
     return StageActivations(
@@ -246,7 +246,7 @@ def stage_activations(
     )
 
 
-def in_proportion(
+def scale_traced(
     block: BlockActivations, *, whole: BlockActivations, part: BlockActivations
 ) -> BlockActivations:
     """Return a traced block scaled down: each part shrinks in the ratio of the closed forms.
@@ -263,7 +263,7 @@ def in_proportion(
 
 
 def _of_blocks(
-    plan: Sketch, block: BlockActivations, blocks: int, in_flight: int
+    plan: LayoutPlan, block: BlockActivations, blocks: int, in_flight: int
 ) -> StageActivations:
     """Return the activations of `blocks` identical blocks."""
     settings, tokens = recomputed(plan.config), tokens_per_rank(plan)
@@ -298,13 +298,13 @@ def _of_blocks(
     )
 
 
-def tokens_per_rank(plan: Sketch) -> int:
+def tokens_per_rank(plan: LayoutPlan) -> int:
     """Return the tokens of a micro-batch on one rank: Ulysses ranks share each sequence."""
     share = -(-plan.batch.sequence_length // plan.mesh.sequence)
     return plan.batch.micro_batch_size * share
 
 
-def compute_bytes(plan: Sketch) -> int:
+def compute_bytes(plan: LayoutPlan) -> int:
     """Return the bytes per element of an activation."""
     return BYTES[precision_of(plan.config.precision).format]
 
@@ -314,7 +314,7 @@ def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> in
 
 
 def _adapter_bytes(
-    rank: int, inputs: float, outputs: float, element: int, learning: Learning
+    rank: int, inputs: float, outputs: float, element: int, learning: TrainableBlock
 ) -> float:
     """Return the bytes per token that an adapter keeps in addition to its input.
 

@@ -13,7 +13,7 @@ from trainctl.config.schema import (
     AttentionKind,
     CompileKind,
 )
-from trainctl.memory.activations import block_activations, compute_bytes, in_proportion
+from trainctl.memory.activations import block_activations, compute_bytes, scale_traced
 from trainctl.memory.components import Components, fullest
 from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.host import (
@@ -25,7 +25,7 @@ from trainctl.memory.host import (
     weights_only_bytes,
     weights_only_kept_bytes,
 )
-from trainctl.memory.partial import of_run
+from trainctl.memory.partial import trained_stages
 from trainctl.memory.runtime import (
     band,
     fits,
@@ -38,8 +38,8 @@ from trainctl.memory.stages import Stage, stages, stages_of
 from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.batches import Batch
-from trainctl.plan.mixture import batches_at_once
-from trainctl.plan.types import RunPlan, Sketch
+from trainctl.plan.mixture import largest_batches
+from trainctl.plan.types import LayoutPlan, RunPlan
 
 BUDGET_SCHEMA = 1
 """Version of the JSON form."""
@@ -176,13 +176,13 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
     return max(
         (
             _budget(replace(plan, batch=batch), _trace_of(plan, batch, traced))
-            for batch in batches_at_once(plan)
+            for batch in largest_batches(plan)
         ),
         key=lambda found: found.device_peak_bytes,
     )
 
 
-def _trace_of(sketch: Sketch, batch: Batch, traced: TracedModel | None) -> TracedModel | None:
+def _trace_of(sketch: LayoutPlan, batch: Batch, traced: TracedModel | None) -> TracedModel | None:
     """Return the trace to use for `batch`, whose sequences may be longer than the traced ones.
 
     Longer sequences use the closed form if the model has one (None). Otherwise each token keeps
@@ -222,10 +222,10 @@ def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
     )
 
 
-def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBudget:
+def device_budget(sketch: LayoutPlan, traced: TracedModel | None = None) -> DeviceBudget:
     """Return the device part of `budget`, which needs no complete plan."""
     found = []
-    for batch in batches_at_once(sketch):
+    for batch in largest_batches(sketch):
         each = replace(sketch, batch=batch)
         engine = read_engine(each)
         held = _stages(each, engine, _trace_of(sketch, batch, traced))
@@ -233,7 +233,9 @@ def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBu
     return max(found, key=lambda budget: budget.device_peak_bytes)
 
 
-def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]) -> DeviceBudget:
+def _device_budget(
+    sketch: LayoutPlan, engine: EngineMemory, held: tuple[Stage, ...]
+) -> DeviceBudget:
     runtime, fragmentation = runtime_of(sketch), fragmentation_of(sketch)
     phases = function_of("engine", sketch.config.engine.kind, "phases")
     budgets = [
@@ -261,7 +263,9 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
     )
 
 
-def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
+def _stages(
+    plan: LayoutPlan, engine: EngineMemory, traced: TracedModel | None
+) -> tuple[Stage, ...]:
     """Return the pipeline stages as the run trains them; traced models are counted by anatomy."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and (tensor == 1 or not model.has_closed_form):
@@ -274,7 +278,7 @@ def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> t
         )
     else:
         held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
-    held = of_run(plan.config, held, tensor=tensor, keeps_inputs=engine.keeps_inputs)
+    held = trained_stages(plan.config, held, tensor=tensor, keeps_inputs=engine.keeps_inputs)
     if traced is None or tensor == 1 or not model.has_closed_form:
         return held
     closed = partial(
@@ -285,7 +289,7 @@ def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> t
         autocast=engine.autocast,
         liger=plan.config.kernels.liger,
     )
-    block = in_proportion(traced.block, whole=closed(), part=closed(tensor=tensor))
+    block = scale_traced(traced.block, whole=closed(), part=closed(tensor=tensor))
     return tuple(replace(stage, traced=block) for stage in held)
 
 

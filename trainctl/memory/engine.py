@@ -18,9 +18,9 @@ from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
 from trainctl.options.model import spec_of as model_of
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
-from trainctl.plan.optimizers import is_fused, maker
+from trainctl.plan.optimizers import is_fused, optimizer_maker
 from trainctl.plan.precision import formats
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class EngineMemory:
         return int((1 - self.offload.ratio) * count) / count if count else 0.0
 
 
-def read_engine(plan: Sketch) -> EngineMemory:
+def read_engine(plan: LayoutPlan) -> EngineMemory:
     """Return the memory view of a plan's engine.
 
     The user's `deepspeed` section is read for keys that have no option of their own.
@@ -202,7 +202,7 @@ def read_engine(plan: Sketch) -> EngineMemory:
     )
 
 
-def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
+def update_of(plan: LayoutPlan, *, uses_muon: bool) -> Update:
     """Return the copies that an update of a parameter group makes besides gradients and states.
 
     A test compares trainctl's own rules (`trainctl.train.optimizers`) with the allocations of torch
@@ -215,7 +215,7 @@ def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
             half = compute_bytes(plan) // 2
             ((at_once, matrix),) = spec.matrix_update.moments
             return replace(spec.matrix_update, moments=((at_once, matrix * half),))
-        is_ours = maker(config, plan.hardware) is Maker.trainctl
+        is_ours = optimizer_maker(config, plan.hardware) is Maker.trainctl
         if is_ours and spec.update is not None:
             return spec.update
         if is_fused(config, plan.hardware):

@@ -14,13 +14,13 @@ from trainctl.memory.loss import head_input, logits
 from trainctl.memory.rank import RankMemory, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 FP32 = 4
 
 
 def phases(
-    plan: Sketch,
+    plan: LayoutPlan,
     engine: EngineMemory,
     stage: Stage,
     runtime: int,
@@ -89,7 +89,7 @@ def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
     return rank.engine.weight_bytes * (_outside(stage) + whole * stage.block_parameters)
 
 
-def _sent(rank: RankMemory, elements: int) -> int:
+def _reduce_buffers(rank: RankMemory, elements: int) -> int:
     """Return the bytes of gradients in communication; on CPUs gloo reduces into a copy."""
     return FP32 * elements * (2 if rank.engine.on_cpu else 1)
 
@@ -129,7 +129,7 @@ def _backward_start(rank: RankMemory) -> Components:
     block = common.plus(
         activations=rank.activations.block_backward,
         gradients=_accumulated(rank) + weight * (stage.head + stage.block_parameters),
-        communication_buffers=_sent(rank, stage.block_parameters),
+        communication_buffers=_reduce_buffers(rank, stage.block_parameters),
         gathered_parameters=_gathered(rank, buffers=rank.engine.stage - 2, blocks=1),
     )
     return max(loss, block, key=lambda moment: moment.total)
@@ -146,11 +146,11 @@ def _backward_end(rank: RankMemory) -> Components:
     embedding = rank.resident.plus(
         activations=rank.activations.last_block,
         gradients=shards + weight * (outside + added),
-        communication_buffers=_sent(rank, stage.block_parameters),
+        communication_buffers=_reduce_buffers(rank, stage.block_parameters),
         gathered_parameters=weight * outside,
     )
     sending = rank.resident.plus(
-        gradients=shards + weight * outside, communication_buffers=_sent(rank, outside)
+        gradients=shards + weight * outside, communication_buffers=_reduce_buffers(rank, outside)
     )
     return max(embedding, sending, key=lambda moment: moment.total)
 

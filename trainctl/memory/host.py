@@ -13,11 +13,11 @@ from trainctl.memory.constants import (
     NVME_OPTIMIZER_BUFFERS,
 )
 from trainctl.memory.engine import EngineMemory
-from trainctl.memory.partial import of_run
+from trainctl.memory.partial import trained_stages
 from trainctl.memory.stages import Stage, stages
 from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.schedule import Curve
-from trainctl.plan.types import RunPlan, Sketch
+from trainctl.plan.types import LayoutPlan, RunPlan
 
 FP32 = 4
 
@@ -32,7 +32,9 @@ class HostBudget:
     """Bytes by component, all ranks of the machine together."""
 
 
-def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: int) -> HostBudget:
+def host_budget(
+    plan: LayoutPlan, engine: EngineMemory, stage: Stage, device_peak: int
+) -> HostBudget:
     """Return the host memory of a machine whose ranks all hold `stage`.
 
     `device_peak` is the peak of one rank in bytes. If the accelerator is the CPU, it is host memory
@@ -115,7 +117,7 @@ def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     }
 
 
-def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
+def _checkpoint_copy(plan: LayoutPlan, engine: EngineMemory) -> dict[str, int]:
     """Return the host bytes per rank of an asynchronous checkpoint: a copy of all states, divided
     among the ranks.
     """
@@ -148,7 +150,7 @@ def pinned(engine: EngineMemory, size: int) -> int:
     return int(1 << (size - 1).bit_length())
 
 
-def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
+def nvme_bytes(plan: LayoutPlan, engine: EngineMemory, stage: Stage) -> int:
     """Return the bytes of a machine's swap files: shard, masters, moments, swapped gradients."""
     own, trained = engine.share(stage.partitioned), engine.share(stage.trained.partitioned)
     size = 0
@@ -160,11 +162,11 @@ def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
     return size * plan.hardware.devices_per_node
 
 
-def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
+def checkpoint_bytes(plan: LayoutPlan, engine: EngineMemory) -> int:
     """Return the bytes of one checkpoint: master weights, moments and average of each trained
     parameter, and the manifest. Frozen weights are not saved.
     """
-    (whole,) = of_run(plan.config, stages(plan.config.model))
+    (whole,) = trained_stages(plan.config, stages(plan.config.model))
     trained = whole.trained
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
     return (
@@ -184,11 +186,11 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
     return one * (settings.keep + 1 + best + stable)
 
 
-def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
+def weights_only_bytes(plan: LayoutPlan, engine: EngineMemory) -> int:
     """Return the bytes of one weights-only checkpoint in the compute format; 0 if none is saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:
         return 0
-    trained = of_run(plan.config, stages(plan.config.model))[0].trained
+    trained = trained_stages(plan.config, stages(plan.config.model))[0].trained
     return engine.weight_bytes * trained.parameters + CHECKPOINT_MANIFEST_BYTES * trained.tensors
 
 

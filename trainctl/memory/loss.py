@@ -6,7 +6,7 @@ from trainctl.config.schema import CrossEntropyKind
 from trainctl.memory.activations import compute_bytes, tokens_per_rank
 from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES
 from trainctl.memory.rank import RankMemory
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 FP32 = 4
 
@@ -51,7 +51,7 @@ def fused_head(rank: RankMemory) -> int:
     return FUSED_HEAD_GRADIENT_BYTES * rank.stage.head + compute_bytes(rank.plan) * hidden
 
 
-def loss_tokens(plan: Sketch) -> int:
+def loss_tokens(plan: LayoutPlan) -> int:
     """Return the number of tokens whose logits exist at once."""
     tokens, model = tokens_per_rank(plan), plan.config.model
     match plan.config.kernels.cross_entropy:

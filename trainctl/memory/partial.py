@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
 from trainctl.memory.stages import Piece, Stage, share
-from trainctl.memory.trainable import Learning, everything
+from trainctl.memory.trainable import TrainableBlock, everything
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
@@ -23,7 +23,7 @@ from trainctl.plan.shapes import TensorShape
 from trainctl.plan.trainable import Trainable, block_numbers, is_partial, ties, trainable
 
 
-def of_run(
+def trained_stages(
     config: RunConfig, stages: tuple[Stage, ...], *, tensor: int = 1, keeps_inputs: bool = False
 ) -> tuple[Stage, ...]:
     """Return the stages as the run trains them: with its adapter, and with its frozen weights.
@@ -33,11 +33,11 @@ def of_run(
     """
     if not is_partial(config):
         return stages
-    key = _ByText(config)
+    key = _TrainableKey(config)
     return tuple(_stage(key, stage, tensor, keeps_inputs) for stage in stages)
 
 
-class _ByText:
+class _TrainableKey:
     """Configuration as a cache key: equal if the keys that decide what trains are equal.
 
     A search over plans asks hundreds of times while changing other keys.
@@ -51,11 +51,11 @@ class _ByText:
         return hash(self._text)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByText) and self._text == other._text
+        return isinstance(other, _TrainableKey) and self._text == other._text
 
 
 @lru_cache(maxsize=512)
-def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
+def _stage(key: _TrainableKey, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
     """Return a stage as the run trains it."""
     found, blocks, trained = _tensors(key)
     learning = _learning(key, keeps_inputs)
@@ -70,7 +70,7 @@ def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage
 
 
 @lru_cache(maxsize=8)
-def _tensors(key: _ByText) -> tuple[Trainable, dict[str, int], frozenset[str]]:
+def _tensors(key: _TrainableKey) -> tuple[Trainable, dict[str, int], frozenset[str]]:
     """Return what trains, the block index of each parameter, and all names of trained
     parameters.
     """
@@ -106,7 +106,7 @@ def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) 
 
 
 @lru_cache(maxsize=8)
-def _packed(key: _ByText) -> dict[str, int]:
+def _packed(key: _TrainableKey) -> dict[str, int]:
     """Return the size in bytes of each matrix quantized to 8 or 4 bits."""
     adapter = low_rank(key.config.adapter)
     return {
@@ -145,7 +145,7 @@ def _adapters(
 
 
 @lru_cache(maxsize=16)
-def _learning(key: _ByText, keeps_inputs: bool) -> dict[int, Learning]:
+def _learning(key: _TrainableKey, keeps_inputs: bool) -> dict[int, TrainableBlock]:
     """Return the trained parts of each block that gradients reach, by block index.
 
     Gradients reach every block from the first one with a trained tensor, or all blocks if the
@@ -175,7 +175,7 @@ def _learning(key: _ByText, keeps_inputs: bool) -> dict[int, Learning]:
     keeps_inputs &= not _packed(key)
     keeps_inputs |= not adapted <= whole
     return {
-        block: Learning(
+        block: TrainableBlock(
             weights=frozenset(weights[block]) if block in frozen else whole,
             ranks=tuple(ranks[block]),
             dropout=adapter is not None and adapter.dropout > 0,

@@ -21,13 +21,13 @@ from trainctl.memory.rank import RankMemory, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 FP32 = 4
 
 
 def phases(
-    plan: Sketch,
+    plan: LayoutPlan,
     engine: EngineMemory,
     stage: Stage,
     runtime: int,
@@ -131,14 +131,14 @@ def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool 
             live = max(live, limit + rank.stage.largest_in_block)
     # Weights that autograd retains are gathered too: count them once.
     retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
-    size = _of_live(rank, min(live, max(rank.stage.parameters - retained, 0)), outside)
+    size = _live_parameter_bytes(rank, min(live, max(rank.stage.parameters - retained, 0)), outside)
     if engine.zero.quantized_weights:
         # Weights arrive as int8 and are expanded into a separate tensor.
         size += min(module + engine.zero.prefetch_bucket_size, limit, rank.stage.parameters)
     return size
 
 
-def _of_live(rank: RankMemory, elements: int, outside: int) -> int:
+def _live_parameter_bytes(rank: RankMemory, elements: int, outside: int) -> int:
     """Return the bytes of `elements` gathered elements, `outside` of them in no block.
 
     DeepSpeed counts elements: in blocks quantized to 8 or 4 bits, most elements are bytes.
@@ -223,7 +223,7 @@ def _reduction(rank: RankMemory) -> int:
     return size
 
 
-def _exchanged(rank: RankMemory) -> int:
+def _all_to_all_bytes(rank: RankMemory) -> int:
     """Return the bytes of one layer's token rows sent to and received from experts on other ranks.
     Both are equally many if experts are equally busy.
     """
@@ -239,8 +239,8 @@ def _forward_end(rank: RankMemory) -> Components:
     return rank.resident.plus(
         activations=rank.activations.forward_end
         + head_input(rank)
-        + _sent_on(rank)
-        + _exchanged(rank),
+        + _pipeline_buffers(rank)
+        + _all_to_all_bytes(rank),
         logits=logits(rank, rank.logit_bytes.forward) + fused_head(rank),
         gathered_parameters=_gathered(rank, rank.stage.head, outside=rank.stage.head, turning=True),
         retained_weights=_retained(rank),
@@ -254,7 +254,9 @@ def _backward_start(rank: RankMemory) -> Components:
     """
     engine, stage = rank.engine, rank.stage
     common = rank.resident.plus(
-        activations=rank.activations.forward_end + _sent_on(rank) + _exchanged(rank),
+        activations=rank.activations.forward_end
+        + _pipeline_buffers(rank)
+        + _all_to_all_bytes(rank),
         retained_weights=_retained(rank),
     )
     loss = common.plus(
@@ -268,7 +270,7 @@ def _backward_start(rank: RankMemory) -> Components:
     block = common.plus(
         activations=rank.activations.block_backward
         + _casts(rank)
-        + _merged(rank)
+        + _dora_weight_bytes(rank)
         + _expanded(rank),
         gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank) if engine.stage else 0,
@@ -311,7 +313,7 @@ def _casts(rank: RankMemory) -> int:
     return element * (tokens * inner + max(stage.largest_in_block, tokens * model.hidden_size))
 
 
-def _merged(rank: RankMemory) -> int:
+def _dora_weight_bytes(rank: RankMemory) -> int:
     """Return the bytes of W + s B A and its two parts during recomputation of a block. DoRA takes
     the row norms of the sum (`DoraLayer`, train/adapters/layers.py).
     """
@@ -329,7 +331,7 @@ def _expanded(rank: RankMemory) -> int:
     return compute_bytes(rank.plan) * rank.stage.largest_expanded
 
 
-def _sent_on(rank: RankMemory) -> int:
+def _pipeline_buffers(rank: RankMemory) -> int:
     """Return the bytes of the outputs that a pipeline stage keeps for each micro-batch in flight,
     and of the gradient that it receives for one (`pipe_buffers`, pipe/engine.py).
     """

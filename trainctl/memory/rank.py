@@ -12,14 +12,14 @@ from trainctl.memory.engine import EngineMemory
 from trainctl.memory.groups import Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputed
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Inputs of the memory phases of one rank of a pipeline stage."""
 
-    plan: Sketch
+    plan: LayoutPlan
     engine: EngineMemory
     stage: Stage
     """Pipeline stage with its tensors on this rank."""
@@ -53,7 +53,7 @@ class RankMemory:
 
 
 def rank_memory(
-    plan: Sketch,
+    plan: LayoutPlan,
     engine: EngineMemory,
     stage: Stage,
     resident: Components,

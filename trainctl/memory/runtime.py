@@ -9,10 +9,10 @@ from trainctl.memory import constants
 from trainctl.memory.activations import compute_bytes, tokens_per_rank
 from trainctl.memory.components import Components
 from trainctl.memory.constants import Fragmentation, Range
-from trainctl.plan.types import Mesh, Sketch
+from trainctl.plan.types import LayoutPlan, Mesh
 
 
-def runtime_of(plan: Sketch) -> Range:
+def runtime_of(plan: LayoutPlan) -> Range:
     """Return a rank's memory outside tensors: measured on this machine, otherwise usual values."""
     measured = plan.hardware.runtime_bytes
     if measured is not None:
@@ -41,7 +41,7 @@ def communicators(mesh: Mesh) -> int:
     return 1 + within + (2 if mesh.pipeline > 1 else 0)
 
 
-def fragmentation_of(plan: Sketch) -> Fragmentation:
+def fragmentation_of(plan: LayoutPlan) -> Fragmentation:
     """Return the allocator's fragmentation as a fraction of the allocated memory: measured on this
     machine, otherwise by the size of the largest common tensor.
     """
@@ -73,7 +73,7 @@ def reserved_bytes(
     return max(tensors, min(held, capacity - outside))
 
 
-def workspace_bytes(plan: Sketch) -> int:
+def workspace_bytes(plan: LayoutPlan) -> int:
     """Return the bytes of library workspaces that torch's allocator counts as allocated."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return 0 if on_cpu else constants.LIBRARY_WORKSPACE.usual

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations
-from trainctl.memory.trainable import Learning
+from trainctl.memory.trainable import TrainableBlock
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
@@ -81,7 +81,7 @@ class Stage:
     """Activations of one block, if the model was traced."""
     first_block: int = 0
     """Index of the stage's first block in the model."""
-    learning: tuple[tuple[Learning, int], ...] | None = None
+    learning: tuple[tuple[TrainableBlock, int], ...] | None = None
     """Trained parts of a block, each with the number of such blocks that gradients reach; None if
     all blocks are trained whole (`trainctl.memory.partial`).
     """

@@ -13,7 +13,7 @@ from trainctl.options.model import Family, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
+class TrainableBlock:
     """Trained parts of a block."""
 
     weights: frozenset[str]
@@ -50,8 +50,8 @@ class Learning:
         return tuple((name, rank) for name, rank in self.ranks if name in names)
 
 
-def everything(spec: Family) -> Learning:
-    """Return the `Learning` of a block that is trained whole."""
+def everything(spec: Family) -> TrainableBlock:
+    """Return the `TrainableBlock` of a block that is trained whole."""
     names = set()
     for part in spec.block:
         if isinstance(part, Region):
@@ -59,4 +59,4 @@ def everything(spec: Family) -> Learning:
             names |= {f"{part.module}.{name}.weight" for name in layers}
         else:
             names.add(f"{part}.weight")
-    return Learning(weights=frozenset(names))
+    return TrainableBlock(weights=frozenset(names))

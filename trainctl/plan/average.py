@@ -8,7 +8,7 @@ METRIC = "ema_loss"
 """Name of the average's held-out loss, logged beside the held-out loss of the weights."""
 
 
-def decay_of(update: int, decay: float) -> float:
+def ema_decay(update: int, decay: float) -> float:
     """Return the decay at update t, counted from 1: ``min(decay, (1 + t) / (10 + t))``.
 
     The average starts as a copy of the first weights. With a constant decay of 0.999 it would still
@@ -19,7 +19,7 @@ def decay_of(update: int, decay: float) -> float:
     return min(decay, (1 + update) / (10 + update))
 
 
-def why_not(config: RunConfig) -> tuple[str, str] | None:
+def average_conflict(config: RunConfig) -> tuple[str, str] | None:
     """Return the setting that rules out an average, and the reason; None if one can be kept."""
     offload = config.offload
     if offload.zenflow:

@@ -32,7 +32,7 @@ from trainctl.plan.deepspeed_table import (
     written,
 )
 from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.optimizers import is_fused, maker
+from trainctl.plan.optimizers import is_fused, optimizer_maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Batch, Mesh
 
@@ -127,7 +127,7 @@ def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterat
 
 def _is_own(config: RunConfig, hardware: Hardware) -> bool:
     """Return True if the trainer passes DeepSpeed one of trainctl's own optimizers."""
-    return config.trains_itself and maker(config, hardware) is Maker.trainctl
+    return config.trains_itself and optimizer_maker(config, hardware) is Maker.trainctl
 
 
 def _clipping(config: RunConfig) -> Derived:

@@ -225,7 +225,7 @@ FP16_KEYS = (
 )
 TABLE = (*ZERO_KEYS, *OFFLOAD_KEYS, *BF16_KEYS, *FP16_KEYS)
 
-FROM_ONE = frozenset(row.key for row in TABLE if row.read is at_least_one)
+MIN_ONE_KEYS = frozenset(row.key for row in TABLE if row.read is at_least_one)
 """Keys of the JSON whose value 0 DeepSpeed reads as 1."""
 
 SOURCES = {row.key: row.source for row in TABLE if row.read is not None}

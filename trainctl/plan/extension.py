@@ -9,7 +9,7 @@ from trainctl.options.schedule import WithDecay
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
 
-SAME = 1e-9
+RATE_TOLERANCE = 1e-9
 """Relative tolerance: two closed forms of the same curve differ by rounding."""
 
 
@@ -35,7 +35,7 @@ def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | Non
         return plan.peak_lr * Curve.of(plan).factor(update)
 
     planned, last, new = rate(before, step), rate(before, max(0, step - 1)), rate(now, step)
-    if any(abs(old - new) <= SAME * max(old, new) for old in (planned, last)):
+    if any(abs(old - new) <= RATE_TOLERANCE * max(old, new) for old in (planned, last)):
         return None
     return RateChange(step + 1, planned, new)
 
@@ -49,7 +49,7 @@ def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
     if not all(isinstance(plan.config.schedule, WithDecay) for plan in (before, now)):
         return None
     old, new = Curve.of(before), Curve.of(now)
-    rises = new.factor(step) > old.factor(step) * (1 + SAME)
+    rises = new.factor(step) > old.factor(step) * (1 + RATE_TOLERANCE)
     return old.stable_steps if step > old.stable_steps and rises else None
 
 

@@ -15,7 +15,7 @@ from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plan.deepspeed import optimizer_parameter
 from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.optimizers import is_fused, maker
+from trainctl.plan.optimizers import is_fused, optimizer_maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Batch, Mesh
 
@@ -78,7 +78,7 @@ def _sharding(config: RunConfig) -> Iterator[Derived]:
 def _optimizer(config: RunConfig, hardware: Hardware, batch: Batch | None) -> Iterator[Derived]:
     """Yield torch's optimizer class and its arguments."""
     spec = spec_of(config.optimizer)
-    if maker(config, hardware) is not Maker.torch or spec.deepspeed is None:
+    if optimizer_maker(config, hardware) is not Maker.torch or spec.deepspeed is None:
         return
     scale = 1.0 if batch is None else lr_scale(config.optimizer, batch)
     yield Derived(

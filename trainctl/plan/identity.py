@@ -33,7 +33,7 @@ _SHAPE = (
     "tie_word_embeddings",
 )
 
-_BESIDE_THE_FUNCTION = (
+_NON_FUNCTIONAL_KEYS = (
     "_name_or_path",
     "architectures",
     "bos_token_id",
@@ -53,10 +53,10 @@ _BESIDE_THE_FUNCTION = (
 """Keys of a transformers `config.json` that do not change what the weights compute."""
 
 
-BESIDE_THE_OPTIMIZER = frozenset({"master", "average"})
+NON_OPTIMIZER_STATES = frozenset({"master", "average"})
 """States of a checkpoint that do not depend on the optimizer."""
 
-OF_LONGER_CONTEXT = (
+CONTEXT_LENGTH_KEYS = (
     "config.json",
     "max_position_embeddings",
     "rope_theta",
@@ -149,15 +149,15 @@ def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
     Raises:
         TrainctlError: The states belong to another optimizer (exit code 5).
     """
-    had = set(manifest["states"]) - BESIDE_THE_OPTIMIZER
+    had = set(manifest["states"]) - NON_OPTIMIZER_STATES
     optimizer, spec = config.optimizer, spec_of(config.optimizer)
     matrices = set(spec.states_of(optimizer, is_matrix=True)) if spec.has_matrix_rule else set()
     wanted = set(spec.states_of(optimizer, is_matrix=False))
     if had and had not in (wanted, matrices, wanted | matrices):
-        raise another_optimizer(name, had, wanted | matrices)
+        raise optimizer_mismatch(name, had, wanted | matrices)
 
 
-def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
+def check_trainable(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of a run in which other weights trained than in `config`.
 
     Raises:
@@ -187,7 +187,7 @@ def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> 
         )
 
 
-def another_optimizer(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:
+def optimizer_mismatch(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:
     """Return the error for a checkpoint whose optimizer states are not the expected ones."""
     return TrainctlError(
         f"{name} has the states of another optimizer, {_listed(had)}; this one has "
@@ -271,5 +271,5 @@ def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _deciding(value) if isinstance(value, dict) else value
         for key, value in found.items()
-        if key not in _BESIDE_THE_FUNCTION and not key.endswith(("dropout", "_pdrop"))
+        if key not in _NON_FUNCTIONAL_KEYS and not key.endswith(("dropout", "_pdrop"))
     }

@@ -16,7 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.options.schedule import position_of, steps_of_share
 from trainctl.plan.batches import Batch, Batches, BatchPhase
-from trainctl.plan.types import RunPlan, Sketch
+from trainctl.plan.types import LayoutPlan, RunPlan
 
 SINGLE_SOURCE = "data"
 """Name of the source of a run with a single source: its section is `data` itself."""
@@ -67,7 +67,7 @@ def exact(weight: float) -> Fraction:
     return Fraction(repr(weight))
 
 
-def add_up(weights: Iterable[float]) -> bool:
+def are_valid_weights(weights: Iterable[float]) -> bool:
     """Return True if the weights are fractions with the sum 1, or whole numbers in proportion."""
     parts = [exact(weight) for weight in weights]
     return sum(parts) == 1 or all(part.denominator == 1 for part in parts)
@@ -185,7 +185,7 @@ def stages_of_plan(plan: RunPlan) -> tuple[DataStage, ...]:
     return stages_of(config.data, config.training, config.schedule, plan.batches, plan.total_steps)
 
 
-def batches_at_once(sketch: Sketch) -> tuple[Batch, ...]:
+def largest_batches(sketch: LayoutPlan) -> tuple[Batch, ...]:
     """Return the largest batch of each sequence length in a run, the config's own length first.
 
     Stages whose length divides into no whole batch are left out: a rule refuses them.

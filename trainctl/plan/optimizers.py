@@ -58,7 +58,7 @@ def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
     """Yield the optimizer's implementation and fusion where the config does not set them."""
     if not config.trains_itself:
         return
-    spec, made_by = spec_of(config.optimizer), maker(config, hardware)
+    spec, made_by = spec_of(config.optimizer), optimizer_maker(config, hardware)
     if made_by is Maker.trainctl:
         needs = f"one element's update needs {spec.needs}, and ZeRO's pieces are cut anywhere"
         why = spec.is_ours_because or needs
@@ -67,7 +67,7 @@ def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
         yield Derived(key="optimizer.fused", value=True, reason=f"on {hardware.accelerator.value}")
 
 
-def maker(config: RunConfig, hardware: Hardware) -> Maker:
+def optimizer_maker(config: RunConfig, hardware: Hardware) -> Maker:
     """Return whose implementation updates the weights. torch's and DeepSpeed's are named in the
     JSON; trainctl's is passed beside it.
     """

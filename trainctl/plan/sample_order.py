@@ -51,7 +51,7 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
     elif before.config.data.packing is not now.config.data.packing:
         yield f"data.packing={now.config.data.packing.value} makes other samples: {_MIXED}"
         yield "held-out losses from here on are of other samples: they do not compare with earlier"
-    elif leaves_others_out(before.config.data, now.config.data):
+    elif changes_overlong_handling(before.config.data, now.config.data):
         kept = now.config.data.on_too_long.value
         yield f"data.on_too_long={kept} packs other conversations: {_MIXED}"
         yield "held-out losses from here on are of other samples: they do not compare with earlier"
@@ -62,7 +62,7 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
         yield f"training.seed={seeds[1]} draws what follows in another order: {_MIXED}"
 
 
-def leaves_others_out(before: DataConfig, now: DataConfig) -> bool:
+def changes_overlong_handling(before: DataConfig, now: DataConfig) -> bool:
     """Return True if overlong conversations change between being cut and being dropped."""
     rules = {before.on_too_long, now.on_too_long}
     has_chats = any(spec_of(each).encoder for each in sources_of(now).values())

@@ -13,11 +13,11 @@ def not_yet(config: RunConfig) -> tuple[str, ...]:
     """Return one sentence, naming the key, for each technique that `launch` has to refuse today."""
     return tuple(
         f"{key}={value}: training with {technique} is not there yet"
-        for key, value, technique in _wanted(config)
+        for key, value, technique in _unsupported_techniques(config)
     )
 
 
-def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
+def _unsupported_techniques(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     """Yield key, value and name of each technique that the config uses and training lacks."""
     if not config.trains_itself:
         return

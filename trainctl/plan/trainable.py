@@ -127,26 +127,26 @@ def is_partial(config: RunConfig) -> bool:
 
 def frozen_names(config: RunConfig) -> frozenset[str]:
     """Return the canonical names of the parameters that `training.freeze` freezes."""
-    return _met(config.model, config.training.freeze)
+    return _all_matching_parameters(config.model, config.training.freeze)
 
 
-def _met(model: ModelConfig, entries: Sequence[str]) -> frozenset[str]:
+def _all_matching_parameters(model: ModelConfig, entries: Sequence[str]) -> frozenset[str]:
     """Return the canonical names of the parameters that the entries match; invalid ones are
     skipped.
     """
     found: set[str] = set()
     for entry in entries:
         with suppress(ValueError):
-            found.update(met_by(model, entry))
+            found.update(matching_parameters(model, entry))
     return frozenset(found)
 
 
 def also_trained(model: ModelConfig, adapter: LowRank) -> frozenset[str]:
     """Return the canonical names of the model's own parameters that train with an adapter."""
-    return _met(model, adapter.also_train)
+    return _all_matching_parameters(model, adapter.also_train)
 
 
-def met_by(model: ModelConfig, entry: str) -> tuple[str, ...]:
+def matching_parameters(model: ModelConfig, entry: str) -> tuple[str, ...]:
     """Return the canonical names of the parameters that an entry of `training.freeze` matches.
 
     Raises:

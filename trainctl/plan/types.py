@@ -42,7 +42,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sketch:
+class LayoutPlan:
     """Part of a plan that determines device memory and step time."""
 
     config: RunConfig
@@ -65,7 +65,7 @@ class Sketch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan(Sketch):
+class RunPlan(LayoutPlan):
     """Everything that a launch will do; written to `plan.json` and only read afterwards."""
 
     total_steps: int

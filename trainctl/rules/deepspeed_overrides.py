@@ -13,7 +13,7 @@ from trainctl.hardware import Hardware
 from trainctl.plan.deepspeed import render
 from trainctl.plan.deepspeed_table import value_of
 from trainctl.plan.types import Mesh
-from trainctl.rules.deepspeed import Case, Surroundings, findings
+from trainctl.rules.deepspeed import Case, JsonContext, findings
 from trainctl.rules.deepspeed.names import Names, plain
 from trainctl.rules.passed_keys import CONFIG_KEYS
 
@@ -49,7 +49,7 @@ class PlanNames(Names):
         return f"parallelism.pipeline={count}"
 
 
-def own_case(
+def plan_json_case(
     config: RunConfig,
     hardware: Hardware,
     mesh: Mesh | None,
@@ -62,23 +62,23 @@ def own_case(
     DeepSpeed; None if no mesh is possible. `settings` are the JSON keys that trainctl sets, and
     `passed` those that the user passes through.
     """
-    around = Surroundings(
+    around = JsonContext(
         world_size=hardware.world_size,
         data_parallel_size=None if mesh is None else mesh.data,
         devices_per_node=hardware.devices_per_node,
         accelerator=hardware.accelerator,
         pipeline_stages=config.parallelism.pipeline,
-        own_trainer=config.trains_itself,
+        trainctl_trainer=config.trains_itself,
     )
     return Case(render((*settings, *passed)), around, names=PlanNames(config, passed))
 
 
-def check_own_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
+def check_plan_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
     """Yield what DeepSpeed would refuse or misread in the JSON of a plan.
 
     A finding about a key of the user's `deepspeed` section names it there. An error about another
     key names the config key that it is derived from. Warnings about keys that trainctl sets are
-    left out: it sets them on purpose. `case` comes from `own_case`, with the user's keys.
+    left out: it sets them on purpose. `case` comes from `plan_json_case`, with the user's keys.
     `settings` are all JSON keys that trainctl sets, with their sources.
     """
     names = case.names

@@ -33,7 +33,7 @@ CONFIG_KEYS = SOURCES | {
 }
 """Config key by the JSON key derived from it."""
 
-OWNED = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
+CONFIG_OWNED_KEYS = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
     **dict.fromkeys(BATCH_KEYS, "use training.global_batch_size and training.micro_batch_size"),
     "data_parallel_size": "it is derived from the devices: use parallelism.data",
     "optimizer": "use the optimizer group",
@@ -57,7 +57,7 @@ _OWN_LOGGERS = (
     "after a resume"
 )
 _UNTRIED = "trainctl trains with DeepSpeed's default only"
-TRAINERS = {
+TRAINER_OWNED_KEYS = {
     "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
     "activation_checkpointing": "use the activation_checkpointing group",
     "autotuning": "use `trainctl plan`, which searches, or `trainctl sweep`",
@@ -98,7 +98,7 @@ TRAINERS = {
 may set them.
 """
 
-PASSED = {
+PASS_THROUGH_KEYS = {
     **dict.fromkeys(
         (
             *(f"comms_logger.{name}" for name in ("debug", "enabled", "prof_all", "prof_ops")),
@@ -160,7 +160,7 @@ DeepSpeed reads it; empty for always.
 """
 
 _OWN_CHECKPOINTS = "the trainer writes and reads checkpoints of its own"
-IDLE = {
+UNREAD_KEYS = {
     "allgather_size": "DeepSpeed has dropped it",
     "dataloader_drop_last": "the trainer reads the data itself",
     "disable_allgather": "DeepSpeed reads it nowhere",
@@ -177,7 +177,12 @@ IDLE = {
 }
 """Keys and sections that nothing reads when the trainer runs the steps, with the reasons."""
 
-TABLES: tuple[Mapping[str, str], ...] = (OWNED, TRAINERS, PASSED, IDLE)
+TABLES: tuple[Mapping[str, str], ...] = (
+    CONFIG_OWNED_KEYS,
+    TRAINER_OWNED_KEYS,
+    PASS_THROUGH_KEYS,
+    UNREAD_KEYS,
+)
 
 
 def canonical(name: str, schema: Schema | None = None) -> str:
@@ -200,7 +205,9 @@ def entry_of(name: str, schema: Schema | None = None) -> str:
 def owner_of(name: str, config: RunConfig) -> str:
     """Return what to use instead of a JSON key that is not passed through; empty if it is."""
     entry = entry_of(name)
-    return OWNED.get(entry) or (TRAINERS.get(entry, "") if config.trains_itself else "")
+    return CONFIG_OWNED_KEYS.get(entry) or (
+        TRAINER_OWNED_KEYS.get(entry, "") if config.trains_itself else ""
+    )
 
 
 def idle_reason(name: str, config: RunConfig) -> str:
@@ -208,7 +215,7 @@ def idle_reason(name: str, config: RunConfig) -> str:
     entry = entry_of(name)
     if not config.trains_itself:
         return ""
-    need = PASSED.get(entry, "")
+    need = PASS_THROUGH_KEYS.get(entry, "")
     if need and not WHEN[need](Modes.of(config)):
         return f"it needs {WORDS[need]}"
-    return IDLE.get(entry, "")
+    return UNREAD_KEYS.get(entry, "")

@@ -32,7 +32,7 @@ from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.techniques import not_yet
 from trainctl.plan.trainable import reasons as trainable_reasons
 from trainctl.plan.types import RunPlan
-from trainctl.rules.deepspeed_overrides import check_own_json, own_case
+from trainctl.rules.deepspeed_overrides import check_plan_json, plan_json_case
 from trainctl.rules.plan import Draft, check
 
 
@@ -75,9 +75,9 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         total_steps, total_reasons = uncounted_steps(config.training)
 
     passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
-    case = own_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
+    case = plan_json_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
     if has_json:
-        findings += tuple(check_own_json(case, draft.settings))
+        findings += tuple(check_plan_json(case, draft.settings))
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
 

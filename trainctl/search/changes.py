@@ -78,7 +78,9 @@ def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
             )
 
 
-def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[KeyChange]:
+def memory_saving_changes(
+    config: RunConfig, hardware: Hardware, batch: Batch
+) -> Iterator[KeyChange]:
     """Yield every combination of memory-saving changes with the same global batch.
 
     The dimensions are smaller micro-batches, recomputation, a chunked loss, tiled layers, higher
@@ -107,18 +109,18 @@ def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Ite
                 )
 
 
-def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+def adapter_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Yield LoRA on the initial weights, alone and with memory-saving changes on the same devices.
 
-    An adapter learns something else than full training, so it is not part of `that_save_memory`.
+    An adapter learns something else than full training, so it is not part of `memory_saving_changes`.
     Yields nothing without initial weights.
     """
     if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:
         return
-    yield from _beside(_change("adapter", 1, {"adapter.kind": "lora"}), config, batch)
+    yield from _with_memory_savings(_change("adapter", 1, {"adapter.kind": "lora"}), config, batch)
 
 
-def with_a_quantized_base(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+def quantized_base_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Yield an adapter with its base in 4 bits (QLoRA), alone and with memory-saving changes. A
     configured adapter is kept.
     """
@@ -133,10 +135,10 @@ def with_a_quantized_base(config: RunConfig, batch: Batch) -> Iterator[KeyChange
     values: dict[str, object] = {"adapter.base_weights": BaseWeights.nf4_double}
     if adapter is None:
         values = {"adapter.kind": "lora", **values}
-    yield from _beside(_change("base_weights", 1, values), config, batch)
+    yield from _with_memory_savings(_change("base_weights", 1, values), config, batch)
 
 
-def _beside(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+def _with_memory_savings(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Yield a change, alone and combined with memory-saving changes on the same devices."""
     yield first
     for change in _combinations(
@@ -150,7 +152,7 @@ def _beside(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyCh
         )
 
 
-def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+def memory_using_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Yield every combination of memory-using changes with the same global batch.
 
     The dimensions are larger micro-batches, less recomputation, a plain loss, lower ZeRO stages,

@@ -16,7 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
-from trainctl.memory.partial import of_run
+from trainctl.memory.partial import trained_stages
 from trainctl.memory.stages import stages
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
@@ -69,7 +69,7 @@ def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learnt:
+class TrainedShare:
     """Trained fraction of a model."""
 
     weights: float = 1.0
@@ -78,16 +78,16 @@ class Learnt:
     """Fraction of the blocks that gradients reach."""
 
 
-def learnt(config: RunConfig) -> Learnt:
+def trained_share(config: RunConfig) -> TrainedShare:
     """Return the trained fraction of a run's model.
 
     The time of an adapter's own products, and of expanding a base of 8 or 4 bits, is neglected.
     """
     if not is_partial(config):
-        return Learnt()
-    (stage,) = of_run(config, stages(config.model))
+        return TrainedShare()
+    (stage,) = trained_stages(config, stages(config.model))
     reached = sum(count for _, count in stage.learning or ())
-    return Learnt(
+    return TrainedShare(
         weights=stage.trained.parameters / max(stage.weights, 1),
         blocks=reached / max(stage.blocks, 1),
     )
@@ -123,7 +123,7 @@ def block_time(
         constants.KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else constants.KERNELS_OF_A_BLOCK
     )
     forward = max(product_seconds + attention + traffic, starts)
-    train = learnt(config)
+    train = trained_share(config)
     # Each product has a gradient of its input, and of its weight if trained.
     back = constants.BACKWARD_TO_FORWARD * (1 + train.weights) / 2
     backward = max(

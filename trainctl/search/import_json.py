@@ -15,14 +15,14 @@ from trainctl.config.compose import compose
 from trainctl.config.keys import as_override
 from trainctl.config.schema import RunConfig, walk
 from trainctl.plan.deepspeed import flatten
-from trainctl.plan.deepspeed_table import FROM_ONE, TABLE, WORDS, Modes, at_least_one
-from trainctl.rules.deepspeed import Case, Surroundings
+from trainctl.plan.deepspeed_table import MIN_ONE_KEYS, TABLE, WORDS, Modes, at_least_one
+from trainctl.rules.deepspeed import Case, JsonContext
 from trainctl.rules.deepspeed.values import is_number, is_whole
-from trainctl.rules.passed_keys import PASSED, entry_of, idle_reason, owner_of
+from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
 from trainctl.rules.resolve import resolve
-from trainctl.search.import_values import RECOMPUTE, Wanted, wanted_values
+from trainctl.search.import_values import RECOMPUTE, ConvertedKeys, wanted_values
 
-OURS = {
+TRAINCTL_KEYS = {
     "steps_per_print": "trainctl reports itself",
     "wall_clock_breakdown": "trainctl reports itself",
     "torch_autocast.lower_precision_safe_modules": "trainctl keeps ZeRO's gathering exact",
@@ -71,7 +71,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     The JSON must have no error by `trainctl.rules.deepspeed.check`. `world_size` is the number of
     ranks, over which the batch is counted. `accelerator` is their kind, as in `hardware=8xcpu`.
     """
-    case = Case(json, Surroundings(world_size=world_size, fills_auto=True))
+    case = Case(json, JsonContext(world_size=world_size, fills_auto=True))
     wanted = wanted_values(case)
     here = [f"hardware={world_size}x{accelerator}"]
     choices = [f"{group}={option}" for group, option in wanted.choices.items()]
@@ -91,7 +91,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
 
 def ranks_of(json: Mapping[str, Any]) -> int:
     """Return a JSON's world size by its three batch sizes; the smallest possible without them."""
-    case = Case(json, Surroundings(fills_auto=True))
+    case = Case(json, JsonContext(fills_auto=True))
     total, micro, steps = (case.get(name) for name in BATCH)
     sequence = case.get("sequence_parallel_size")
     sequence = int(sequence) if is_whole(sequence) and sequence > 0 else 1
@@ -105,15 +105,17 @@ def ranks_of(json: Mapping[str, Any]) -> int:
 def differences(
     original: Mapping[str, Any], rendered: Mapping[str, Any], *, world_size: int
 ) -> list[str]:
-    """Return the keys whose values in force differ between two JSONs, except `OURS`.
+    """Return the keys whose values in force differ between two JSONs, except `TRAINCTL_KEYS`.
 
     The schedule, single parameters of the optimizer, and recomputation are not compared: the
     trainer handles them by its own keys.
     """
-    before = Case(original, Surroundings(world_size=world_size, fills_auto=True))
+    before = Case(original, JsonContext(world_size=world_size, fills_auto=True))
     ranks = int(before.counted_ranks or 1) // before.tensor_size
-    after = Case(rendered, Surroundings(world_size=world_size, data_parallel_size=ranks))
-    names = {*before.values, *after.values} - {"scheduler.type", "optimizer.type"} - {*OURS}
+    after = Case(rendered, JsonContext(world_size=world_size, data_parallel_size=ranks))
+    names = (
+        {*before.values, *after.values} - {"scheduler.type", "optimizer.type"} - {*TRAINCTL_KEYS}
+    )
     names -= {*BATCH}
     names = {name for name in names if not name.startswith(f"{RECOMPUTE}.")}
     if after.stage == 0 and after.get("gradient_clipping") == 0:
@@ -124,7 +126,7 @@ def differences(
     return sorted([*different, *(["train_batch_size"] if batches[0] != batches[1] else [])])
 
 
-def _differing(wanted: Wanted, base: RunConfig) -> dict[str, Any]:
+def _differing(wanted: ConvertedKeys, base: RunConfig) -> dict[str, Any]:
     """Return the wanted values that the chosen options do not have already."""
     plain = {key: to_plain(value) for key, _, value in walk(base)}
     return {key: value for key, value in wanted.settings.items() if plain[key] != value}
@@ -146,7 +148,7 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
 
 
 def _rest(
-    case: Case, wanted: Wanted, config: RunConfig, rendered: Mapping[str, Any]
+    case: Case, wanted: ConvertedKeys, config: RunConfig, rendered: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[LeftOutKey]]:
     """Return the remaining keys of the JSON: passed through, or left out with the reason."""
     ours = Case(rendered)
@@ -162,11 +164,11 @@ def _rest(
             continue
         if known is None:
             left_out.append(LeftOutKey(key, value, "DeepSpeed has no such key"))
-        elif name in OURS:
-            left_out.append(LeftOutKey(key, value, OURS[name]))
+        elif name in TRAINCTL_KEYS:
+            left_out.append(LeftOutKey(key, value, TRAINCTL_KEYS[name]))
         elif _same(case, ours, name):
             continue
-        elif entry_of(name) not in PASSED and any(
+        elif entry_of(name) not in PASS_THROUGH_KEYS and any(
             f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived
         ):
             shown = ours.values.get(name)
@@ -223,7 +225,7 @@ def _in_force(case: Case, name: str) -> Any:
         return FORMATS.get(short, short)
     if name == "log_level" and value is None:
         return "warning"
-    if name in FROM_ONE and is_number(value):
+    if name in MIN_ONE_KEYS and is_number(value):
         return at_least_one(value)
     return value.lower() if case.schema.keys[name].any_case and isinstance(value, str) else value
 

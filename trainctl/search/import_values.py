@@ -20,7 +20,7 @@ from trainctl.plan.deepspeed_table import (
     Row,
 )
 from trainctl.rules.deepspeed import Case
-from trainctl.rules.deepspeed.case import AUTO, FILLED_BY_OTHERS
+from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS
 from trainctl.rules.deepspeed.keys import autos
 from trainctl.rules.deepspeed.values import is_number
 
@@ -50,7 +50,7 @@ NOT_RECOMPUTED_SO = {
 }
 """Keys of that section that trainctl's recomputation does not need, with the reasons."""
 
-LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in FILLED_BY_OTHERS} | {
+LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in HF_AUTO_KEYS} | {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
     "gradient_accumulation_steps": "training.gradient_accumulation_steps",
@@ -72,7 +72,7 @@ LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in FILLED_BY_OTH
 
 
 @dataclass
-class Wanted:
+class ConvertedKeys:
     """Values of trainctl's keys that a JSON asks for."""
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class Wanted:
         self.settings[ours] = value
 
 
-def wanted_values(case: Case) -> Wanted:
+def wanted_values(case: Case) -> ConvertedKeys:
     """Return the choices and values for everything in the JSON that trainctl has a key for."""
-    wanted, modes = Wanted(), _modes(case)
+    wanted, modes = ConvertedKeys(), _modes(case)
     _batch(case, wanted)
     _optimizer(case, wanted)
     _schedule(case, wanted)
@@ -111,16 +111,16 @@ def wanted_values(case: Case) -> Wanted:
     return wanted
 
 
-def _left_open(case: Case, wanted: Wanted) -> None:
+def _left_open(case: Case, wanted: ConvertedKeys) -> None:
     """Record each unfilled "auto" as left out: trainctl's own value holds."""
     for name in autos(case):
-        if name in FILLED_BY_OTHERS:
+        if name in HF_AUTO_KEYS:
             instead = LEFT_OPEN.get(name)
             reason = f"nobody set it{f'; {instead} says it here' if instead else ''}"
             wanted.left_out.append((name, AUTO, reason))
 
 
-def _batch(case: Case, wanted: Wanted) -> None:
+def _batch(case: Case, wanted: ConvertedKeys) -> None:
     names = {
         "train_batch_size": "global_batch_size",
         "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -137,7 +137,7 @@ def _batch(case: Case, wanted: Wanted) -> None:
         wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's default
 
 
-def _optimizer(case: Case, wanted: Wanted) -> None:
+def _optimizer(case: Case, wanted: ConvertedKeys) -> None:
     clipping = case.get("gradient_clipping")
     if clipping is not None:
         wanted.take("gradient_clipping", "optimizer.gradient_clipping", float(clipping))
@@ -181,7 +181,7 @@ def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[
     }
 
 
-def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: Wanted) -> None:
+def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: ConvertedKeys) -> None:
     ours = {each.name: each for each in form.parameters}
     for name, value in values.items():
         parameter = ours.get(name)
@@ -197,7 +197,7 @@ def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: Wanted) 
             wanted.settings[f"optimizer.{parameter.keys[0]}"] = float(value)
 
 
-def _schedule(case: Case, wanted: Wanted) -> None:
+def _schedule(case: Case, wanted: ConvertedKeys) -> None:
     name, params = case.get("scheduler.type"), case.params("scheduler")
     if name is None:
         return
@@ -253,7 +253,7 @@ def _has_devices(case: Case) -> bool:
     return not any(case.has(key) and case.get(key) is None for key in DEVICES)
 
 
-def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> None:
+def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     """Import the JSON values of table rows; of two rows for one trainctl key, the first counts."""
     for row in rows:
         if row.read is None or row.source in wanted.settings or not row.holds(modes):
@@ -267,7 +267,7 @@ def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> No
             wanted.take(row.key, row.source, said)
 
 
-def _zero(case: Case, modes: Modes, wanted: Wanted) -> None:
+def _zero(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     if case.stage is None:
         return  # transformers or accelerate decide it
     wanted.choices["zero_stage"] = str(modes.stage)
@@ -277,7 +277,7 @@ def _zero(case: Case, modes: Modes, wanted: Wanted) -> None:
     _take(ZERO_KEYS, case, modes, wanted)
 
 
-def _offload(case: Case, modes: Modes, wanted: Wanted) -> None:
+def _offload(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     if not _has_devices(case):
         return
     options = {
@@ -295,7 +295,7 @@ def _offload(case: Case, modes: Modes, wanted: Wanted) -> None:
     _take(OFFLOAD_KEYS, case, modes, wanted)
 
 
-def _recomputation(case: Case, wanted: Wanted) -> None:
+def _recomputation(case: Case, wanted: ConvertedKeys) -> None:
     """Import the recomputation section. DeepSpeed recomputes only in a model that calls its API,
     which a JSON with the section is assumed to be for.
     """
@@ -315,7 +315,7 @@ def _recomputation(case: Case, wanted: Wanted) -> None:
             wanted.left_out.append((key, value, reason))
 
 
-def _precision(case: Case, modes: Modes, wanted: Wanted) -> None:
+def _precision(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     weights = case.weights
     if weights is None:
         return  # transformers or accelerate decide it

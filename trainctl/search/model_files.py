@@ -32,7 +32,7 @@ from trainctl.plan.shapes import all_tensors
 from trainctl.plan.trainable import is_partial
 
 NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC371"
-NOT_NAMED = "TC144"
+NO_PRETRAINED_WEIGHTS = "TC144"
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
 """Suffixes of tensors that are no parameters: tables, masks, a tied head."""
@@ -54,7 +54,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     if not config.trains_itself:
         return []
     if config.model.initial_weights is None:
-        return list(_not_named(config))
+        return list(_missing_weights(config))
     folder = Path(config.model.initial_weights).expanduser()
     if not folder.exists():
         return []
@@ -75,7 +75,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     return list(_compare(config.model, folder, stored))
 
 
-def _not_named(config: RunConfig) -> Iterator[Finding]:
+def _missing_weights(config: RunConfig) -> Iterator[Finding]:
     """Find a fine-tuning or preference run that would start from random weights."""
     model, setting = config.model, _needs_weights(config)
     if not setting or model.weights is WeightsKind.random:
@@ -86,7 +86,7 @@ def _not_named(config: RunConfig) -> Iterator[Finding]:
     if model.weights is WeightsKind.auto:
         hint += "; model.weights=random starts from random ones"
     yield Finding(
-        rule=NOT_NAMED,
+        rule=NO_PRETRAINED_WEIGHTS,
         key="model.weights",
         message=f"{setting} goes on from trained weights, and "
         + ("none are named" if model.path is None else f"{model.path} has none"),
@@ -142,7 +142,7 @@ def _rotated(config: RunConfig, folder: Path) -> Iterator[Finding]:
 def _compare(
     model: ModelConfig, folder: Path, stored: Mapping[str, StoredTensor]
 ) -> Iterator[Finding]:
-    problems, unused = _by_its_own_names(model, stored)
+    problems, unused = _compare_canonical_names(model, stored)
     if problems and model.is_directory:
         # Published files may use other names than the model in memory; transformers maps them.
         problems, unused = _by_transformers(model, folder)
@@ -174,7 +174,7 @@ def _compare(
         )
 
 
-def _by_its_own_names(
+def _compare_canonical_names(
     model: ModelConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[list[str], list[str]]:
     """Return the problems of weights stored under the model's own names, and the unused tensors."""

@@ -25,7 +25,7 @@ from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.trainable import is_partial
-from trainctl.search.variants import Timed, Values, timed, with_values
+from trainctl.search.variants import TimedVariant, Values, timed, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes to try; larger ones gain nothing: products of thousands of tokens are
@@ -39,7 +39,7 @@ RESOLUTION = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Timed variant in the queue of the search."""
+    """TimedVariant variant in the queue of the search."""
 
     values: dict[str, Any]
     layout: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Candidate:
     """
     retained: tuple[int, ...]
     """Ranks of recomputation, loss and overlap by the device memory they take, larger for more."""
-    variant: Timed
+    variant: TimedVariant
 
     @property
     def size(self) -> tuple[int, int]:
@@ -178,8 +178,8 @@ class Space:
         one sequence at a time: with several, fewer sequences per rank do the same with less
         communication.
         """
-        own_micro = self._asked("micro_batch_size")
-        own_accumulation = self._asked("gradient_accumulation_steps")
+        own_micro = self._fixed_size("micro_batch_size")
+        own_accumulation = self._fixed_size("gradient_accumulation_steps")
         share = self.sequences / data
         if own_micro is not None:
             sizes = [own_micro]
@@ -204,7 +204,7 @@ class Space:
         if not is_shared:
             self.left_out.shares.add(data * (own_micro or 1) * (own_accumulation or 1))
 
-    def _asked(self, name: str) -> int | None:
+    def _fixed_size(self, name: str) -> int | None:
         """Return a batch size that the user has set; None otherwise."""
         size: int | None = getattr(self.config.training, name)
         return size if self.is_fixed(f"training.{name}") else None

@@ -19,15 +19,15 @@ from trainctl.options.activation_checkpointing import checkpointing_of, recomput
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
 from trainctl.plan.precision import formats
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 from trainctl.search import constants
 from trainctl.search.compute import (
     Rates,
     block_time,
     head_time,
-    learnt,
     rates,
     stage_parameters,
+    trained_share,
 )
 from trainctl.search.links import Links
 
@@ -70,7 +70,7 @@ class StepTime:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def step_time(plan: Sketch) -> StepTime:
+def step_time(plan: LayoutPlan) -> StepTime:
     """Return the time of an optimizer step."""
     config, mesh, batch = plan.config, plan.mesh, plan.batch
     speed = rates(plan.hardware, config.precision)
@@ -109,7 +109,7 @@ def step_time(plan: Sketch) -> StepTime:
             transfer=transfer,
             offload=_offloaded_activations(plan, links, wrapped, activation),
         )
-        every = _each_step(plan, links, parameters, speed, one.seconds * micro_batches)
+        every = _once_per_step(plan, links, parameters, speed, one.seconds * micro_batches)
         total = one.seconds * (micro_batches + stages - 1) + every.seconds
         if total > slowest:
             slowest = total
@@ -122,7 +122,7 @@ def step_time(plan: Sketch) -> StepTime:
 
 
 def _partitioned(
-    plan: Sketch, links: Links, parameters: float, compute: float
+    plan: LayoutPlan, links: Links, parameters: float, compute: float
 ) -> tuple[float, float]:
     """Return the unhidden seconds per micro-batch of stage 3's weight gathering, and of the
     gradient reduction at stages 2 and 3.
@@ -145,20 +145,20 @@ def _partitioned(
         if config.offload.parameters is not OffloadDevice.none:
             fetched = links.from_host(size / links.zero.ranks)
             forward, backward = forward + fetched, backward + fetched
-        gather = _sticks_out(forward, compute / 3) + _sticks_out(backward, compute * 2 / 3)
-    reduced = _reduced_bytes(plan, parameters * learnt(config).weights)
+        gather = _exposed_time(forward, compute / 3) + _exposed_time(backward, compute * 2 / 3)
+    reduced = _reduced_bytes(plan, parameters * trained_share(config).weights)
     if zero.stage == 3:
         reduce = links.all_gather(reduced / (4 if zero.quantized_gradients else 1), links.zero)
     else:
         reduce = links.all_reduce(reduced, links.zero)
     if zero.overlap_comm:
         beside = compute * 2 / 3
-        reduce = _sticks_out(backward + reduce, beside) - _sticks_out(backward, beside)
+        reduce = _exposed_time(backward + reduce, beside) - _exposed_time(backward, beside)
     return gather, reduce
 
 
-def _each_step(
-    plan: Sketch, links: Links, parameters: float, speed: Rates, compute: float
+def _once_per_step(
+    plan: LayoutPlan, links: Links, parameters: float, speed: Rates, compute: float
 ) -> StepTime:
     """Return the time of the work once per step: the reduction at stages 0 and 1 (like stage 2's),
     the update, and the gathering of updated weights at stages 1 and 2.
@@ -166,7 +166,7 @@ def _each_step(
     config = plan.config
     zero, offload = config.zero_stage, config.offload
     ranks = links.zero.ranks
-    parameters *= learnt(config).weights
+    parameters *= trained_share(config).weights
     own = parameters if zero.stage == 0 else parameters / ranks
     size = BYTES[formats(config.precision).weights] * parameters
     reduce = 0.0
@@ -175,7 +175,7 @@ def _each_step(
         if zero.overlap_comm:
             # Only the last micro-batch's backward pass has gradients to reduce.
             last = compute / plan.batch.gradient_accumulation_steps * 2 / 3
-            reduce = _sticks_out(reduce, last)
+            reduce = _exposed_time(reduce, last)
     if zero.stage in (1, 2):
         reduce += links.all_gather(size, links.zero)
     if offload.optimizer is OffloadDevice.none or zero.stage == 0:
@@ -200,11 +200,13 @@ def _each_step(
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
 
 
-def _reduced_bytes(plan: Sketch, parameters: float) -> float:
+def _reduced_bytes(plan: LayoutPlan, parameters: float) -> float:
     return BYTES[formats(plan.config.precision).communication] * parameters
 
 
-def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation: float) -> float:
+def _offloaded_activations(
+    plan: LayoutPlan, links: Links, wrapped: int, activation: float
+) -> float:
     """Return the seconds per micro-batch of copying block inputs to the host and back. The copies
     are on the compute stream (train/models/recompute.py), so nothing hides them.
     """
@@ -215,7 +217,7 @@ def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation:
     return links.from_host(2.0 * wrapped * activation / share)
 
 
-def _sticks_out(communication: float, compute: float) -> float:
+def _exposed_time(communication: float, compute: float) -> float:
     """Return the seconds of communication that concurrent computation does not hide."""
     return max(communication * (1 - constants.OVERLAP), communication - constants.OVERLAP * compute)
 

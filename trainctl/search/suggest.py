@@ -13,17 +13,17 @@ from math import log
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, device_budget
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 from trainctl.search.assess import assess
 from trainctl.search.changes import (
     KeyChange,
-    that_save_memory,
-    that_use_memory,
-    with_a_quantized_base,
-    with_an_adapter,
+    adapter_changes,
+    memory_saving_changes,
+    memory_using_changes,
+    quantized_base_changes,
 )
 from trainctl.search.traces import traced_model
-from trainctl.search.variants import Timed, overrides, timed, with_values
+from trainctl.search.variants import TimedVariant, overrides, timed, with_values
 
 MOST_SUGGESTIONS = 4
 MOST_TRIES = 400
@@ -53,7 +53,7 @@ class Suggestion:
     """Tokens per second and device relative to before: 0.8 is a fifth slower."""
 
 
-def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
+def suggest_fitting(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     """Return up to four changes with which `config` fits `hardware`, the least costly first.
 
     All keep the global batch, so that training is the same. If the model starts from weights, the
@@ -69,9 +69,9 @@ def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     batch, now = before.plan.batch, timed(config, hardware)
     suggestions: list[Suggestion] = []
     for changes, most in (
-        (with_an_adapter(config, batch), 1),
-        (with_a_quantized_base(config, batch), 1),
-        (that_save_memory(config, hardware, batch), MOST_SUGGESTIONS),
+        (adapter_changes(config, batch), 1),
+        (quantized_base_changes(config, batch), 1),
+        (memory_saving_changes(config, hardware, batch), MOST_SUGGESTIONS),
     ):
         wanted = most - len(suggestions)
         if not wanted:
@@ -82,7 +82,7 @@ def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     return suggestions
 
 
-def what_slack_buys(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
+def suggest_for_slack(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     """Return up to four changes that use a device's free memory and are faster, the fastest first.
 
     Empty if the configuration does not fit or nothing is gained, and on a CPU, whose processes
@@ -98,14 +98,16 @@ def what_slack_buys(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
         return []
     tries = [
         (change, variant)
-        for change, variant in _timed(that_use_memory(config, before.plan.batch), config, hardware)
+        for change, variant in _timed(
+            memory_using_changes(config, before.plan.batch), config, hardware
+        )
         if _speed(variant, now) >= 1 + LEAST_GAIN
     ]
     tries.sort(key=lambda item: item[1].seconds_per_token)
     return _first_that_fit(tries, before.budget, now, most=MOST_TRIES_FOR_SLACK, larger=True)
 
 
-Tries = list[tuple[KeyChange, Timed]]
+Tries = list[tuple[KeyChange, TimedVariant]]
 
 
 def _timed(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) -> Tries:
@@ -127,7 +129,7 @@ def _timed(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) 
     return tries
 
 
-def _cost(change: KeyChange, variant: Timed) -> float:
+def _cost(change: KeyChange, variant: TimedVariant) -> float:
     seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
     speed = log(seconds) if seconds > 0 else 0.0
     return (
@@ -135,7 +137,7 @@ def _cost(change: KeyChange, variant: Timed) -> float:
     )
 
 
-def _speed(variant: Timed, now: Timed) -> float:
+def _speed(variant: TimedVariant, now: TimedVariant) -> float:
     """Return the tokens per second and device of `variant` divided by those of `now`."""
     seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
     before = now.seconds_per_token * now.sketch.mesh.world_size
@@ -145,7 +147,7 @@ def _speed(variant: Timed, now: Timed) -> float:
 def _first_that_fit(
     tries: Tries,
     before: MemoryBudget,
-    now: Timed | None,
+    now: TimedVariant | None,
     *,
     most: int = MOST_TRIES,
     wanted: int = MOST_SUGGESTIONS,
@@ -165,7 +167,7 @@ def _first_that_fit(
     for change, variant in tries:
         if len(kept) == wanted or count == most:
             break
-        if any(_says_no_more(change, other, larger) for other in kept):
+        if any(_is_redundant(change, other, larger) for other in kept):
             continue
         if larger and any(change.only_adds_to(other) for other in too_large):
             continue
@@ -189,10 +191,10 @@ def _first_that_fit(
     return suggestions
 
 
-def _fits(sketch: Sketch) -> bool:
+def _fits(sketch: LayoutPlan) -> bool:
     return device_budget(sketch, traced_model(sketch.config)).fits is True
 
 
-def _says_no_more(change: KeyChange, other: KeyChange, larger: bool) -> bool:
+def _is_redundant(change: KeyChange, other: KeyChange, larger: bool) -> bool:
     """Return True if a change needlessly adds to `other`; if `larger`, is a part of `other`."""
     return other.only_adds_to(change) if larger else change.only_adds_to(other)

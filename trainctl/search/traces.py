@@ -12,7 +12,7 @@ _KEPT = 8
 """Traces of different lengths, formats and models kept during one search."""
 
 
-class _Asked:
+class _TraceKey:
     """Configuration as a cache key: equal for all configurations with the same trace."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -31,7 +31,7 @@ class _Asked:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
+        return isinstance(other, _TraceKey) and self.key == other.key
 
 
 def traced_model(config: RunConfig) -> TracedModel | None:
@@ -40,7 +40,7 @@ def traced_model(config: RunConfig) -> TracedModel | None:
     Raises:
         TrainctlError: The model cannot be traced.
     """
-    return _traced(_Asked(config)) if needs_trace(config) else None
+    return _traced(_TraceKey(config)) if needs_trace(config) else None
 
 
 def traced_already(config: RunConfig) -> TracedModel | None:
@@ -50,5 +50,5 @@ def traced_already(config: RunConfig) -> TracedModel | None:
 
 
 @lru_cache(maxsize=_KEPT)
-def _traced(asked: _Asked) -> TracedModel:
+def _traced(asked: _TraceKey) -> TracedModel:
     return TracedModel.from_json(trace_in_child(asked.config))

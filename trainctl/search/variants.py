@@ -12,7 +12,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh
 from trainctl.plan.stages import blocks_of_stages
-from trainctl.plan.types import Sketch
+from trainctl.plan.types import LayoutPlan
 from trainctl.search.speed import StepTime, step_time
 
 Values = Mapping[str, Any]
@@ -20,10 +20,10 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class TimedVariant:
     """Variant with its speed; neither its legality nor its memory is checked yet."""
 
-    sketch: Sketch
+    sketch: LayoutPlan
     """Input of the step-time model and the device budget."""
     time: StepTime
     """Predicted time of an optimizer step."""
@@ -48,7 +48,7 @@ def with_values(config: RunConfig, values: Values) -> RunConfig:
 
 def timed(
     config: RunConfig, hardware: Hardware, stage_blocks: tuple[int, ...] = ()
-) -> Timed | None:
+) -> TimedVariant | None:
     """Return the timed configuration; None if its mesh or batch is impossible.
 
     `stage_blocks` is the number of blocks of each pipeline stage, if known already.
@@ -62,8 +62,10 @@ def timed(
     blocks = stage_blocks or blocks_of_stages(
         config.model, config.parallelism, sequence_length=batch.sequence_length
     )
-    sketch = Sketch(config=config, hardware=hardware, mesh=mesh, batch=batch, stage_blocks=blocks)
-    return Timed(sketch=sketch, time=step_time(sketch))
+    sketch = LayoutPlan(
+        config=config, hardware=hardware, mesh=mesh, batch=batch, stage_blocks=blocks
+    )
+    return TimedVariant(sketch=sketch, time=step_time(sketch))
 
 
 def overrides(values: Values) -> tuple[str, ...]:

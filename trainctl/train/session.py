@@ -24,7 +24,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
 from trainctl.options.objective import objective_of
 from trainctl.options.precision import precision_of
-from trainctl.plan.identity import check_trained
+from trainctl.plan.identity import check_trainable
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import is_partial
@@ -347,7 +347,7 @@ def _weights(
     if checkpoint is None:
         base = initial_base(whole, config, run, process)
     else:
-        check_trained(config, checkpoint.path.name, checkpoint.manifest)
+        check_trainable(config, checkpoint.path.name, checkpoint.manifest)
         facts = checkpoint.manifest["base"]
         base = recorded_base(facts, whole, kept=run.base, process=process)
     apply_adapter(model, config)

@@ -11,11 +11,11 @@ from sampler import BREAKS, around, broken
 
 from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Severity
-from trainctl.rules.deepspeed import RULES, Case, Surroundings, check
+from trainctl.rules.deepspeed import RULES, Case, JsonContext, check
 from trainctl.rules.deepspeed_schema import load, versions
 
 GOLDEN = Path(__file__).parent / "messages.txt"
-CUDA = Surroundings(world_size=8, devices_per_node=8, accelerator=Accelerator.cuda)
+CUDA = JsonContext(world_size=8, devices_per_node=8, accelerator=Accelerator.cuda)
 GOOD = {
     "train_batch_size": 64,
     "gradient_clipping": 1.0,
@@ -92,16 +92,16 @@ def test_errors_come_first():
 @pytest.mark.parametrize(
     ("rule", "config", "surroundings"),
     [
-        ("TC209", changed(train_batch_size="auto"), Surroundings(fills_auto=True)),
+        ("TC209", changed(train_batch_size="auto"), JsonContext(fills_auto=True)),
         (
             "TC218",
             changed(tensor_parallel={"autotp_size": 3}),
-            Surroundings(model=ModelConfig(num_attention_heads=4)),
+            JsonContext(model=ModelConfig(num_attention_heads=4)),
         ),
         (
             "TC218",
             changed(sequence_parallel_size=8),
-            Surroundings(model=ModelConfig(num_attention_heads=4)),
+            JsonContext(model=ModelConfig(num_attention_heads=4)),
         ),
         (
             "TC289",
@@ -119,7 +119,7 @@ def test_errors_come_first():
                     "offload_param": {"device": "nvme", "nvme_path": "/n", "buffer_size": 10}
                 }
             ),
-            Surroundings(world_size=8, model=ModelConfig()),
+            JsonContext(world_size=8, model=ModelConfig()),
         ),
         ("TC246", changed(checkpoint={"writer": {}}, zero_optimization={"stage": 1}), CUDA),
     ],
@@ -135,7 +135,7 @@ def test_what_the_tiny_model_on_two_processes_cannot_show(rule, config, surround
 def test_without_zero_only_a_loss_scale_of_1_trains_right_in_fp16(scale, stage, is_wrong):
     config = {**PLAIN, "fp16": {"enabled": True, "loss_scale": scale}}
     config |= {"zero_optimization": {"stage": stage}}
-    assert rules_of(config, Surroundings()) == ({"TC432"} if is_wrong else set())
+    assert rules_of(config, JsonContext()) == ({"TC432"} if is_wrong else set())
 
 
 @pytest.mark.parametrize(
@@ -152,16 +152,16 @@ def test_without_zero_only_a_loss_scale_of_1_trains_right_in_fp16(scale, stage, 
     ],
 )
 def test_a_key_at_the_top_is_a_mistake_only_where_it_is_near(key, rule):
-    assert rules_of({**PLAIN, key: 1}, Surroundings()) == {rule}
+    assert rules_of({**PLAIN, key: 1}, JsonContext()) == {rule}
 
 
 def test_random_ltd_goes_without_the_batch_that_deepspeed_fills_in():
     needs = {"total_layer_num": 24, "random_ltd_layer_num": 22, "random_ltd_schedule": {}}
     routing = {"enabled": True, "random_ltd": {"enabled": True, **needs}}
     config = {**PLAIN, "data_efficiency": {"enabled": True, "data_routing": routing}}
-    assert rules_of(config, Surroundings()) == set()
+    assert rules_of(config, JsonContext()) == set()
     del routing["random_ltd"]["random_ltd_schedule"]
-    assert rules_of(config, Surroundings()) == {"TC298"}
+    assert rules_of(config, JsonContext()) == {"TC298"}
 
 
 def test_values_that_others_fill_in_are_not_judged():
@@ -173,7 +173,7 @@ def test_values_that_others_fill_in_are_not_judged():
         optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         zero_optimization={"reduce_bucket_size": "auto", "stage3_max_live_parameters": "auto"},
     )
-    found = check(config, Surroundings(world_size=8, fills_auto=True))
+    found = check(config, JsonContext(world_size=8, fills_auto=True))
     assert {finding.rule for finding in found} == {"TC209", "TC227"}
     wrong = [finding.key for finding in found if finding.is_error]
     assert wrong == ["zero_optimization.stage3_max_live_parameters"]
@@ -187,14 +187,14 @@ def test_the_same_json_without_anybody_to_fill_it_in():
 def test_an_mpu_counts_the_data_parallel_ranks():
     config = changed(train_batch_size=4, tensor_parallel={"autotp_size": 2})
     assert "TC221" in rules_of(config)
-    with_mpu = Surroundings(world_size=8, data_parallel_size=4, accelerator=Accelerator.cuda)
+    with_mpu = JsonContext(world_size=8, data_parallel_size=4, accelerator=Accelerator.cuda)
     assert not rules_of(config, with_mpu)
 
 
 def test_without_a_world_size_the_batch_is_checked_as_far_as_it_goes():
     config = changed(train_batch_size=7, train_micro_batch_size_per_gpu=2)
-    assert "TC221" in rules_of(config, Surroundings())
-    assert "TC221" not in rules_of(changed(train_batch_size=7), Surroundings())
+    assert "TC221" in rules_of(config, JsonContext())
+    assert "TC221" not in rules_of(changed(train_batch_size=7), JsonContext())
 
 
 def test_deprecated_and_other_names_count_as_the_key_itself():
@@ -222,5 +222,5 @@ def test_every_key_of_the_schema_at_its_default_is_legal():
             for parent in parents:
                 level = level.setdefault(parent, {})
             level[name] = key.default
-            names = {each.rule for each in check(config, Surroundings(), schema) if each.is_error}
+            names = {each.rule for each in check(config, JsonContext(), schema) if each.is_error}
             assert names <= {"TC220", "TC246", "TC262", "TC294"}, key

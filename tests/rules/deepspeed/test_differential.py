@@ -19,7 +19,7 @@ import pytest
 from sampler import Case, around, every_break, sample
 
 from trainctl.errors import Finding
-from trainctl.rules.deepspeed import RULES, Meets, check
+from trainctl.rules.deepspeed import RULES, Enforcement, check
 
 HERE = Path(__file__).parent
 MATRIX = HERE / "confusion_matrix.json"
@@ -65,7 +65,7 @@ def compared(cases: Sequence[Case], answers: Sequence[dict[str, Any]]) -> tuple[
         errors = [finding for finding in found if finding.is_error]
         runs = "ok" in answer
         # An error for what DeepSpeed accepts in silence says so itself.
-        mistaken = [each for each in errors if BY_ID[each.rule].meets is Meets.refused]
+        mistaken = [each for each in errors if BY_ID[each.rule].meets is Enforcement.refused]
         if runs:
             kind = "runs, refused" if mistaken else "trap, refused" if errors else "runs, passed"
         else:

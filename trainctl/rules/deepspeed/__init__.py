@@ -21,8 +21,8 @@ from trainctl.rules.deepspeed import (
     schedule,
     zero,
 )
-from trainctl.rules.deepspeed.case import Case, Surroundings
-from trainctl.rules.deepspeed.rule import Meets, Problem, Rule
+from trainctl.rules.deepspeed.case import Case, JsonContext
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, Rule
 from trainctl.rules.deepspeed_schema import Schema, load
 
 _MODULES = (batch, engine, keys, offload, optimizer, precision, schedule, zero)
@@ -36,14 +36,14 @@ RULES: tuple[Rule, ...] = tuple(
 
 
 def check(
-    json: Mapping[str, Any], around: Surroundings | None = None, schema: Schema | None = None
+    json: Mapping[str, Any], around: JsonContext | None = None, schema: Schema | None = None
 ) -> tuple[Finding, ...]:
     """Return the findings on a JSON, errors first, otherwise in the order of the rules.
 
     The keys of findings are dotted keys of `json`. `around` holds the known facts about its use.
     `schema` belongs to the version of DeepSpeed that will read it; the newest known by default.
     """
-    return findings(Case(json, around or Surroundings(), schema or load()))
+    return findings(Case(json, around or JsonContext(), schema or load()))
 
 
 def findings(case: Case) -> tuple[Finding, ...]:
@@ -52,4 +52,4 @@ def findings(case: Case) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: not finding.is_error))
 
 
-__all__ = ["RULES", "Case", "Meets", "Problem", "Rule", "Surroundings", "check", "findings"]
+__all__ = ["RULES", "Case", "Enforcement", "Problem", "Rule", "JsonContext", "check", "findings"]

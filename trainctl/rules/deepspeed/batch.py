@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainctl.plan.nearest import choices, nearest_divisors, nearest_multiples
 from trainctl.rules.deepspeed.case import AUTO, Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_whole
 
 TOTAL, MICRO, STEPS = (
@@ -61,7 +61,7 @@ def the_batch_is_a_product(case: Case) -> Iterator[Problem]:
 @rule(
     "TC222",
     file="runtime/config.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Choose a sequence_parallel_size that divides the ranks.",
 )
 def sequence_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
@@ -103,7 +103,7 @@ def the_mesh_holds_all_ranks(case: Case) -> Iterator[Problem]:
 @rule(
     "TC224",
     file="__init__.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave data_parallel_size out, or give sequence_parallel_size too.",
     warns=True,
 )
@@ -121,7 +121,7 @@ def the_data_size_has_an_effect(case: Case) -> Iterator[Problem]:
 @rule(
     "TC225",
     file="runtime/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Read train_batch_size as tensor_parallel.autotp_size times what is really trained on.",
     warns=True,
 )

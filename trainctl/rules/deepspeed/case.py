@@ -14,7 +14,7 @@ from trainctl.rules.deepspeed_schema import Key, Path, Schema, load
 
 AUTO = "auto"
 FP32 = ("fp32", "float32", "float")
-FILLED_BY_OTHERS = frozenset(
+HF_AUTO_KEYS = frozenset(
     words(
         """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
@@ -33,7 +33,7 @@ FILLED_BY_OTHERS = frozenset(
 )
 """Keys whose "auto" transformers' Trainer or accelerate replaces before DeepSpeed reads it."""
 
-MEANS_ITSELF = frozenset(
+LITERAL_AUTO_KEYS = frozenset(
     words(
         """
     data_types.keep_in_fp32_modules pipeline.stages
@@ -50,7 +50,7 @@ like any other "auto" and uses the default, which is the same.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class JsonContext:
     """Known facts about the use of a JSON; None where unknown."""
 
     world_size: int | None = None
@@ -66,7 +66,7 @@ class Surroundings:
     """Whether the script passes its own optimizer."""
     fills_auto: bool = False
     """Whether transformers or accelerate fill in "auto"."""
-    own_trainer: bool = False
+    trainctl_trainer: bool = False
     """Whether trainctl's trainer uses the JSON; it corrects some of DeepSpeed's behaviour."""
     model: ModelConfig | None = None
     """Shape of the model."""
@@ -77,7 +77,7 @@ class Case:
     """DeepSpeed JSON as DeepSpeed will interpret it."""
 
     json: Mapping[str, Any]
-    around: Surroundings = field(default_factory=Surroundings)
+    around: JsonContext = field(default_factory=JsonContext)
     schema: Schema = field(default_factory=load)
     """Schema of the DeepSpeed version that reads the JSON."""
     names: Names = field(default_factory=Names)
@@ -97,7 +97,7 @@ class Case:
             name = key.same_as or key.name
             if self.is_filled(path, value):
                 found[name] = None
-            elif value == AUTO and key.name not in MEANS_ITSELF and key.checked:
+            elif value == AUTO and key.name not in LITERAL_AUTO_KEYS and key.checked:
                 continue  # dropped: the default holds
             else:
                 found[name] = read(key, value).value
@@ -132,7 +132,7 @@ class Case:
 
     def is_filled(self, path: Path, value: Any) -> bool:
         """Return True if the value is an "auto" that transformers or accelerate will replace."""
-        return self.around.fills_auto and value == AUTO and ".".join(path) in FILLED_BY_OTHERS
+        return self.around.fills_auto and value == AUTO and ".".join(path) in HF_AUTO_KEYS
 
     def params(self, section: str) -> Mapping[str, Any]:
         """Return `optimizer.params` or `scheduler.params`, without "auto" that will be filled
@@ -204,7 +204,7 @@ class Case:
         return self.around.accelerator is Accelerator.cpu
 
     @property
-    def off_cuda(self) -> bool:
+    def is_not_cuda(self) -> bool:
         """Whether the devices are known not to be NVIDIA's."""
         return self.around.accelerator not in (None, Accelerator.auto, Accelerator.cuda)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainctl.plan.nearest import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_number, outside
 
 ZERO = "zero_optimization"
@@ -35,7 +35,7 @@ def pipelines_keep_their_gradients(case: Case) -> Iterator[Problem]:
 @rule(
     "TC216",
     file="runtime/pipe/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Use ZeRO stage 1, or gradient_clipping 0.",
 )
 def pipelines_clip_over_all_stages(case: Case) -> Iterator[Problem]:
@@ -74,7 +74,7 @@ def the_engine_accumulates(case: Case) -> Iterator[Problem]:
 @rule(
     "TC218",
     file="module_inject, sequence/layer.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Choose a size that divides the attention heads.",
 )
 def heads_are_shared_evenly(case: Case) -> Iterator[Problem]:
@@ -96,7 +96,7 @@ def heads_are_shared_evenly(case: Case) -> Iterator[Problem]:
 @rule(
     "TC434",
     file="runtime/tensor_parallel/config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Name a preset that DeepSpeed has, or leave it out.",
 )
 def the_preset_exists(case: Case) -> Iterator[Problem]:
@@ -144,7 +144,7 @@ def experts_go_with_the_rest(case: Case) -> Iterator[Problem]:
 @rule(
     "TC295",
     file="runtime/activation_checkpointing/checkpointing.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Partition the activations and give number_checkpoints, or leave it out.",
     warns=True,
 )
@@ -172,11 +172,11 @@ def contiguous_checkpoints_have_a_size(case: Case) -> Iterator[Problem]:
 @rule(
     "TC296",
     file="runtime/activation_checkpointing/checkpointing.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Switch activation checkpointing on in the model.",
     warns=True,
 )
-def recomputation_is_the_models(case: Case) -> Iterator[Problem]:
+def recomputation_needs_the_model(case: Case) -> Iterator[Problem]:
     """The block activation_checkpointing recomputes nothing by itself."""
     if case.json.get(RECOMPUTE):
         yield Problem(
@@ -249,7 +249,7 @@ def data_efficiency_is_complete(case: Case) -> Iterator[Problem]:
     "TC299",
     file="compile",
     fix="Choose one place for what is offloaded, and passes that go together.",
-    meets=Meets.later,
+    meets=Enforcement.later,
 )
 def compiled_passes_go_together(case: Case) -> Iterator[Problem]:
     """DeepCompile offloads one thing that ZeRO does not, and the pass of AutoTP is alone."""

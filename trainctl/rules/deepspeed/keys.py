@@ -8,11 +8,11 @@ from difflib import get_close_matches
 from trainctl.config.suggest import LONGEST, nearest
 from trainctl.rules.deepspeed.case import (
     AUTO,
-    FILLED_BY_OTHERS,
-    MEANS_ITSELF,
+    HF_AUTO_KEYS,
+    LITERAL_AUTO_KEYS,
     Case,
 )
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import outside, read, shown
 from trainctl.rules.deepspeed_schema import Path, Schema
 
@@ -30,7 +30,7 @@ def checked_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
 @rule(
     "TC204",
     file="runtime/config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Write the key that was meant, or leave it out: it has no effect.",
 )
 def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
@@ -41,7 +41,7 @@ def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
 @rule(
     "TC433",
     file="runtime/config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave the key out, or keep it for the program that reads it.",
     warns=True,
 )
@@ -66,7 +66,7 @@ def removed_keys_are_gone(case: Case) -> Iterator[Problem]:
 @rule(
     "TC206",
     file="runtime/config_utils.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Use the key that replaces it.",
     warns=True,
 )
@@ -112,7 +112,7 @@ def nothing_is_left_open(case: Case) -> Iterator[Problem]:
 @rule(
     "TC227",
     file="runtime/config_utils.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Give the value: DeepSpeed drops the word, and takes its default.",
 )
 def nothing_is_dropped(case: Case) -> Iterator[Problem]:
@@ -123,13 +123,13 @@ def nothing_is_dropped(case: Case) -> Iterator[Problem]:
 @rule(
     "TC209",
     file="runtime/config_utils.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Start it by transformers or accelerate; or give the values.",
     warns=True,
 )
 def others_fill_in_what_they_can(case: Case) -> Iterator[Problem]:
     """A JSON with "auto" goes through transformers or accelerate, not straight to DeepSpeed."""
-    names = [name for name in autos(case) if name in FILLED_BY_OTHERS]
+    names = [name for name in autos(case) if name in HF_AUTO_KEYS]
     if names and case.around.fills_auto:
         yield Problem(
             names[0],
@@ -148,7 +148,7 @@ def checked_values_have_their_type(case: Case) -> Iterator[Problem]:
 @rule(
     "TC211",
     file="runtime/config.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Write a value of the key's type.",
 )
 def other_values_have_their_type(case: Case) -> Iterator[Problem]:
@@ -165,7 +165,7 @@ def checked_values_are_in_range(case: Case) -> Iterator[Problem]:
 @rule(
     "TC213",
     file="runtime/config.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Write a value in the key's range.",
 )
 def other_values_are_in_range(case: Case) -> Iterator[Problem]:
@@ -176,7 +176,7 @@ def other_values_are_in_range(case: Case) -> Iterator[Problem]:
 @rule(
     "TC214",
     file="runtime/config_utils.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Write numbers without quotes, and true or false.",
     warns=True,
 )
@@ -249,7 +249,7 @@ def autos(case: Case) -> Iterator[str]:
     """Yield the dotted names of the values left at "auto" for another program to fill in."""
     for path, value, key in case.entries():
         name = ".".join(path)
-        if value == AUTO and key is not None and name not in MEANS_ITSELF:
+        if value == AUTO and key is not None and name not in LITERAL_AUTO_KEYS:
             yield name
     for section in ("optimizer", "scheduler"):
         block = case.json.get(section)
@@ -263,11 +263,11 @@ def _left_open(case: Case, *, checked: bool) -> Iterator[Problem]:
     for name in autos(case):
         key = case.schema.keys.get(name)
         is_checked = key is not None and key.checked
-        is_filled = case.around.fills_auto and name in FILLED_BY_OTHERS
+        is_filled = case.around.fills_auto and name in HF_AUTO_KEYS
         if is_checked is not checked or is_filled:
             continue
         known = "which only the Trainer of transformers and accelerate fill in"
-        why = known if name in FILLED_BY_OTHERS else "which nothing fills in"
+        why = known if name in HF_AUTO_KEYS else "which nothing fills in"
         yield Problem(name, f'{name} is "auto", {why}', _instead_of_auto(case, name))
 
 

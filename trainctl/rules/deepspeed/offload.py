@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import ModelConfig
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_number, shown
 
 STAGE = "zero_optimization.stage"
@@ -20,7 +20,7 @@ ADAM_TENSORS = 4
 @rule(
     "TC286",
     file="runtime/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Use the stage that offloads it, or leave the block out.",
 )
 def offload_has_its_stage(case: Case) -> Iterator[Problem]:
@@ -77,7 +77,7 @@ def a_part_is_offloaded_at_stage_3(case: Case) -> Iterator[Problem]:
 @rule(
     "TC288",
     file="runtime/zero/partition_parameters.py, runtime/zero/stage3.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Give nvme_path, a folder on a local drive.",
 )
 def nvme_has_a_path(case: Case) -> Iterator[Problem]:
@@ -95,7 +95,7 @@ def nvme_has_a_path(case: Case) -> Iterator[Problem]:
 @rule(
     "TC289",
     file="runtime/swap_tensor",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Make the buffers as large as the largest parameter, and as many as a step needs.",
 )
 def nvme_buffers_hold_a_parameter(case: Case) -> Iterator[Problem]:
@@ -126,7 +126,7 @@ def nvme_buffers_hold_a_parameter(case: Case) -> Iterator[Problem]:
 @rule("TC290", file="runtime/swap_tensor/aio_config.py", fix="Set aio.use_gds to false.")
 def gds_is_for_cuda(case: Case) -> Iterator[Problem]:
     """GPUDirect Storage is for CUDA."""
-    if case.get("aio.use_gds") and case.off_cuda:
+    if case.get("aio.use_gds") and case.is_not_cuda:
         yield Problem("aio.use_gds", "aio.use_gds is for CUDA, and the device is not", "false")
 
 
@@ -138,14 +138,14 @@ def gds_is_for_cuda(case: Case) -> Iterator[Problem]:
 def super_offload_is_for_cuda(case: Case) -> Iterator[Problem]:
     """SuperOffload runs on CUDA."""
     key = f"{OPTIMIZER}.super_offload"
-    if case.get(key) and case.stage == 3 and case.off_cuda:
+    if case.get(key) and case.stage == 3 and case.is_not_cuda:
         yield Problem(key, f"{key} is for CUDA, and the device is not", f"{key}=false")
 
 
 @rule(
     "TC292",
     file="runtime/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Use stage 3 with offload_optimizer.device=cpu, or leave super_offload out.",
 )
 def super_offload_has_its_stage(case: Case) -> Iterator[Problem]:
@@ -186,7 +186,7 @@ def zenflow_has_what_it_needs(case: Case) -> Iterator[Problem]:
 @rule(
     "TC294",
     file="runtime/zenflow",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Leave zenflow out at stage 0.",
 )
 def zenflow_has_its_stage(case: Case) -> Iterator[Problem]:
@@ -198,7 +198,7 @@ def zenflow_has_its_stage(case: Case) -> Iterator[Problem]:
 @rule(
     "TC247",
     file="runtime/zenflow/engine_stage3.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="On the CPU use stage 1 or 2, or leave zenflow out.",
 )
 def zenflow_is_for_gpus_at_stage_3(case: Case) -> Iterator[Problem]:
@@ -230,7 +230,7 @@ def zenflow_takes_the_parameters(case: Case) -> Iterator[Problem]:
 @rule(
     "TC249",
     file="runtime/zero/stage_1_and_2.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave zenflow out, or train with trainctl's own trainer, which puts it right.",
 )
 def zenflow_keeps_the_weights(case: Case) -> Iterator[Problem]:
@@ -239,7 +239,7 @@ def zenflow_keeps_the_weights(case: Case) -> Iterator[Problem]:
     Its flat buffer holds every matrix transposed, and `_update_model_bit16_weights` cuts the
     model's weights out of it as if it did not.
     """
-    if _has_zenflow(case) and case.stage in (1, 2) and not case.around.own_trainer:
+    if _has_zenflow(case) and case.stage in (1, 2) and not case.around.trainctl_trainer:
         yield Problem(
             ZENFLOW,
             f"zenflow at ZeRO stage {case.stage} scrambles the weights of every matrix "

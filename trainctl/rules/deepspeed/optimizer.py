@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from trainctl.config.suggest import nearest
 from trainctl.rules.deepspeed.case import AUTO, Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_number, shown
 
 ADAMS = ("adam", "adamw")
@@ -154,11 +154,11 @@ def muon_sees_whole_gradients(case: Case) -> Iterator[Problem]:
 @rule(
     "TC259",
     file="runtime/config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Name AdamW, or set adam_w_mode to false.",
     warns=True,
 )
-def adam_is_what_it_says(case: Case) -> Iterator[Problem]:
+def adam_decays_as_adamw(case: Case) -> Iterator[Problem]:
     """Adam decays the weights as AdamW does, unless told not to."""
     params = case.params("optimizer")
     decay = params.get("weight_decay", 0)
@@ -178,7 +178,7 @@ def another_packages_optimizer_is_installed(case: Case) -> Iterator[Problem]:
         yield Problem(TYPE, f"{case.get(TYPE)} needs the package mup", "pip install mup")
 
 
-@rule("TC261", file="runtime/engine.py", meets=Meets.later, fix="Use AdamW.")
+@rule("TC261", file="runtime/engine.py", meets=Enforcement.later, fix="Use AdamW.")
 def the_optimizer_steps_without_help(case: Case) -> Iterator[Problem]:
     """The optimizer needs neither a closure nor sparse gradients: the engine has none."""
     reasons = {"LBFGS": "needs a closure for its step", "SparseAdam": "takes sparse gradients only"}
@@ -190,7 +190,7 @@ def the_optimizer_steps_without_help(case: Case) -> Iterator[Problem]:
 @rule(
     "TC262",
     file="runtime/config.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Name a type, or leave the block out.",
 )
 def blocks_have_a_type(case: Case) -> Iterator[Problem]:
@@ -208,7 +208,7 @@ def blocks_have_a_type(case: Case) -> Iterator[Problem]:
 @rule(
     "TC263",
     file="runtime/constants.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Write gradient_clipping; 0 switches it off.",
     warns=True,
 )

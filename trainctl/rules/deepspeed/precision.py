@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_number, shown
 
 STAGE = "zero_optimization.stage"
@@ -29,7 +29,7 @@ def one_format_of_16_bits(case: Case) -> Iterator[Problem]:
 
 
 @rule("TC231", file="runtime/engine.py", fix="Train in a format that the device computes in.")
-def the_device_computes_in_it(case: Case) -> Iterator[Problem]:
+def device_supports_the_format(case: Case) -> Iterator[Problem]:
     """The device computes in the format of the weights."""
     if case.get("fp16.enabled") and case.on_cpu:
         yield Problem(
@@ -42,7 +42,7 @@ def the_device_computes_in_it(case: Case) -> Iterator[Problem]:
 @rule(
     "TC432",
     file="runtime/engine.py, runtime/fp16/fused_optimizer.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Use ZeRO stage 1, or bf16.",
 )
 def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Problem]:
@@ -50,7 +50,7 @@ def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Pr
 
     It scales for a ZeROOptimizer only, which runtime/fp16/fused_optimizer.py is not.
     """
-    has_scale = case.get("fp16.loss_scale") != 1 or case.around.own_trainer
+    has_scale = case.get("fp16.loss_scale") != 1 or case.around.trainctl_trainer
     if case.weights == "fp16" and case.stage == 0 and has_scale:
         yield Problem(
             STAGE,
@@ -63,7 +63,7 @@ def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Pr
 @rule(
     "TC228",
     file="runtime/engine.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Leave fp16.auto_cast out, or set fp16.enabled.",
 )
 def inputs_are_cast_to_the_weights_format(case: Case) -> Iterator[Problem]:
@@ -79,7 +79,7 @@ def inputs_are_cast_to_the_weights_format(case: Case) -> Iterator[Problem]:
 @rule(
     "TC229",
     file="runtime/precision_config.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Write a power that fp32 can hold, such as 16.",
 )
 def the_first_loss_scale_is_a_number(case: Case) -> Iterator[Problem]:
@@ -181,7 +181,7 @@ def without_zero_gradients_have_the_weights_format(case: Case) -> Iterator[Probl
 @rule(
     "TC238",
     file="runtime/zero/stage_1_and_2.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Accumulate in the weights' format or in fp32.",
     warns=True,
 )
@@ -213,7 +213,7 @@ def autocast_without_quantized_weights(case: Case) -> Iterator[Problem]:
 @rule(
     "TC240",
     file="runtime/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Use torch_autocast with fp32 weights, or bf16 without it.",
     warns=True,
 )
@@ -249,7 +249,7 @@ def an_adaptive_loss_scale_can_move(case: Case) -> Iterator[Problem]:
 @rule(
     "TC242",
     file="runtime/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave them out, or set fp16.enabled.",
     warns=True,
 )
@@ -299,7 +299,7 @@ def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:
 @rule(
     "TC244",
     file="runtime/precision_config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave bf16.check_grad_overflow out.",
     warns=True,
 )
@@ -316,7 +316,7 @@ def gradients_are_checked(case: Case) -> Iterator[Problem]:
 @rule(
     "TC245",
     file="runtime/bf16_optimizer.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave them out, or accumulate gradients in bf16.",
     warns=True,
 )

@@ -11,7 +11,7 @@ from trainctl.errors import Finding, Severity
 from trainctl.rules.deepspeed.case import Case
 
 
-class Meets(StrEnum):
+class Enforcement(StrEnum):
     """DeepSpeed's own reaction to a JSON that breaks a rule."""
 
     refused = "refuses it"
@@ -40,7 +40,7 @@ class Rule:
     """Condition in one line."""
     file: str
     """File of DeepSpeed that enforces the condition, or that behaves unexpectedly."""
-    meets: Meets
+    meets: Enforcement
     """DeepSpeed's reaction to a JSON that breaks the rule."""
     fix: str
     """General remedy; the hint of each finding has the concrete values."""
@@ -66,7 +66,7 @@ def rule(
     *,
     file: str,
     fix: str,
-    meets: Meets = Meets.refused,
+    meets: Enforcement = Enforcement.refused,
     warns: bool = False,
 ) -> Callable[[Check], Rule]:
     """Return a decorator that turns a check into a rule, titled by its docstring's first line."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainctl.config.suggest import nearest
 from trainctl.rules.deepspeed.case import AUTO, Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_number, is_whole, shown
 from trainctl.rules.deepspeed_schema import Arguments
 
@@ -85,7 +85,7 @@ def the_schedule_can_use_its_numbers(case: Case) -> Iterator[Problem]:
 @rule(
     "TC268",
     file="runtime/lr_schedules.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Make the warmup shorter than the run.",
     warns=True,
 )
@@ -125,7 +125,7 @@ def torch_schedules_need_a_torch_optimizer(case: Case) -> Iterator[Problem]:
 @rule(
     "TC270",
     file="runtime/lr_schedules.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Write scheduler.params.warmup_max_lr, the same as optimizer.params.lr.",
     warns=True,
 )
@@ -148,7 +148,7 @@ def the_peak_is_the_optimizers(case: Case) -> Iterator[Problem]:
 @rule(
     "TC271",
     file="runtime/lr_schedules.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Write linear or log.",
 )
 def the_warmup_has_a_known_shape(case: Case) -> Iterator[Problem]:
@@ -166,7 +166,7 @@ def the_warmup_has_a_known_shape(case: Case) -> Iterator[Problem]:
 @rule(
     "TC272",
     file="runtime/engine.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Name an optimizer too, or make the schedule in the script.",
     warns=True,
 )

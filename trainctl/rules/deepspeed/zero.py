@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainctl.plan.nearest import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed.rule import Meets, Problem, rule
+from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_number, shown, words
 
 ZERO = "zero_optimization"
@@ -73,7 +73,7 @@ def reduce_scatter_scales_afterwards(case: Case) -> Iterator[Problem]:
 @rule(
     "TC431",
     file="runtime/zero/stage3.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Choose another factor than the number of ranks, or 1.",
 )
 def stage_3_multiplies_back(case: Case) -> Iterator[Problem]:
@@ -159,7 +159,7 @@ def the_norm_is_computed_where_it_is_needed(case: Case) -> Iterator[Problem]:
 @rule(
     "TC280",
     file="utils/groups.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Choose a zero_hpz_partition_size that divides a node's ranks.",
 )
 def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
@@ -177,7 +177,7 @@ def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
 @rule(
     "TC281",
     file="op_builder/cpu",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Leave quantised communication to GPUs.",
 )
 def quantized_communication_has_a_kernel(case: Case) -> Iterator[Problem]:
@@ -195,7 +195,7 @@ def quantized_communication_has_a_kernel(case: Case) -> Iterator[Problem]:
 @rule(
     "TC282",
     file="runtime/zero/config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave the key out, or use the stage it is for.",
     warns=True,
 )
@@ -217,7 +217,7 @@ def keys_of_zero_have_an_effect(case: Case) -> Iterator[Problem]:
 @rule(
     "TC283",
     file="runtime/engine.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Set stage3_gather_16bit_weights_on_model_save, or gather the weights in the script.",
     warns=True,
 )
@@ -235,7 +235,7 @@ def saved_models_have_weights(case: Case) -> Iterator[Problem]:
 @rule(
     "TC284",
     file="runtime/engine.py",
-    meets=Meets.later,
+    meets=Enforcement.later,
     fix="Leave pipeline_loading_checkpoint out below stage 3.",
 )
 def staged_loading_has_its_stage(case: Case) -> Iterator[Problem]:
@@ -250,7 +250,7 @@ def staged_loading_has_its_stage(case: Case) -> Iterator[Problem]:
 @rule(
     "TC285",
     file="runtime/zero/config.py",
-    meets=Meets.silent,
+    meets=Enforcement.silent,
     fix="Leave elastic_checkpoint out, and convert to a universal checkpoint.",
     warns=True,
 )

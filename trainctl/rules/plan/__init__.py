@@ -110,7 +110,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC086", kernels.loss_sees_the_hidden_states),
     ("TC087", kernels.compiler_sees_whole_blocks),
     ("TC088", kernels.deepcompile_runs_here),
-    ("TC089", run.names_of_the_launcher_are_names),
+    ("TC089", run.launcher_names_are_valid),
     ("TC090", escape.pass_through_keys_exist),
     ("TC091", escape.pass_through_has_no_auto),
     ("TC092", escape.pass_through_agrees),
@@ -129,7 +129,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC349", data.lengths_suit_the_engine),
     ("TC353", quality.copies_can_be_found),
     ("TC354", quality.precedence_knows_its_sources),
-    ("TC355", quality.what_is_looked_for_is_held_out),
+    ("TC355", quality.contamination_needs_held_out_text),
     ("TC356", quality.filters_keep_something),
     ("TC357", quality.chosen_documents_are_whole),
     ("TC361", data.ids_are_no_text),
@@ -156,7 +156,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC393", objective.objective_has_its_samples),
     ("TC400", experts.balance_can_be_kept),
     ("TC401", architecture.first_weights_can_be_drawn),
-    ("TC405", engine.engine_has_what_is_asked),
+    ("TC405", engine.engine_supports_settings),
     ("TC430", escape.pass_through_has_an_effect),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""

@@ -16,7 +16,7 @@ from trainctl.options.precision import precision_of
 from trainctl.options.tokenizer import spec_of as tokenizer_of
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.mixture import (
-    add_up,
+    are_valid_weights,
     batch_of_length,
     batches_of_length,
     end_of,
@@ -379,7 +379,11 @@ def _not_whole(draft: Draft, where: str, length: int) -> Finding:
 
 
 def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -> Iterator[Finding]:
-    if weights and all(weight > 0 for weight in weights.values()) and not add_up(weights.values()):
+    if (
+        weights
+        and all(weight > 0 for weight in weights.values())
+        and not are_valid_weights(weights.values())
+    ):
         total = sum(map(exact, weights.values()), Fraction(0))
         *_, name = weights
         yield error(

@@ -18,7 +18,7 @@ from trainctl.plan.nearest import nearest_divisors as nearest_divisors
 from trainctl.plan.nearest import nearest_multiples as nearest_multiples
 from trainctl.plan.types import Mesh
 from trainctl.rules import deepspeed as deepspeed_rules
-from trainctl.rules.deepspeed_overrides import own_case
+from trainctl.rules.deepspeed_overrides import plan_json_case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Draft:
     @cached_property
     def case(self) -> deepspeed_rules.Case:
         """Case of the DeepSpeed JSON, without the keys that the user passes through."""
-        return own_case(self.config, self.hardware, self.mesh, self.settings)
+        return plan_json_case(self.config, self.hardware, self.mesh, self.settings)
 
 
 Rule = Callable[[Draft], Iterator[Finding]]

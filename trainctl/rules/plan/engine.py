@@ -15,7 +15,7 @@ from trainctl.plan.deepspeed import flatten
 from trainctl.rules.plan.draft import Draft, error
 
 
-def engine_has_what_is_asked(draft: Draft) -> Iterator[Finding]:
+def engine_supports_settings(draft: Draft) -> Iterator[Finding]:
     """An engine other than DeepSpeed has a part of what a configuration can say."""
     spec = engine_of(draft.config)
     for limit in spec.limits:

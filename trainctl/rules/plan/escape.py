@@ -10,7 +10,7 @@ from trainctl.errors import Finding
 from trainctl.plan.deepspeed import flatten
 from trainctl.rules.deepspeed import Case, keys
 from trainctl.rules.deepspeed_overrides import overlap
-from trainctl.rules.passed_keys import PASSED, canonical, entry_of, idle_reason, owner_of
+from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, canonical, entry_of, idle_reason, owner_of
 from trainctl.rules.plan.draft import Draft, error
 
 KEY_RULES = (
@@ -47,7 +47,7 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
     for key, value in flatten(draft.config.deepspeed):
         entry, owner, name = entry_of(key), owner_of(key, draft.config), canonical(key)
         overlapping = (each for each in draft.settings if overlap(name, each.key))
-        derived = None if entry in PASSED else next(overlapping, None)
+        derived = None if entry in PASS_THROUGH_KEYS else next(overlapping, None)
         if derived is not None and (derived.key, derived.value) != (name, value):
             found[key] = _contradiction(key, value, derived, owner)
         elif derived is None and owner:

@@ -42,7 +42,7 @@ def precedence_knows_its_sources(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def what_is_looked_for_is_held_out(draft: Draft) -> Iterator[Finding]:
+def contamination_needs_held_out_text(draft: Draft) -> Iterator[Finding]:
     """Without anything held out there are no passages of it."""
     data = draft.config.data
     if HELD_OUT in data.decontaminate and not any(map(_holds_out, sources_of(data).values())):

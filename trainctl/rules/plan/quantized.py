@@ -12,7 +12,7 @@ from trainctl.rules.plan.draft import Draft, error
 KEY = "adapter.base_weights"
 
 
-def _asked(draft: Draft) -> BaseWeights | None:
+def _quantized_weights(draft: Draft) -> BaseWeights | None:
     """Return the format of the quantized base; None if the base is in the compute type."""
     adapter = low_rank(draft.config.adapter)
     return adapter.base_weights if adapter is not None and adapter.is_quantized else None
@@ -20,7 +20,7 @@ def _asked(draft: Draft) -> BaseWeights | None:
 
 def quantized_base_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
     """A base in 8 or 4 bits is of whole matrices with a row for each output."""
-    config, kind = draft.config, _asked(draft)
+    config, kind = draft.config, _quantized_weights(draft)
     if kind is None:
         return
     tensor = config.parallelism.tensor
@@ -46,7 +46,7 @@ def quantized_base_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
 
 def blocks_divide_the_base(draft: Draft) -> Iterator[Finding]:
     """Blocks of weights that share a scale divide every matrix of a base in 4 bits."""
-    config, kind = draft.config, _asked(draft)
+    config, kind = draft.config, _quantized_weights(draft)
     if kind in (None, BaseWeights.int8) or config.model.is_unread:
         return
     for name, layer in quantized_layers(config.model, low_rank(config.adapter)).items():

@@ -126,7 +126,7 @@ def best_is_measured(draft: Draft) -> Iterator[Finding]:
 def average_can_be_kept(draft: Draft) -> Iterator[Finding]:
     """The average of the weights lies beside fp32 master weights, and changes places with them."""
     config = draft.config
-    hindrance = average.why_not(config) if config.trains_itself else None
+    hindrance = average.average_conflict(config) if config.trains_itself else None
     if config.training.ema_decay is None or hindrance is None:
         return
     setting, why = hindrance
@@ -162,7 +162,7 @@ def something_is_saved(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def names_of_the_launcher_are_names(draft: Draft) -> Iterator[Finding]:
+def launcher_names_are_valid(draft: Draft) -> Iterator[Finding]:
     """What a launcher gives to another program as a name is nothing that it reads otherwise."""
     section = draft.config.launcher
     spec = launchers.spec_of(section)

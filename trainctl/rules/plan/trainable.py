@@ -24,7 +24,7 @@ from trainctl.plan.trainable import (
     is_partial,
     is_target,
     linear_layers,
-    met_by,
+    matching_parameters,
     ties,
     trainable,
 )
@@ -64,7 +64,7 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
         return
     for entry in draft.config.training.freeze:
         try:
-            met = met_by(model, entry)
+            met = matching_parameters(model, entry)
         except ValueError as problem:
             yield error(FREEZE, f"{entry!r} {problem}", f"{FREEZE}=[embeddings]")
             continue
@@ -74,7 +74,7 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
                 FREEZE,
                 f"{entry!r} is found in no parameter's name",
                 did_you_mean(nearest(entry, names))
-                or f"names are such as {next(iter(met_by(model, '.')))}",
+                or f"names are such as {next(iter(matching_parameters(model, '.')))}",
             )
 
 
@@ -88,7 +88,7 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
     beside |= quantized_layers(config.model, adapter).keys()
     for entry in adapter.also_train:
         try:
-            met = met_by(config.model, entry)
+            met = matching_parameters(config.model, entry)
         except ValueError as problem:
             yield error(ALSO, f"{entry!r} {problem}", f"{ALSO}=[embeddings,head]")
             continue
@@ -110,7 +110,7 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
 
 def _words(config: RunConfig) -> Iterator[str]:
     """Yield keywords, parts of parameter names and whole names, to match a mistyped entry."""
-    names = [*met_by(config.model, "."), *(alias for alias, _ in ties(config.model))]
+    names = [*matching_parameters(config.model, "."), *(alias for alias, _ in ties(config.model))]
     yield from ("embeddings", "head", "all_but_last_blocks:1")
     for name in names:
         yield from (word for word in name.split(".") if not word.isdecimal())

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainctl.plan.average import decay_of
+from trainctl.plan.average import ema_decay
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER, OptimizerState
 
 _AT_ONCE = 1 << 22
@@ -24,7 +24,7 @@ class WeightAverage:
 
     Args:
         state: State of the optimizer, which keeps the average from now on.
-        decay: Upper bound of the decay; the first updates use less (`decay_of`).
+        decay: Upper bound of the decay; the first updates use less (`ema_decay`).
         every_steps: Accepted optimizer steps between two updates of the average.
 
     Attributes:
@@ -51,7 +51,7 @@ class WeightAverage:
         self.steps += 1
         if self.steps % self._every_steps:
             return
-        decay = decay_of(self.steps // self._every_steps, self._decay)
+        decay = ema_decay(self.steps // self._every_steps, self._decay)
         for index in range(len(self._state.tensors)):
             average = self._state.tensor(index, AVERAGE)
             average.mul_(decay).add_(self._state.tensor(index, MASTER), alpha=1 - decay)

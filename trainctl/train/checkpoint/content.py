@@ -22,10 +22,10 @@ from trainctl.engines.fragments import Fragment
 from trainctl.engines.shards import Shard, read_shard, read_whole
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.identity import (
-    BESIDE_THE_OPTIMIZER,
-    another_optimizer,
+    NON_OPTIMIZER_STATES,
     check_model,
     check_shapes,
+    optimizer_mismatch,
 )
 from trainctl.runs.manifest import read_manifest
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER, OptimizerState
@@ -111,16 +111,16 @@ class Checkpoint:
         Raises:
             TrainctlError: The checkpoint has other states (exit code 5).
         """
-        had = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        had = set(self.manifest["states"]) - NON_OPTIMIZER_STATES
         for fragment in self.manifest["fragments"]:
             had |= fragment.get("sides", {}).keys()
         if self.was_updated and had != set(wanted):
-            raise another_optimizer(self.path.name, had, wanted)
+            raise optimizer_mismatch(self.path.name, had, wanted)
 
     @property
     def was_updated(self) -> bool:
         """Whether it was taken after the first update, and so has optimizer states."""
-        states = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        states = set(self.manifest["states"]) - NON_OPTIMIZER_STATES
         return bool(states) or bool(self.manifest["scalars"])
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.plan.identity import OF_LONGER_CONTEXT, check_model, check_shapes
+from trainctl.plan.identity import CONTEXT_LENGTH_KEYS, check_model, check_shapes
 from trainctl.plan.trainable import adapted_layers, added_tensors, also_trained, is_partial
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -195,7 +195,9 @@ def whole_weights(
     elif "base" in manifest:
         expected = {each: shape for each, shape in expected.items() if each in manifest["shapes"]}
     try:
-        check_model(whole.config, name, manifest, may_differ=OF_LONGER_CONTEXT if is_start else ())
+        check_model(
+            whole.config, name, manifest, may_differ=CONTEXT_LENGTH_KEYS if is_start else ()
+        )
         check_shapes(name, manifest, expected)
     except TrainctlError as error:
         if is_start:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
 from trainctl.options.optimizer import Maker
-from trainctl.plan.optimizers import maker
+from trainctl.plan.optimizers import optimizer_maker
 from trainctl.plan.types import RunPlan
 
 
@@ -18,7 +18,7 @@ def own_optimizer(plan: RunPlan, groups: list[dict[str, Any]]) -> Optimizer | No
     Raises:
         TrainctlError: A package that it needs is missing.
     """
-    if maker(plan.config, plan.hardware) is not Maker.trainctl:
+    if optimizer_maker(plan.config, plan.hardware) is not Maker.trainctl:
         return None
     made: Optimizer = function_of("optimizer", plan.config.optimizer.kind)(plan, groups)
     return made
