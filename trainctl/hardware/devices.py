@@ -95,7 +95,8 @@ def lacking_devices(
         yield problem(
             "TC121",
             key,
-            f"the plan is for {uses}, and {machine.name} shows {shown} devices{machine.visibility_note}",
+            f"the plan is for {uses}, and {machine.name} shows {shown} devices"
+            f"{machine.visibility_note}",
             f"{key}={shown}, or {machine.remedy}",
         )
     else:

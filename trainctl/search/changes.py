@@ -112,7 +112,7 @@ def memory_saving_changes(
 def adapter_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Yield LoRA on the initial weights, alone and with memory-saving changes on the same devices.
 
-    An adapter learns something else than full training, so it is not part of `memory_saving_changes`.
+    An adapter learns something else than full training, so `memory_saving_changes` has none.
     Yields nothing without initial weights.
     """
     if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:

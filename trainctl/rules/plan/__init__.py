@@ -18,7 +18,6 @@ from trainctl.rules.plan import (
     data,
     deterministic,
     engine,
-    escape,
     experts,
     kernels,
     layout,
@@ -26,6 +25,7 @@ from trainctl.rules.plan import (
     no_effect,
     objective,
     optimizer,
+    pass_through,
     precision,
     quality,
     quantized,
@@ -111,9 +111,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC087", kernels.compiler_sees_whole_blocks),
     ("TC088", kernels.deepcompile_runs_here),
     ("TC089", run.launcher_names_are_valid),
-    ("TC090", escape.pass_through_keys_exist),
-    ("TC091", escape.pass_through_has_no_auto),
-    ("TC092", escape.pass_through_agrees),
+    ("TC090", pass_through.pass_through_keys_exist),
+    ("TC091", pass_through.pass_through_has_no_auto),
+    ("TC092", pass_through.pass_through_agrees),
     ("TC093", stability.rewinding_has_a_checkpoint),
     ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
@@ -157,7 +157,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC400", experts.balance_can_be_kept),
     ("TC401", architecture.first_weights_can_be_drawn),
     ("TC405", engine.engine_supports_settings),
-    ("TC430", escape.pass_through_has_an_effect),
+    ("TC430", pass_through.pass_through_has_an_effect),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
