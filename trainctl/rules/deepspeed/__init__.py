@@ -52,4 +52,4 @@ def findings(case: Case) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: not finding.is_error))
 
 
-__all__ = ["RULES", "Case", "Enforcement", "Problem", "Rule", "JsonContext", "check", "findings"]
+__all__ = ["RULES", "Case", "Enforcement", "JsonContext", "Problem", "Rule", "check", "findings"]
