@@ -151,3 +151,16 @@ def test_every_command_that_a_message_names_exists() -> None:
     assert len(said) > 10
     for text in said:
         command_of(text.split())
+
+
+ROOMS = "|".join(path.name for path in sorted((ROOT / "trainctl").iterdir()) if path.is_dir())
+OF_THE_PACKAGE = re.compile(rf"(?<![\w/])(?:trainctl/|`(?=(?:{ROOMS})/))([\w/]+\.py)\b")
+EXAMPLES = {"options/GROUP/__init__.py", "options/optimizer/signum.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = set(OF_THE_PACKAGE.findall(page.read_text())) - EXAMPLES
+    assert not [
+        name for name in named if "NAME" not in name and not (ROOT / "trainctl" / name).exists()
+    ]
