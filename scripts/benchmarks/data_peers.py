@@ -64,7 +64,7 @@ def with_datasets(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> 
 
 
 def with_datatrove(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
-    """datatrove's tokenizer, a task for each half of the corpus, and its documents' ends."""
+    """Datatrove's tokenizer, a task for each half of the corpus, and its documents' ends."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer

@@ -157,7 +157,8 @@ def estimate(case: Case, tensors: Tensors | None = None) -> Estimate:
 
 def bounds(case: Case, tensors: Tensors) -> tuple[float, float]:
     """The least and most that the figure of a row may be, by the budget's own doubts
-    (`trainctl.memory.runtime.band`): of tensors alone, with the allocator's waste, or with all."""
+    (`trainctl.memory.runtime.band`): of tensors alone, with the allocator's waste, or with all.
+    """
     metric, none = case.row.metric, Range(low=0, usual=0, high=0)
     waste, outside = Fragmentation(low=0, usual=0, high=0), none
     if metric not in (Metric.after_step, Metric.peak):
@@ -405,6 +406,7 @@ def _notes(row: Row, model: ModelConfig) -> Iterator[str]:
 def _gathered(config: RunConfig, held: tuple[Stage, ...]) -> int:
     """A fused loss reads the output projection outside its module, so ZeRO-3 takes it for one of
     the whole model's own (`register_external_parameter`): it is gathered for the whole backward
-    pass, beside as many others as may be."""
+    pass, beside as many others as may be.
+    """
     fused = config.kernels.cross_entropy is CrossEntropyKind.liger_fused
     return 2 * held[-1].head if fused and config.zero_stage.stage == 3 else 0

@@ -91,7 +91,8 @@ def devices_of(row: Row) -> int:
 def workspace_of(row: Row) -> int:
     """Bytes of cuBLAS's workspaces in torch's allocator, for the thread of the forward pass and for
     autograd's: 32 MiB each on Hopper and Blackwell, else 4096 KiB twice and 16 KiB eight times
-    (`parseChosenWorkspaceSize`, ATen/cuda/CublasHandlePool.cpp)."""
+    (`parseChosenWorkspaceSize`, ATen/cuda/CublasHandlePool.cpp).
+    """
     text = row.words("gpu")
     one = 32 * MIB if NEW.search(text) or not text else 2 * 4 * MIB + 8 * 16 * 1024
     return 2 * one

@@ -127,7 +127,8 @@ def sides(known: Sequence[Known], values: Values) -> list[int]:
 
 def fit(cases: Sequence[Known]) -> dict[str, float]:
     """The constants with the least mean error over some rows, one after another until none moves;
-    those that make no difference to them stay unseen."""
+    those that make no difference to them stay unseen.
+    """
     values = dict(UNSEEN)
     for _ in range(8):
         before = dict(values)

@@ -259,7 +259,8 @@ def parameters(job: Job) -> int:
 
 def block_bytes(job: Job) -> float:
     """Bytes per token that one block keeps (arXiv:2205.05198, section 4, operation by
-    operation)."""
+    operation).
+    """
     queries = job.heads * job.width / job.tensor
     keys = job.query_groups * job.width / job.tensor
     heads = job.heads / job.tensor
@@ -281,7 +282,8 @@ def block_bytes(job: Job) -> float:
 
 def blocks_alive(job: Job) -> int:
     """Blocks whose activations are there at once: on the last rank one micro batch, or when chunks
-    are interleaved (chunks - 1) * stages + 1 of them (pipeline_parallel/schedules.py)."""
+    are interleaved (chunks - 1) * stages + 1 of them (pipeline_parallel/schedules.py).
+    """
     chunks = job.stage_layers // job.chunk_layers
     return job.chunk_layers * ((chunks - 1) * job.pipeline + 1)
 
@@ -290,7 +292,8 @@ def held_inputs(job: Job) -> int:
     """Bytes that a rank after the first holds on to between steps: what each chunk's last micro
     batch came in as, which its block keeps until the next one comes (`set_input_tensor` in
     transformer/transformer_block.py), and its gradient (`retain_grad` in
-    pipeline_parallel/schedules.py)."""
+    pipeline_parallel/schedules.py).
+    """
     if job.pipeline == 1:
         return 0
     whole = job.tensor if job.sequence_parallel else 1

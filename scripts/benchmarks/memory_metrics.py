@@ -118,7 +118,8 @@ def measured_bytes(record: Mapping[str, str]) -> float:
 
 def _number(text: str) -> float | None:
     """The number of a text such as `~40`, `40,123` or `40.1 +- 0.2`; None for a bound or a range
-    too, which are not measurements."""
+    too, which are not measurements.
+    """
     found = re.match(
         r"[~≈ ]*(?:about |ca\.? |approx\.? )?"
         r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?P<rest>.*)$",

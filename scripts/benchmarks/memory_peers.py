@@ -68,7 +68,8 @@ def _parameters(case: Case) -> int:
 
 def accelerate(case: Case) -> float | None:
     """`accelerate estimate-memory`: the largest of model, gradients and optimizer, one device
-    (`estimate_training_usage`, accelerate/commands/estimate.py)."""
+    (`estimate_training_usage`, accelerate/commands/estimate.py).
+    """
     function = _accelerate_function()
     if function is None:
         return None
@@ -91,7 +92,8 @@ def _accelerate_function() -> Callable[[int, str], dict[str, int]] | None:
 def eleuther(case: Case) -> float | None:
     """EleutherAI's cookbook, calc/calc_transformer_mem.py, with its defaults: embedding never tied,
     fp32 gradients, an all-gather bucket and 10^9 live parameters, and 34 bytes per token, width and
-    layer whether or not activations are recomputed."""
+    layer whether or not activations are recomputed.
+    """
     plan, model = case.plan, case.plan.config.model
     if not case.row["heads"]:
         return None
@@ -127,7 +129,8 @@ def eleuther(case: Case) -> float | None:
 def megatron(case: Case) -> float | None:
     """Megatron-LM, megatron/training/theoretical_memory_usage.py: the first pipeline stage; 18
     bytes a parameter, or 6 + 12/N; (18 + 4 f/h) bytes per token, width and layer, all divided by
-    tensor parallelism, of as many micro batches as stages; 4 bytes a logit without a pipeline."""
+    tensor parallelism, of as many micro batches as stages; 4 bytes a logit without a pipeline.
+    """
     plan, model = case.plan, case.plan.config.model
     if not case.row["heads"]:
         return None

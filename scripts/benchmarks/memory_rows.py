@@ -132,7 +132,8 @@ MPT = {
 
 def _of_throughput_table(record: dict[str, str], index: int) -> dict[str, str]:
     """A row of llm-foundry's throughput table: it ran, so it fits. Its models have no biases, tie
-    the output projection, and learn a position embedding of the sequence length."""
+    the output projection, and learn a position embedding of the sequence length.
+    """
     layers, hidden, heads = MPT[record["Model"].lower()]
     memory = re.search(r"(\d+)gb", record["GPU"].lower())
     return {

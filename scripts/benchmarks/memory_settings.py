@@ -172,7 +172,8 @@ otherwise."""
 
 def uses_foreach(row: Row) -> bool:
     """Whether torch updates all tensors of a rank together, as it does on CUDA unless asked for one
-    fused kernel (`_default_to_fused_or_foreach`, torch/optim)."""
+    fused kernel (`_default_to_fused_or_foreach`, torch/optim).
+    """
     text = row.words("optimizer")
     if "foreach" in text:
         return True
@@ -267,15 +268,17 @@ def set_loss(row: Row, config: RunConfig) -> None:
 
 def set_tiles(row: Row, config: RunConfig) -> None:
     """Feed-forward layers in as many tiles as a rank's tokens are multiples of the width
-    (ArcticTraining, TiledMLP)."""
+    (ArcticTraining, TiledMLP).
+    """
     if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
         tokens = config.training.sequence_length // config.parallelism.sequence
         config.kernels.mlp_tiles = max(1, -(-tokens // config.model.hidden_size))
 
 
 def set_attention(row: Row, config: RunConfig) -> None:
-    """transformers' eager attention, where a row says so; all others keep the same, and so does it
-    where the scores are recomputed."""
+    """Transformers' eager attention, where a row says so; all others keep the same, and so does it
+    where the scores are recomputed.
+    """
     if recompute_of(row)[0] is Recompute.attention:
         return
     if re.search(r"\beager|\bmath|naive|unfused|need_weights", row.words("attention")):
@@ -317,7 +320,8 @@ def offloads_activations(row: Row) -> bool:
 
 def context_of(row: Row) -> int:
     """Ranks that share a sequence. Megatron's sequence parallelism shares what tensor parallelism
-    copies among the tensor-parallel ranks, so it has none of its own."""
+    copies among the tensor-parallel ranks, so it has none of its own.
+    """
     text = row.words("cp_sp")
     found = re.search(r"(?:\bcp|context|ulysses|ring|alst)\D{0,12}(\d+)", text)
     if found:

@@ -142,7 +142,8 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
 
 def update_temporaries(row: Row, engine: EngineMemory) -> int:
     """Copies of the second moment that one update makes: its root, where torch's Adam updates all
-    tensors together (`_multi_tensor_adam`, torch/optim/adam.py)."""
+    tensors together (`_multi_tensor_adam`, torch/optim/adam.py).
+    """
     return int(engine.optimizer.kind == "adamw" and uses_foreach(row))
 
 
@@ -245,9 +246,10 @@ def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
 
 
 def _gelu(row: Row, model: ModelConfig) -> blocks.Code | None:
-    """transformers' models without a gate; None is GPT-2 without dropout, which the budget knows.
+    """Transformers' models without a gate; None is GPT-2 without dropout, which the budget knows.
     GPT-2 and OPT drop out a tenth of what blocks add unless told not to; OPT's ReLU keeps its
-    result alone, GPT-2's GELU is written out in Python, others have torch's."""
+    result alone, GPT-2's GELU is written out in Python, others have torch's.
+    """
     drops = not re.search(r"dropout[ =:]*(0\b|none|off)|no dropout", row.words("caveat"))
     if _is_opt(model):
         return replace(blocks.PLAIN_GELU, inner=1, dropout=drops)

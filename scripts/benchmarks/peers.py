@@ -91,7 +91,7 @@ def bare(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Cl
 def transformers(
     plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock
 ) -> None:
-    """transformers' Trainer."""
+    """Transformers' Trainer."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     optimizer, precision = plan.config.optimizer, formats(plan.config.precision)
@@ -156,7 +156,7 @@ def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def fsdp2(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
-    """torch's `fully_shard`: master weights in fp32, as in DeepSpeed, and torch's fused AdamW."""
+    """Torch's `fully_shard`: master weights in fp32, as in DeepSpeed, and torch's fused AdamW."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     optimizer, device = plan.config.optimizer, torch.device(get_accelerator().current_device_name())

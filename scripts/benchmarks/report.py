@@ -169,7 +169,8 @@ def busy_ms(window: Browser) -> float:
 
 def tensorboard(window: Browser, run: RunPaths) -> dict[str, float]:
     """The same numbers in TensorBoard: until its files are written, its server has read all of
-    them, and its page shows a curve."""
+    them, and its page shows a curve.
+    """
     sent = trainctl("runs", "sync", str(run.root), "--to", "tensorboard")
     files = sum(path.stat().st_size for path in (run.root / "tensorboard").rglob("*tfevents*"))
     with socket.socket() as free:

@@ -80,7 +80,7 @@ def list_(
 
 @app.command()
 def status(run: Run = None, as_json: Json = False) -> None:
-    """How a run stands: state, progress, what failed first, and what to do next."""
+    """Show how a run stands: state, progress, what failed first, and what to do next."""
     paths = open_or_newest(run)
     summary = summarise(paths)
     told = read_events(paths.events, "failure", "straggler", "divergence")

@@ -61,7 +61,7 @@ class StreamRecord:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """dtype of the ids."""
+        """Dtype of the ids."""
         name: str = self.corpus["dtype"]
         return np.dtype(name)
 
