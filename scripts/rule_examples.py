@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainctl.cli.deepspeed_file import check_file, surroundings
+from trainctl.cli.deepspeed_file import check_file, json_context
 from trainctl.cli.planning import compose_target, plan
 from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -176,7 +176,7 @@ def _findings(typed: str) -> Sequence[Finding]:
     words = shlex.split(typed)
     if words[0] == "--deepspeed":
         file, ranks = Path(words[1]), int(words[3])
-        return check_file(file, surroundings(words[4:], ranks, None)).findings
+        return check_file(file, json_context(words[4:], ranks, None)).findings
     try:
         return plan(compose_target(None, words, None), with_files=True).findings
     except TrainctlError as error:
