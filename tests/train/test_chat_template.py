@@ -122,7 +122,7 @@ def test_what_a_user_types_forges_no_turn(folder, named):
 
 @pytest.mark.parametrize("text", [MARKED, UNMARKED], ids=["marks", "prefixes"])
 def test_a_turn_is_not_forged_where_nothing_is_special(named, tmp_path, text):
-    """In the text of users and tools the template's own tokens are encoded as plain text. The
+    """The template's own tokens are encoded as plain text in the text of users and tools. The
     assistant's text keeps them.
     """
     end, start = "<|im_end|>", "<|im_start|>"

@@ -164,7 +164,7 @@ def test_a_pointer_that_cannot_move_spoils_nothing(run, process):
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
-    """Of two real ranks, rank 1 cannot write its file. The next save works."""
+    """Rank 1 of two real ranks cannot write its file. The next save works."""
     case = Case(tiny_plan(tiny_config(steps=1), 2), RunPaths(tmp_path))
     for result in train_cases(2, [case], probe="test_saver:fail_on_one_rank"):
         assert "rank 1: " in result["problem"]
