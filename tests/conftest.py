@@ -1,4 +1,4 @@
-"""What all tests share: when a test may skip. CI turns a skip of a marked test into a failure."""
+"""Fixtures and skip rules of all tests. CI turns a skip of a marked test into a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def preloaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedServer]:
-    """What forks the processes of launches; started by the first test of a worker to want it."""
+    """Server that forks the processes of launches; started by the first test of a worker to use
+    it.
+    """
     from preloaded_server import PreloadedServer
 
     with PreloadedServer(tmp_path_factory.mktemp("server")) as server:
@@ -46,9 +48,11 @@ def preloaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prelo
 
 @pytest.fixture(scope="module")
 def preloaded(preloaded_server: PreloadedServer) -> Iterator[None]:
-    """The processes of this module's launches, but for the agent, have imported all before they
-    start: three quarters of what a short run costs. Not for tests of how processes start, end and
-    are found: they are no children of what started them."""
+    """Preload the processes of this module's launches, except the agent: they fork with all imports done.
+
+    Imports are three quarters of the cost of a short run. Tests of how processes start, end and are
+    found must not use this: preloaded processes are no children of their starter.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in preloaded_server.environment.items():
             patch.setenv(name, value)
@@ -56,7 +60,7 @@ def preloaded(preloaded_server: PreloadedServer) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A mark is in the text of the test's own file: `.ci/run` looks for it there."""
+    """Check that the file of each marked test contains the mark: `.ci/run` greps for it."""
     found = {(item.path, mark) for mark in MUST_RUN_MARKS for item in items if _has(item, mark)}
     for path, mark in sorted(found):
         if f"mark.{mark}" not in path.read_text():
@@ -74,7 +78,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test marked `gpu` needs one that this process can see."""
+    """Skip tests marked `gpu` if this process sees no GPU."""
     if item.get_closest_marker("gpu") and not visible_devices():
         pytest.skip("no GPU that this process can see")
 
@@ -83,7 +87,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With TRAINCTL_TESTS_MUST_RUN set, a marked test must not skip (one marked `gpu` may)."""
+    """Fail a skipped marked test if TRAINCTL_TESTS_MUST_RUN is set; tests marked `gpu` may skip."""
     report = yield
     marked = any(item.get_closest_marker(mark) for mark in MUST_RUN_MARKS)
     may_skip = item.get_closest_marker("gpu") or not os.environ.get("TRAINCTL_TESTS_MUST_RUN")

@@ -82,7 +82,7 @@ def test_no_break_of_a_rule_is_unexplained(tmp_path):
 
 
 def _by_file(text):
-    """The line that names a file, then its other lines as one text, in turn."""
+    """Return the lines alternately: one that names a file, then the text of its other lines."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("  ") and "files" not in line:

@@ -80,7 +80,7 @@ def mentioned_commands(page: str) -> Iterator[list[str]]:
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that words name, and the rest of them."""
+    """Return the command that the words name, and the remaining words."""
     command: Any = typer.main.get_command(app)
     rest = list(words)
     while rest and not rest[0].startswith("-") and hasattr(command, "commands"):
@@ -146,7 +146,7 @@ SAID = re.compile(r"(?:`|hint=f?[\"'])trainctl ([a-z][a-z-]*(?: [a-z-]+)*)")
 
 
 def test_every_command_that_a_message_names_exists() -> None:
-    """In a hint, or between backticks."""
+    """Messages name commands in hints and between backticks."""
     said = {text for path in SOURCES for text in SAID.findall(path.read_text())}
     assert len(said) > 10
     for text in said:

@@ -30,7 +30,7 @@ SOURCES = [path for path in (ROOT / "trainctl").rglob("*.py") if "explanations" 
 
 @functools.cache
 def trees() -> list[ast.Module]:
-    """The sources, parsed."""
+    """Return the parsed sources."""
     return [ast.parse(path.read_text()) for path in SOURCES]
 
 
@@ -65,7 +65,7 @@ def test_every_entry_says_why_what_and_what_to_do() -> None:
 
 
 def written_records() -> Iterator[tuple[str, set[str]]]:
-    """Each kind of record that some code writes, with the fields that it names there."""
+    """Yield each kind of record that code writes, with the fields named there."""
     for tree in trees():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -86,7 +86,7 @@ def test_every_kind_of_record_and_field_that_is_written_is_explained() -> None:
 
 
 def pieces() -> set[tuple[str, ...]]:
-    """The texts in the code; between two parts of one stands whatever is put in there."""
+    """Return the texts in the code. The parts of an f-string are separate, without its values."""
     found = set()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -97,7 +97,7 @@ def pieces() -> set[tuple[str, ...]]:
 
 
 def own_letters(piece: tuple[str, ...], message: str) -> int:
-    """Of a message, how many letters are the code's, not put in; 0 where it does not have it."""
+    """Count the letters of a message that come from the code's text; 0 if the text is not in it."""
     at = 0
     for word in piece:
         at = message.find(word, at)
@@ -117,7 +117,7 @@ def test_what_is_said_in_situations_is_what_the_code_says() -> None:
 
 @pytest.mark.slow
 def test_every_example_brings_its_rule_about_and_prints_what_is_shown() -> None:
-    """Each is run again, in a folder of its own."""
+    """Each example is run again in a folder of its own."""
     command = [sys.executable, ROOT / "scripts" / "generate_rules.py", "--check", "--all"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

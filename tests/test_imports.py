@@ -61,7 +61,7 @@ def _imports(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def _imports_of(path: Path) -> frozenset[str]:
-    """The same of a file."""
+    """Return the modules that a file imports."""
     return frozenset(_imports(ast.parse(path.read_text())))
 
 
@@ -164,8 +164,9 @@ LATE = (
     "trainctl.monitor.report.page",
     "trainctl.monitor.report.plan_chart",
 )
-"""What a function of the command line may import: what loads numpy or draws, and what every command
-brings, whose listing is light."""
+"""Modules that only functions of the command line may import: they load numpy or draw, or every
+command brings them, and listing commands must stay cheap.
+"""
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "cli").glob("*.py")), ids=lambda path: path.stem)
@@ -208,7 +209,7 @@ def test_checking_loads_no_numpy() -> None:
 
 
 def test_planning_loads_no_torch() -> None:
-    """One command after the other in one process; the first that loads it is named."""
+    """Commands run in turn in one process; the first that loads torch is named."""
     script = (
         "import sys\n"
         "from trainctl.cli.main import run\n"

@@ -1,4 +1,4 @@
-"""In CI a marked test that skips is a failure: tests/conftest.py."""
+"""Tests that CI fails on a skipped marked test (`tests/conftest.py`)."""
 
 from __future__ import annotations
 

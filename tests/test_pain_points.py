@@ -1,10 +1,10 @@
-"""What people stumble over with DeepSpeed most often, and the words that a user of trainctl reads.
+"""Tests of the messages that a user reads about the commonest pitfalls of DeepSpeed.
 
-These are about a configuration, and are said before anything starts. Others have their tests where
-the thing itself is: devices that are hidden and tools to compile with in `test_hardware.py` and
-`hardware/`, variables that hosts do not get in `launch/test_ssh.py`, exits and orphans in `launch/`
-and `e2e/`, resuming elsewhere and checkpoints that are not whole in `train/test_restore.py`,
-`runs/test_checkpoints.py` and `faults/`, and workers without Hydra in `test_imports.py`.
+These concern configurations and come before anything starts. Other pitfalls are tested elsewhere:
+hidden devices and missing compilers in `test_hardware.py` and `hardware/`, variables that hosts do
+not get in `launch/test_ssh.py`, exits and orphans in `launch/` and `e2e/`, resuming on another
+layout and incomplete checkpoints in `train/test_restore.py`, `runs/test_checkpoints.py` and
+`faults/`, and workers without Hydra in `test_imports.py`.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ def test_the_recipe_of_the_users_is_valid(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
 def test_commands_that_train_run(tmp_path: Path) -> None:
-    """One block after the other in one folder, as who reads on would run them.
+    """Blocks run in turn in one folder, as for somebody who reads on.
 
-    A launch that an earlier block has made already is not made again.
+    A launch that an earlier block made is not repeated.
     """
     commands = [command for block in blocks("slow") for command in block.commands]
     run(list(dict.fromkeys(commands)), tmp_path)

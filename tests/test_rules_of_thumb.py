@@ -34,7 +34,7 @@ def gigabytes(size: float) -> str:
 
 
 def value(expression: str) -> float:
-    """Of a product or sum of numbers."""
+    """Compute a product or sum of numbers."""
 
     def of(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp):
@@ -55,7 +55,7 @@ def peak(budget: Budget) -> str:
 
 
 def figure(field: str, budget: Budget) -> str:
-    """A figure of the budget, by its path in the JSON."""
+    """Return a figure of the budget, by its path in the JSON."""
     if field == "device_peak_bytes":
         return peak(budget)
     found: Any = budget
@@ -70,7 +70,7 @@ def parts(components: dict[str, int]) -> str:
 
 
 def line(text: str, budgets: list[Budget]) -> str:
-    """A line of the page with its figures as they are now."""
+    """Return a line of the page with its current figures."""
     if rule := re.match(r"- The rule: `([^`]+)` =", text):
         return f"{rule[0]} **{gigabytes(value(rule[1]))}**"
     if field := re.match(r"- The budget, `([^`]+)`:", text):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site, every warning being an error."""
+    """Built site; warnings are errors."""
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     done = subprocess.run([*build, "docs", folder], cwd=ROOT, capture_output=True, text=True)
@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page has: places that can be linked to, and its links."""
+    """HTML page's link targets and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

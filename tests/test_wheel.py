@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment that has the wheel and no checkout."""
+    """Virtual environment that has the wheel and no checkout."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     python = folder / "bin" / "python"

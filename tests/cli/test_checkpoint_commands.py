@@ -43,7 +43,7 @@ def flip_a_byte(checkpoint: Path) -> None:
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    """A run with checkpoints of steps 10, 20 and 30, the second of them the best."""
+    """Paths of a run with checkpoints of steps 10, 20 and 30; step 20 is the best."""
     monkeypatch.chdir(tmp_path)
     paths = create_run(RunConfig(), run_dir=tmp_path / "runs" / "r")
     for step, loss in ((10, 3.0), (20, 1.5), (30, 2.0)):
@@ -121,7 +121,7 @@ def test_rm_removes_and_moves_the_pointer(
 def test_rm_refuses_the_last_intact_one(
     paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A damaged one beside it does not count, however whole it looks."""
+    """A damaged checkpoint with complete files does not count as intact."""
     flip_a_byte(paths.checkpoints / "step-00000030")
     remove = ["checkpoint", "rm", str(paths.root), "10", "20"]
     assert run(remove) == ExitCode.run_state
@@ -182,7 +182,7 @@ def test_now_needs_a_run_that_trains(paths: RunPaths, capsys: pytest.CaptureFixt
 def test_now_waits_for_the_save_that_follows(
     paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A save of an older state, under way when it was asked for, is not taken for the answer."""
+    """A save already under way at the request holds an older state and does not answer it."""
 
     def train() -> None:
         while Request.checkpoint not in pending_requests(paths):

@@ -1,4 +1,4 @@
-"""Which stream gets what, and when it is coloured."""
+"""Tests of what goes to stdout and stderr, and when it is coloured."""
 
 from __future__ import annotations
 

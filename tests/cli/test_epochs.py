@@ -15,12 +15,14 @@ from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
 SAMPLES = 35
-"""Of 64 tokens in the three files to train on; the fourth is held out."""
+"""Number of 64-token samples in the three training files; the fourth file is held out."""
 
 
 @pytest.fixture
 def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a run of two epochs over files of 749 bytes, each followed by its end of document."""
+    """Overrides of a run of two epochs over files of 749 bytes, each with an end-of-document
+    token.
+    """
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     for number in range(4):

@@ -291,7 +291,7 @@ def test_readers_that_have_gone_change_neither_the_launch_nor_its_exit_code(
 
 
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
-    """On one process; on two, and what it leaves: `tests/e2e/test_runs.py`."""
+    """This run has one process; `tests/e2e/test_runs.py` covers two, and the files they leave."""
     one = (*SMALL, "hardware.devices_per_node=1")
     launched = trainctl(
         "launch", *one, "training.stop_after_steps=4", "--run-dir", "runs/a", "--json"

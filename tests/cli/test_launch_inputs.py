@@ -31,7 +31,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def findings(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, str]]:
-    """What `validate` finds, by key."""
+    """Return the findings of `validate`, by key."""
     run(["validate", "--json", *words])
     found = json.loads(capsys.readouterr().out)["findings"]
     return {each["key"]: each for each in found}

@@ -61,7 +61,9 @@ def test_every_finding_is_shown_with_key_source_and_hint(
 def test_code_that_ends_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A function of an option may call `sys.exit(0)`: nothing was done then."""
+    """A user's function may call `sys.exit(0)`; the command has then done nothing, so it must
+    fail.
+    """
     assert raising(monkeypatch, SystemExit(0)) == ExitCode.environment
     assert "test_main.py" in (said := capsys.readouterr().err) and "SystemExit: 0" in said
 
@@ -213,7 +215,7 @@ def test_json_reports_the_findings_of_a_config_that_does_not_compose(
 
 
 def path_parameters() -> Iterator[tuple[Any, str]]:
-    """Each command with each of its parameters that is a path."""
+    """Yield each command with the name of each parameter that is a path."""
     commands = [imported(name) for name in COMMANDS]
     while commands:
         command = commands.pop()

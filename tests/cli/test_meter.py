@@ -1,4 +1,4 @@
-"""How long work shows its progress, in a terminal and elsewhere."""
+"""Tests of progress bars, in a terminal and elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands say of a model that comes from a directory, and of a length that is left out."""
+"""Tests of what commands say about a model from a directory and about a default sequence length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = {
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A llama with its weights (zeros) and its tokenizer."""
+    """Write a llama directory with zero weights and a tokenizer, and return it."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     vocabulary = {"a": 0, "b": 1, "[EOS]": 2}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))

@@ -18,7 +18,7 @@ from trainctl.runs.processes import is_alive
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """A program that is started in the place of Python."""
+    """Replace `sys.executable` by a shell script."""
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -62,7 +62,7 @@ def test_a_bug_shows_its_traceback(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
-    """The real one, caught while it reads a checkpoint that never gives an answer (a fifo)."""
+    """The real process is caught while it reads a plan that never comes: its file is a fifo."""
     run = tmp_path / "run"
     (run / "attempts" / "1").mkdir(parents=True)
     os.mkfifo(run / "attempts" / "1" / "plan.json")

@@ -1,4 +1,4 @@
-"""What a launch shows for each record, in a terminal and elsewhere."""
+"""Tests of what a launch prints for each record, in a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_a_terminal_shows_that_something_is_compiled_and_then_steps() -> None:
 
 
 def test_steps_stay_above_the_line_that_is_drawn_anew() -> None:
-    """Each in a row of its own, once; and nothing is wider than the terminal."""
+    """Each step is printed once in a row of its own, and nothing is wider than the terminal."""
     _, output = in_a_terminal("xterm-256color", "compiles", "compiled", "step 1/2", "step 2/2")
     for number in (1, 2):
         assert output.count(f"step {number}/2 loss 2.8123 lr 9.1e-04 grad_norm 0.81") == 1
@@ -328,7 +328,7 @@ def test_a_line_is_erased_from_all_the_rows_that_a_narrower_terminal_gives_it(
 
 
 def test_what_goes_on_between_records_is_said_with_its_time(tmp_path: Path) -> None:
-    """From the start to the end, as the preparation and the first rank tell it."""
+    """Activities come from the heartbeats of the preparation and of rank 0."""
     run = RunPaths(tmp_path)
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True)

@@ -34,7 +34,7 @@ def test_every_shipped_recipe_is_listed_with_its_hardware(
 def test_a_recipe_fits_exactly_where_launch_does_not_refuse_it(
     without: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the same checks: a card of the recipe's that is not here, a full disk."""
+    """Both commands make the same checks: missing GPUs, a full disk, a missing `sbatch`."""
     name = {"a GPU": "125m", "space": "tiny", "sbatch": "70b-zero3-nodes"}[without]
     monkeypatch.setattr("trainctl.hardware.detect.query_tool", lambda _: "")  # no cards
     if without == "space":

@@ -1,4 +1,4 @@
-"""What a launcher refuses of a configuration is found by `validate` and `launch --dry-run`."""
+"""Tests that `validate` and `launch --dry-run` find what a launcher refuses."""
 
 from __future__ import annotations
 

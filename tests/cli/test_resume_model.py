@@ -75,7 +75,7 @@ def test_another_model_or_optimizer_is_refused_and_leaves_the_run_as_it_was(
 def test_a_checkpoint_that_says_no_model_is_taken_with_a_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its tensors are compared where they are loaded (`test_restore`)."""
+    """The tensors are compared when they are loaded (`test_restore`)."""
     paths = launched()
     small_checkpoints.save(paths, 90, format=1, trainctl="0.9", leave_out=("run", "model"))
     assert run(["resume", "runs/a"]) == 0

@@ -49,7 +49,9 @@ FOR_EVER = HOLD.partition("    while")[0] + "    time.sleep(600)\n"
 
 
 def make_run(path: Path, state: State | None = State.running, stop_after: int = 50) -> RunPaths:
-    """A run of two nodes with two ranks each, at step 7 of 160, of which the launch makes 50."""
+    """Make a run of two nodes with two ranks each, at step 7 of 160. The launch stops at
+    `stop_after`.
+    """
     config = compose(["recipe=tiny", f"training.stop_after_steps={stop_after}"]).config
     paths = create_run(config, run_dir=path)
     attempt = new_attempt(paths, resolve(config, resolve_hardware(config.hardware)).plan)
@@ -267,7 +269,7 @@ def test_status_names_ranks_that_are_still_slow(
 def test_records_that_are_missing_are_said(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A truncated file is no run that finished at an early step."""
+    """A truncated events file must not look like a run that finished early."""
     about = {"attempt": 1, "host": "login", "pid": 1, "started": 1.0, "updated": 2.0}
     write_status(paths, Status(state=State.finished, exit_code=0, **about))
     assert run(["runs", "status", "runs/r"]) == 0
@@ -425,7 +427,9 @@ def test_attach_shows_the_past_and_what_comes(
 def test_stop_now_does_not_wait_for_ever_for_what_nothing_ends(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A holder that no signal reaches: stuck in the kernel, or in another container."""
+    """Signals may not reach the lock's holder: it hangs in the kernel or runs in another
+    container.
+    """
     grace = read_plan(paths.attempt(1).plan).config.launcher.grace_seconds
     monkeypatch.setattr("trainctl.cli.runs._KILL_PATIENCE_SECONDS", 0.2 - grace)
     monkeypatch.setattr("trainctl.cli.runs._FORCE_PATIENCE_SECONDS", 0.2)

@@ -41,7 +41,7 @@ def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
 
 
 def ended(paths: RunPaths, state: State, code: int, **failure: Any) -> None:
-    """The records of a first attempt that ended so."""
+    """Write the records of a first attempt that ended in this state."""
     with EventWriter(paths.events, 1) as events:
         events.write("launch", host="h", pid=1, ranks=1)
         if failure:

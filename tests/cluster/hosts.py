@@ -78,7 +78,7 @@ class Host:
         self.pid = self._first_process()
 
     def enter(self, *argv: object) -> list[str]:
-        """The command line that runs a command on this host."""
+        """Return the command line that runs a command on this host."""
         return ["nsenter", "-t", str(self.pid), "-n", "-p", "-m", "-u", *map(str, argv)]
 
     def run(self, *argv: object) -> str:
@@ -123,7 +123,7 @@ class Host:
         subprocess.run(["ip", "netns", "del", self.space], capture_output=True)
 
     def _first_process(self) -> int:
-        """The sshd, by its parents: ip execs unshare, which forks it."""
+        """Find the pid of sshd below ip and unshare: ip execs unshare, which forks sshd."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")
@@ -135,12 +135,7 @@ class Host:
 
 
 class Cluster:
-    """Hosts n0 (where the launcher runs), n1, n2 ... on one bridge.
-
-    Args:
-        folder: For keys and settings.
-        nodes: Hosts beside the launcher's.
-    """
+    """Hosts n0 (where the launcher runs), n1, n2 ... on one bridge."""
 
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
@@ -167,7 +162,7 @@ class Cluster:
 
     @property
     def settings(self) -> Path:
-        """For `launcher.ssh_config`."""
+        """Path for `launcher.ssh_config`."""
         return self.folder / "ssh_config"
 
     @property
@@ -175,7 +170,9 @@ class Cluster:
         return self.hosts[1:]
 
     def write_known_hosts(self, **keys_of: str) -> None:
-        """What ssh knows; by name, whose key it wrongly takes for a host's."""
+        """Write known_hosts; `keys_of` maps a host's name to the host whose key is wrongly listed
+        for it.
+        """
         lines = []
         for host in self.hosts:
             key = (self.folder / f"host-{keys_of.get(host.name, host.name)}.pub").read_text()
@@ -183,7 +180,7 @@ class Cluster:
         (self.folder / "known_hosts").write_text("".join(lines))
 
     def start(self, *argv: object, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-        """A command on the launcher's host; its pid is that of `nsenter`, see `inner`."""
+        """Start a command on the launcher's host. The returned pid is `nsenter`'s, see `inner`."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(self.folder), **variables}
         return subprocess.Popen(
             # nsenter leaves the folder.
@@ -205,7 +202,7 @@ class Cluster:
         return out + err
 
     def left(self) -> dict[str, dict[int, str]]:
-        """What runs on each host, sshd and what was not started there by a launch apart."""
+        """Return the processes that a launch left on each host, by pid, without sshd."""
         return {host.name: found for host in self.hosts if (found := host.processes())}
 
     def assert_clean(self, seconds: float = 10.0) -> float:
@@ -266,7 +263,7 @@ def remove_stale() -> None:
 
 
 def inner(process: subprocess.Popen[str], seconds: float = 10.0) -> int:
-    """The pid, seen from here, of the command that `Cluster.start` runs."""
+    """Return the pid, in this namespace, of the command that `Cluster.start` runs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -81,7 +81,7 @@ def launch(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
 
 
 def rank(cluster: Cluster, number: int) -> int:
-    """The pid of a stand-in rank, by its environment."""
+    """Return the pid of the stand-in rank with this RANK in its environment."""
     for host in cluster.nodes:
         for pid, line in host.processes().items():
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -175,9 +175,9 @@ def test_a_lost_node_without_the_others_leave_to_go_on_is_waited_for(
 def test_the_first_node_is_not_special_when_it_is_lost(
     cluster: Cluster, launch: Callable[..., Launch]
 ) -> None:
-    """The rendezvous goes with it: the other's ranks end too, and the run goes on there alone.
+    """The rendezvous is lost with node 0: the other node's ranks end too, and the run goes on there.
 
-    Its first node is then that one: losing it, with no restart left, ends the launch.
+    The remaining node becomes the first one. Losing it, with no restart left, ends the launch.
     """
     running = launch("forever,gloo,child", max_restarts=1, min_nodes=1, preflight_seconds=15.0)
     n1, n2 = cluster.nodes
@@ -209,7 +209,7 @@ def test_the_first_node_is_not_special_when_it_is_lost(
 
 
 def attempt_of(pid: int) -> str | None:
-    """The number of the attempt that a process belongs to."""
+    """Return the attempt number in the process's environment, if any."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     values = [
         v.partition(b"=")[2].decode() for v in variables if v.startswith(b"TRAINCTL_ATTEMPT=")

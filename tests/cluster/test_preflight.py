@@ -1,4 +1,4 @@
-"""What is wrong with a host is said before anything is started: the message and the exit code."""
+"""Tests of the preflight's messages and exit codes for faulty hosts, before anything starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refused(
     hosts: str = "[n1,n2]",
     hardware: str = "2x2xcpu",
 ) -> str:
-    """What a launch says that is refused; nothing of it is left, and no run was made."""
+    """Return the output of a launch that must be refused. It leaves no process, file or run."""
     said = cluster.trainctl(
         "launch", *TINY, f"hardware={hardware}", "launcher=ssh", f"launcher.hosts={hosts}",
         f"launcher.ssh_config={cluster.settings}", *overrides, "--run-dir", folder / "run",
@@ -41,7 +41,7 @@ def refused(
 
 @contextmanager
 def mounted(host: Host, what: Path | str, where: Path) -> Iterator[None]:
-    """On this host alone, one file or folder in the place of another."""
+    """Mount one file or folder over another on this host alone."""
     if what == "tmpfs":
         host.run("mount", "-t", "tmpfs", "tmpfs", where)
     else:
@@ -97,7 +97,7 @@ def test_another_version_another_code_and_no_trainctl(cluster: Cluster, tmp_path
 
 
 def test_another_version_of_the_user_s_own_code(cluster: Cluster, tmp_path: Path) -> None:
-    """What the script imports is compared as well as the script; what is not there is named."""
+    """Modules that the script imports are compared too, and missing modules are named."""
     n1, n2 = cluster.nodes
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -198,6 +198,6 @@ def test_hostile_names_of_hosts_execute_nothing(cluster: Cluster, tmp_path: Path
 
 
 def as_value(text: str) -> str:
-    """An override's value that composes to the text."""
+    """Return an override's value that composes to the text."""
     quoted = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{quoted}'"

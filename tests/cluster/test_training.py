@@ -113,7 +113,7 @@ def test_a_detached_run_is_listed_followed_and_stopped_by_its_folder(
 def test_a_node_that_is_cut_off_is_left_behind_and_its_samples_are_not(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The other goes on with the same global batch and order of samples, from the checkpoint."""
+    """The other node resumes the checkpoint with the same global batch and sample order."""
     run = tmp_path / "run"
     launch = cluster.start(
         sys.executable, "-m", "trainctl", "launch", *TINY, *over_ssh(cluster, "2x1xcpu"),

@@ -1,4 +1,4 @@
-"""What the tests of transformers directories share."""
+"""Fixtures for tests of transformers directories."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from anatomies import SMALL
 
 @pytest.fixture
 def nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `config.json` alone says; tests/memory/test_trace.py traces."""
+    """Replace the trace of the model by a fixed anatomy; `tests/memory/test_trace.py` traces."""
     monkeypatch.setattr("trainctl.config.compose.anatomy_in_child", lambda config: SMALL)

@@ -48,7 +48,7 @@ FUZZ = settings(suppress_health_check=[HealthCheck.too_slow])
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """What is refused names every problem in words."""
+    """Assert that an error, if one is raised, has findings, each with a message and a rule."""
     try:
         yield
     except TrainctlError as error:

@@ -49,8 +49,9 @@ NOT_DRAWN = (
     "logging.alerts.urls",
     *(key for keys in ALTERNATIVES for key in keys),
 )
-"""What is no key of a file, what reads a directory, what has cases of its own, what is a secret as
-it is, and keys of which one takes back another."""
+"""Keys that are not drawn: keys that no file sets, keys that read a directory, keys with cases of
+their own, secrets, and alternatives where one key takes back another.
+"""
 SIGNS = ("", "", "+", "++")
 
 
@@ -73,7 +74,7 @@ def hydras(users: Path | None = None) -> Iterator[None]:
 
 
 def hydra_compose(defaults: Sequence[Any], overrides: Sequence[str]) -> DictConfig:
-    """What Hydra itself makes of a defaults list over the schema, nothing resolved."""
+    """Compose a defaults list over the schema by Hydra itself, without resolving references."""
     searched = ConfigStore.instance().load("_searched.yaml").node
     node = {"defaults": ["_schema", *defaults, "_self_"], **OmegaConf.to_container(searched)}
     ConfigStore.instance().store(name="_asked", node=node)
@@ -94,8 +95,9 @@ def expected(
     settings: Sequence[str],
     users: Path | None = None,
 ) -> RunConfig:
-    """The configuration by Hydra's values: of a chosen option's section, those without a recipe,
-    unless the recipe has chosen it already."""
+    """Compose the configuration by Hydra. The section of a chosen option is composed without the recipe,
+    unless the recipe has the same choice.
+    """
     own = hydra_choices(recipe or "base")
     assert chosen_options(search_folders(users), recipe or "base").items() <= own.items()
     choices = {group: option for group, option in choices.items() if own[group] != option}
@@ -116,7 +118,7 @@ def expected(
 
 
 def as_override(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Write a value in Hydra's grammar."""
     if isinstance(value, list):
         return f"[{','.join(as_override(item) for item in value)}]"
     if isinstance(value, dict):
@@ -136,7 +138,7 @@ def values_of(leaf: Leaf, dice: random.Random) -> Iterator[Any]:
 
 
 def drawn(leaf: Leaf, dice: random.Random) -> Any:
-    """A random value that the key takes as it is; its default where none was found."""
+    """Draw a value that the key accepts unchanged, or return the key's default if there is none."""
     for value in values_of(leaf, dice):
         try:
             if accept(leaf, value) == value and type(accept(leaf, value)) is type(value):
@@ -147,10 +149,9 @@ def drawn(leaf: Leaf, dice: random.Random) -> Any:
 
 
 def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
-    """Overrides without their signs: values of single keys, then keys that refer to others.
+    """Draw overrides without their signs: values of single keys, then references to these keys.
 
-    Args:
-        around: The configuration without them: its kinds say which keys there are.
+    The kinds in `around` decide which keys there are.
     """
     kinds = {f"{group}.{kind_key(group)}" for group in unit_groups()}
     known = [

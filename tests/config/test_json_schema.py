@@ -26,7 +26,7 @@ def read(path: Path) -> Any:
 
 @cache
 def validator(group: str = "") -> jsonschema.Draft202012Validator:
-    """Of a group's options, or of recipes."""
+    """Return a validator of the group's options, or of recipes if no group is given."""
     schema = option_schema(group) if group else recipe_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)

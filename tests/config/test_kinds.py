@@ -58,7 +58,9 @@ def test_the_chosen_kind_decides_whatever_came_before():
 
 @pytest.mark.parametrize(("extends", "severity"), [(True, "warning"), (False, "error")])
 def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_path, monkeypatch):
-    """The chosen recipe's own is a mistake; what it took over with another optimizer is not."""
+    """A key that the chosen recipe sets itself is an error; a key inherited with another optimizer is
+    not.
+    """
     (tmp_path / "recipes").mkdir()
     first = "defaults: [tiny, {override /optimizer: adamw}, _self_]\noptimizer: {beta2: 0.9}\n"
     second = "defaults: [first, {override /optimizer: sgd}, _self_]\n"
@@ -75,7 +77,7 @@ def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_
 
 
 def test_what_the_command_line_replaces_is_left_over(tmp_path, monkeypatch):
-    """A recipe for a cluster is tried out here: its own keys say that they do nothing."""
+    """A recipe for a cluster may be tried out locally: its launcher's keys only give a warning."""
     (tmp_path / "recipes").mkdir()
     text = "defaults: [tiny, {override /launcher: slurm}, _self_]\n"
     (tmp_path / "recipes" / "mine.yaml").write_text(f"{text}launcher: {{slurm_qos: high}}\n")
@@ -138,7 +140,7 @@ def test_the_key_that_chooses_need_not_be_called_kind():
 
 
 def test_a_file_may_say_what_a_key_of_another_kind_is_by_default(tmp_path, monkeypatch):
-    """As files do that were written when all kinds had all keys."""
+    """Files written when all kinds had all keys contain such defaults."""
     (tmp_path / "conf" / "activation_checkpointing").mkdir(parents=True)
     option = tmp_path / "conf" / "activation_checkpointing" / "mine.yaml"
     option.write_text("mode: none\noffload_to_cpu: false\nevery_kth_block: 1\n")

@@ -1,4 +1,4 @@
-"""What of a transformers directory becomes of a run: weights, experts, who wins over whom."""
+"""Tests of what a run takes from a transformers directory: weights, experts, precedence."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def test_a_shape_that_transformers_would_not_read_is_refused(tmp_path: Path) -> 
 def test_experts_are_read_and_what_their_routers_are_to_learn(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, keys: dict[str, int]
 ) -> None:
-    """A weight of the balancing loss counts where transformers would add it."""
+    """The directory's balancing loss weight counts only if `output_router_logits` is set, as in
+    transformers.
+    """
     monkeypatch.setattr("trainctl.config.compose.anatomy_in_child", lambda config: SPARSE)
     folder = directory(tmp_path / "a", kind, router_aux_loss_coef=0.02, **keys)
     model = composed(folder).config.model
@@ -126,8 +128,9 @@ def test_experts_are_read_and_what_their_routers_are_to_learn(
 def test_experts_are_those_that_the_code_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A file leaves a default out, calls them otherwise, says that there are none, or has unused
-    ones."""
+    """A `config.json` may leave out a default, use other names, say that there are no experts, or have
+    unused expert keys.
+    """
     for name, table, keys in (
         ("a", SPARSE, {}),
         ("b", SPARSE, {"num_local_experts": 8, "moe_k": 2}),

@@ -1,4 +1,4 @@
-"""Which files are the user's code: what is compared between hosts."""
+"""Tests of which files count as the user's code, to be compared between hosts."""
 
 from __future__ import annotations
 

@@ -27,12 +27,10 @@ LINES = "".join(json.dumps({"text": f"text {n} " * 20}) + "\n" for n in range(20
 
 
 class Server(ThreadingHTTPServer):
-    """Files of a folder by ranges, with faults.
+    """HTTP server of a folder's files by byte ranges, with faults.
 
-    Attributes:
-        faults: What becomes of the next requests for bytes: a status, "break" within the answer, or
-            "silent".
-        asked: The ranges that were asked for.
+    `faults` holds what happens to the next requests for bytes: a status, "break" (within the answer)
+    or "silent". `asked` holds the requested ranges.
     """
 
     daemon_threads = True

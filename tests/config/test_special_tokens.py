@@ -1,4 +1,4 @@
-"""What tokenizer files say, and what is wrong with them."""
+"""Tests of special tokens read from tokenizer files, and of faulty files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a model's own code between commands: made anew where it cannot be read."""
+"""Tests of the cached traces of a model's own code; unreadable ones are made anew."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainctl.errors import TrainctlError
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """How often the model's code was asked, in an empty cache folder."""
+    """Configurations that the model's code was traced for, starting from an empty cache."""
     found: list[RunConfig] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_known", {})

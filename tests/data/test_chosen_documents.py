@@ -1,4 +1,4 @@
-"""Which documents of a corpus are trained on: planted copies go, and it is said why."""
+"""Tests of which documents of a corpus are trained on, with planted copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def text(words: int = 120) -> str:
 
 
 def near(of: str, changed: int = 1) -> str:
-    """With some words changed: of 120 words each takes five of 116 5-grams."""
+    """Return the text with `changed` words replaced. In 120 words, each takes 5 of the 116
+    5-grams.
+    """
     words = of.split()
     for place in range(changed):
         words[20 + 30 * place] = f"other{place}"
@@ -136,7 +138,7 @@ def test_what_is_held_out_stays_and_its_copies_go(tmp_path: Path) -> None:
 
 
 def test_held_out_passages_are_found(tmp_path: Path) -> None:
-    """Of the run's own held-out side, and of other files under the endings of other kinds."""
+    """Passages come from the run's own held-out side and from a file of another format."""
     passage = " ".join(HELD_OUT[0].split()[10:30])
     other = " ".join(HELD_OUT[1].split()[30:50])
     planted = [f"{TEXTS[0]} {passage} {TEXTS[1]}", f"{TEXTS[2]} {other}"]
@@ -270,7 +272,7 @@ def test_a_function_may_give_numbers_that_are_not_finite(
 def test_the_same_in_any_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file is a task here; two tasks of the same content are two."""
+    """Each file is a task here; two tasks with the same content stay two."""
     monkeypatch.setattr(tasks, "TASK_BYTES", 1)
     for folder in (tmp_path / "c", tmp_path / "c" / "x"):
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What a run will see, before it starts: as planned, so drawn."""
+"""Tests that a run draws the samples that its data plan shows beforehand."""
 
 from __future__ import annotations
 

@@ -40,8 +40,9 @@ def section(texts):
 
 
 def everything(cache):
-    """All that is in a cache, contents and folders too, but locks and what a killed writer began
-    under a name of its own, which nobody reads."""
+    """Return all entries of a cache with their contents, without locks and the temporary files of killed
+    writers, which nobody reads.
+    """
     return {
         str(path.relative_to(cache)): path.read_bytes() if path.is_file() else path.is_symlink()
         for path in sorted(cache.rglob("*"))
@@ -58,7 +59,7 @@ def prepare_in(cache, texts, **more):
 
 
 def forked(cache, texts):
-    """A process that prepares as this one would."""
+    """Fork a process that prepares the corpus, and return its pid."""
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):
@@ -69,7 +70,7 @@ def forked(cache, texts):
 
 
 def finished(cache):
-    """The parts of tasks that are done, each with what tells that it was not made again."""
+    """Return the inode of each finished part, which changes if the part is made again."""
     records = cache.glob("store-*/tasks/[!.]*.json")
     parts = {json.loads(record.read_bytes())["part"]: record.parents[1] for record in records}
     return {
@@ -78,8 +79,9 @@ def finished(cache):
 
 
 def test_killed_at_any_moment_it_is_finished_as_if_undisturbed(texts, tmp_path, monkeypatch):
-    """At random moments, some of them one after the other; then it is finished, and at once:
-    nobody waits for the lease of one that is dead."""
+    """Preparations are killed at random moments, then one finishes at once: nobody waits for the lease
+    of a dead process.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # processes die here, and no disk
     cache = tmp_path / "cache"  # the corpus says where it is, so all have one name
     began = time.monotonic()
@@ -227,7 +229,9 @@ def test_what_is_no_share(share, capsys):
 
 
 def test_a_tokenizer_that_validate_refuses_prepares_nothing(texts, tmp_path, capsys, monkeypatch):
-    """The tiny model has 512 rows; of ids far beyond its tokens a tokenizer is refused alone."""
+    """The first tokenizer's id exceeds the model's 512 rows. The second one's id is refused by
+    itself.
+    """
     from trainctl.cli.main import run
 
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
@@ -257,7 +261,9 @@ def test_other_nodes_tokenize_and_the_first_puts_together(texts, tmp_path, monke
 
 
 def test_two_at_once_share_the_work(texts, tmp_path):
-    """As two machines with one cache; whoever is second waits for what the first is at."""
+    """The processes act like machines that share a cache: a task's second taker waits for the
+    first.
+    """
     pids = [forked(tmp_path / "cache", texts) for _ in range(3)]
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0, 0]
     found = everything(tmp_path / "cache")

@@ -48,7 +48,7 @@ def test_a_source_without_a_share_changes_no_turn(shares, data):
 
 
 def test_small_shares_among_many_do_not_come_first():
-    """Where nested splits give all of the small ones first, and are 49 draws off."""
+    """Nested splits would draw all small shares first, and be 49 draws off."""
     shares = (*[1] * 99, 99)
     assert_within_one(turns_of(shares).source, shares)
 

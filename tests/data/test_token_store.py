@@ -174,7 +174,7 @@ def test_ranges_have_every_line_once(texts, size):
 
 
 def test_a_line_without_an_end_and_a_mark_in_the_middle_of_a_file(texts):
-    """A byte order mark is only taken off where the file begins."""
+    """A byte order mark is only removed at the beginning of a file."""
     file = texts / "b" / "end.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}')
     spans = plain.ranges(file, 5)
@@ -279,7 +279,7 @@ def test_a_damaged_part_is_made_again(texts, monkeypatch, file, damage):
 
 
 def everything():
-    """All files of the cache but locks."""
+    """Return the content of all files of the cache but locks, by relative path."""
     root = cache_folder()
     return {
         str(path.relative_to(root)): path.read_bytes()
@@ -313,7 +313,7 @@ def test_a_file_that_changes_meanwhile_is_refused(texts, monkeypatch):
 
 
 def test_who_has_slept_while_another_did_its_task_is_done_too(texts):
-    """The other has removed what looked like a dead one's."""
+    """The other process took the sleeping one for dead and removed its files."""
     store, (task, *_) = store_of(section("files"))
     other, _ = store_of(section("files"))
     slept = []
@@ -372,7 +372,7 @@ def test_shares_are_all_of_it_and_the_corpus_is_joined_from_them(texts, monkeypa
 
 
 class WithoutEnd(ByteTokenizer):
-    """That puts nothing after a document."""
+    """Tokenizer without an end-of-document token."""
 
     end_of_document = None
     fingerprint = "no end"

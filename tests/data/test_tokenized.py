@@ -88,7 +88,7 @@ def test_the_width_of_datatroves_ids_is_found_without_its_metadata(tmp_path):
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_cut_off_is_refused(tmp_path_factory, make, data):
-    """The ids or their index, anywhere."""
+    """The file of ids or its index is truncated at any byte."""
     folder = tmp_path_factory.mktemp("cut")
     file = make(folder, DOCUMENTS)
     index = {".bin": "m.idx", ".ds": "d.ds.index", ".npy": "o.csv.gz"}[file.suffix]

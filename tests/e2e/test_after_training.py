@@ -1,4 +1,4 @@
-"""What a user does with a run's checkpoints: evaluate, sample, export, and save one now."""
+"""Tests of commands on a run's checkpoints: evaluate, sample, export, and save one now."""
 
 import json
 import signal

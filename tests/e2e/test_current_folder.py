@@ -52,8 +52,9 @@ OF_A_RUN = (
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder with a module for each one of Python's and of the installed packages, and with a
-    distribution that registers an option. Whatever runs adds its name to `ran`."""
+    """Folder with a module named like each module of Python and of the installed packages, and with a
+    distribution that registers an option. A module that is run adds its name to `ran`.
+    """
     names = {*sys.stdlib_module_names, *packages_distributions()} - _before_ours(tmp_path)
     ran = tmp_path / "ran"
     text = f"with open({str(ran)!r}, 'a') as ran: ran.write(__name__ + '\\n')\n"
@@ -70,7 +71,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def _before_ours(folder: Path) -> set[str]:
-    """What `python -m trainctl`, typed by a user, has imported before the first line of ours."""
+    """Return the modules that `python -m trainctl` imports before the first line of trainctl."""
     (folder / "probe.py").write_text("import sys; print(*sys.modules)")
     told = subprocess.check_output([sys.executable, "-m", "probe"], cwd=folder, text=True)
     return {name.partition(".")[0] for name in told.split()} | {"trainctl"}
@@ -123,7 +124,7 @@ def test_every_python_that_is_started_ignores_the_folder() -> None:
 def test_a_pool_that_judges_documents_ignores_the_folder(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its processes begin with `-c`, and have no `-P` where the command itself has none."""
+    """Pool processes start with `-c`, and lack `-P` if the command itself lacks it."""
     assert not sys.flags.safe_path
     monkeypatch.chdir(hostile)
     done: list[PartToMeasure] = []

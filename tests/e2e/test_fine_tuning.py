@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that answers: its answers are checked, sampled by transformers."""
+"""Tests of fine-tuning from a checkpoint; transformers samples the answers to check."""
 
 import json
 
@@ -17,7 +17,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A checkpoint that has never seen a conversation."""
+    """Checkpoint of a model that was never trained on conversations."""
     folder = tmp_path_factory.mktemp("base")
     write_base(folder)
     return folder
@@ -51,7 +51,7 @@ def test_fine_tuning_learns_to_answer_what_is_held_out(base, tmp_path, how):
 
 
 def asks_lm_eval(folder, pairs):
-    """A task of the user's own on the newest checkpoint, for which nothing is fetched."""
+    """Evaluate the newest checkpoint by lm-eval on a task of the user's own, without downloads."""
     (folder / "tasks").mkdir()
     rows = ({"question": question, "answer": answer} for question, answer in pairs)
     file = folder / "tasks" / "reckon.jsonl"

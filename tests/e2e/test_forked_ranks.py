@@ -1,4 +1,4 @@
-"""On CPUs one process imports for all ranks of a node, and they are forks of it."""
+"""Tests that ranks on CPUs are forks of one process per node, which has imported everything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def ranks_of(run: Path) -> dict[int, psutil.Process]:
-    """By the log that each writes."""
+    """Return the run's rank processes, by the rank in the name of each one's log."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         if "trainctl.train" in (process.info["cmdline"] or ()):

@@ -29,14 +29,14 @@ CONFIG = (*TINY, "training.steps=100000", "checkpoint.every_steps=5")
 
 @pytest.fixture
 def launcher(tmp_path):
-    """A launch that trains for ever; killed if a test fails to end it."""
+    """Launcher of a run that trains for ever; killed if a test fails to end it."""
     process = start("launch", *CONFIG, "--run-dir", "run", cwd=tmp_path)
     yield process
     process.kill()
 
 
 def module_of(pid):
-    """The module that a python process runs, or an empty string."""
+    """Return the module that a Python process runs, or an empty string."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -45,7 +45,7 @@ def module_of(pid):
 
 
 def target(strike, launcher, run):
-    """The pid to strike, once there is one."""
+    """Return the pid to kill, once there is one."""
     if strike not in ("rank", "agent"):
         return launcher.pid
     modules = ("trainctl.train",) if strike == "rank" else ("trainctl.launch.agent",)

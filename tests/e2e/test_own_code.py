@@ -146,7 +146,7 @@ def test_records_of_a_script_as_json(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
 def test_functions_of_the_user_s_train(tmp_path):
-    """The model and the text are mine, the training, checkpoints and export trainctl's."""
+    """Model and text are the user's; training, checkpoints and export are trainctl's."""
     shutil.copy(EXAMPLES / "own_functions.py", tmp_path)
     run = tmp_path / "run"
     mine = ["model.factory=own_functions:model", "data.factory=own_functions:text"]
@@ -165,7 +165,7 @@ def test_functions_of_the_user_s_train(tmp_path):
 
 
 def shown_commands():
-    """The launches that the page shows, each with the lines that it is followed by."""
+    """Return the arguments of the launches that the page shows."""
     text = PAGE.read_text()
     return re.findall(r"^\$ trainctl (launch .*)$", text, re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""What the pods of a run do, as two real processes here: no cluster, the rest is real."""
+"""Tests of a run's pods as two local processes: the cluster is missing, everything else is real."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
 def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
-    """With a folder and a variable that a shell would execute."""
+    """The run's folder and a variable contain text that a shell would execute."""
     config = compose(
         [
             *OVERRIDES,

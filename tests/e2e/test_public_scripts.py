@@ -39,14 +39,14 @@ def stop_once(launched, run: Path, there: Path) -> None:
 
 
 def weights(log: str) -> dict[int, float]:
-    """The sum of the weights after each step, as the accelerate script prints it."""
+    """Return the sum of weights after each step, as the accelerate script prints it."""
     found = re.findall(r"step (\d+) of 2 ranks: .* weights (\S+)", log)
     return {int(step): float(weight) for step, weight in found}
 
 
 @pytest.mark.slow
 def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
-    """On CPUs by DDP, as accelerate's own launcher has it."""
+    """Ranks on CPUs use DDP, as under accelerate's own launcher."""
     run, out = tmp_path / "run", tmp_path / "out"
     first = start(
         "launch", f"script={ACCELERATE}", "script_config_flag=null", "recipe=tiny",
@@ -71,8 +71,9 @@ def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None:
-    """As on GPUs, whose variables `test_program.py` holds against those of accelerate. On a CPU
-    a script has to name the backend, else accelerate takes each rank for the only one."""
+    """This is the path of GPUs, whose variables `test_program.py` compares with accelerate's. On a CPU
+    the script has to name the backend, otherwise accelerate takes each rank for the only one.
+    """
     run = tmp_path / "run"
     file = RunPaths(run).attempt(1).accelerate
     variables = {"USE_CPU": "false", "USE_DEEPSPEED": "true", "DEEPSPEED_CONFIG_FILE": str(file)}

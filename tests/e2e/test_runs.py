@@ -42,7 +42,9 @@ def test_a_run_leaves_its_records(tmp_path):
 
 @pytest.mark.slow
 def test_resume_auto_starts_and_then_goes_on(tmp_path):
-    """That the curve is that of a whole run: `tests/faults`, and `tests/train/test_resume.py`."""
+    """`tests/faults` and `tests/train/test_resume.py` compare the curve with an uninterrupted
+    run's.
+    """
     one = (*TINY, "hardware.devices_per_node=1", "training.steps=4")
     config = (*one, "--run-dir", "run", "--resume", "auto")
     trainctl("launch", *config, "training.stop_after_steps=2", cwd=tmp_path)
@@ -66,7 +68,7 @@ def test_text_too_short_for_a_sample_is_found_before_there_is_a_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # DeepSpeed compiles what offload needs when it is first used
 def test_the_recipe_for_nvme_trains_when_shrunk(tmp_path):
-    """The others are trained in `tests/recipes/test_recipes_train.py`."""
+    """The other recipes are trained in `tests/recipes/test_recipes_train.py`."""
     trainctl(
         "launch", "recipe=7b-zero3-nvme", "model=tiny-llama", "launcher=local", "hardware=1xcpu",
         f"offload.nvme_path={tmp_path}", "training.steps=3", "training.tokens=null",

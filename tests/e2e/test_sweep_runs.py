@@ -53,7 +53,7 @@ def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> No
 def test_a_detached_run_is_followed_and_stopped(
     tmp_path: Path, preloaded_server: PreloadedServer
 ) -> None:
-    """The run's own processes are as a user's; what else is asked has imported all beforehand."""
+    """The run's own processes start as a user's do; only the other commands are preloaded."""
     quick = preloaded_server.environment
     run = tmp_path / "r"
     endless = (*SMALL, "training.steps=1000000", "checkpoint.at_end=true")

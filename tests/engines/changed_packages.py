@@ -7,15 +7,9 @@ from pathlib import Path
 
 
 def change(folder: Path, module: str, old: str, new: str) -> None:
-    """Let a folder have a package in which one text of one module is another.
+    """Make a copy of a package in which `old` is `new` in one module; other files are links.
 
-    Everything else are links to the installed files.
-
-    Args:
-        folder: To go on the path before the installed packages.
-        module: Dotted name of the module.
-        old: Its text that is to change; must be there once.
-        new: What takes its place.
+    `folder` has to precede the installed packages on the path. `old` must occur once.
     """
     package, *parts = module.split(".")
     spec = importlib.util.find_spec(package)

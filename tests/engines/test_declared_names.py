@@ -54,7 +54,7 @@ PUBLIC = {
     "_exit",
 }
 _LATER = (ast.FunctionDef, ast.ClassDef)
-"""What is not run by an import, or by a class only for itself."""
+"""Nodes whose bodies an import does not run, or runs in a namespace of their own."""
 OF_EVERYTHING = {*dir(object), *dir(type), *dir(type(ast)), *dir(BaseException), "__enter__"} | {
     "__exit__",
     "__file__",
@@ -71,7 +71,7 @@ DECLARED = {
 
 @functools.cache
 def _trees() -> dict[Path, ast.Module]:
-    """The files, parsed."""
+    """Return the parsed files, by path."""
     return {path: ast.parse(path.read_text()) for path in PATHS}
 
 
@@ -141,7 +141,7 @@ def _inside(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _object(name: str, imported: dict[str, tuple[str, str]]) -> Any:
-    """What a dotted name of a file is, if it comes from one of the packages."""
+    """Return the object that a dotted name refers to; None if it comes from none of the packages."""
     root, _, rest = name.partition(".")
     if root not in imported:
         return None

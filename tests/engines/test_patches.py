@@ -1,7 +1,7 @@
-"""What is known of other packages holds for the installed ones, and where it does not nothing runs.
+"""Tests that our assumptions about other packages hold, and that nothing runs where they do not.
 
-Of DeepSpeed, transformers and torch one definition each has another signature; in the processes of
-the command, of the agent that every launcher starts on a node, and of a rank.
+One definition each of DeepSpeed, transformers and torch gets another signature: in the processes
+of the command, of the node agent that every launcher starts, and of a rank.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the three packages, each with one definition that takes something else."""
+    """Folder with the three packages, each with one definition of another signature."""
     folder = tmp_path_factory.mktemp("changed")
     for module, (old, new) in CHANGED.items():
         change(folder, module, old, new)
@@ -236,7 +236,7 @@ def test_doctor_and_launch_name_what_has_changed(changed: Path, tmp_path: Path) 
 
 
 def _prepared(folder: Path) -> RunPaths:
-    """A run whose first attempt is about to start, as any launcher leaves it to its agents."""
+    """Create a run whose first attempt is about to start, as launchers leave it to their agents."""
     plan = tiny_plan(tiny_config(steps=2), 1)
     run = create_run(plan.config, run_dir=folder / "run")
     attempt = new_attempt(run, plan)

@@ -12,7 +12,7 @@ BEFORE, STEADY, MORE = 500, 100, 40
 
 
 class Metered(PhaseMemory):
-    """On a meter instead of the kernel's."""
+    """Memory meter with its own counters instead of the kernel's."""
 
     used = high = BEFORE
 

@@ -1,4 +1,4 @@
-"""Where time goes: on the host's clock, and on a device's without waiting for it."""
+"""Tests of phase times on the host's clock, and on a device's clock without waiting for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_part_that_fails_is_counted() -> None:
 
 
 def test_waiting_for_a_processor_is_busy_and_sleep_is_not() -> None:
-    """A rank whose processor something else uses is slow for its peers."""
+    """Peers of a rank whose processor is used by something else must see it as slow."""
     mine = os.sched_getaffinity(0)
     one = min(mine)
     greedy = f"import os\nos.sched_setaffinity(0, {{{one}}})\nprint(flush=True)\nwhile True: pass"

@@ -25,7 +25,7 @@ def undisturbed(
 
 @pytest.fixture
 def struck(tmp_path: Path, preloaded_server: PreloadedServer) -> Iterator[Struck]:
-    """A run to strike; whatever a test does, none of its processes outlives it."""
+    """Run to strike. None of its processes outlives the test."""
     run = Struck(tmp_path, preloaded_server.environment)
     yield run
     run.close()

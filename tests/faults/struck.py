@@ -33,12 +33,10 @@ Curve = dict[int, tuple[float, float]]
 
 
 class Struck:
-    """A run of the real command in `folder/run`.
+    """Run of the real command in `folder/run`.
 
-    Args:
-        folder: To be its parent.
-        preloaded: Variables for a launch that no signal is sent to from outside: its ranks have
-            imported all before they start.
+    `preloaded` holds variables for launches that get no signal from outside: their ranks have
+    imported everything before they start.
     """
 
     def __init__(self, folder: Path, preloaded: dict[str, str]) -> None:
@@ -100,7 +98,7 @@ class Struck:
         return dict(json.loads(self.paths.status.read_text()))
 
     def wait(self, condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-        """What the condition gives once it is true."""
+        """Wait until the condition is true, and return its value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             value = condition()

@@ -19,16 +19,16 @@ PHASES = (
     ("pointer", 0, True),
     ("rotation", 0, False),
 )
-"""Where, on which rank, and whether behind the steps, a save is cut short.
+"""Interrupted saves: the phase, the rank, and whether the save is asynchronous.
 
-Each phase, the rename among them, is cut short in both ways in `tests/train/test_saver.py`.
+`tests/train/test_saver.py` interrupts each phase, the rename included, in both ways.
 """
 
 COMMITTED = ("pointer", "rotation")
 
 
 def test_kill_9_in_each_phase_of_a_save(struck, undisturbed):
-    """One phase after the other strikes the same run, each at the second save after its resume."""
+    """Each phase in turn strikes the same run, at the second save after its resume."""
     overrides = (*CONFIG, "checkpoint.keep=1")
     saved = 0
     for phase, rank, is_behind in PHASES:
@@ -50,7 +50,7 @@ def test_kill_9_in_each_phase_of_a_save(struck, undisturbed):
 
 @pytest.fixture
 def small_disk(struck):
-    """The run's directory is a disk of 16 MB."""
+    """Disk of 16 MB, mounted as the run's directory."""
     struck.root.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(struck.root)]
     if subprocess.run(command, capture_output=True).returncode:
@@ -68,7 +68,9 @@ def fill(path, *, leaving):
 
 
 def test_a_disk_that_is_full_and_a_file_that_cannot_grow(struck, undisturbed, small_disk):
-    """One after the other in the same run: room for some checkpoints, for no record, a quota."""
+    """The same run meets three limits in turn: room for some checkpoints, room for no record, a
+    quota.
+    """
     filler = small_disk / "checkpoints" / "filler"
     filler.parent.mkdir()
     fill(filler, leaving=1_200_000)
@@ -128,7 +130,9 @@ def lose(struck):
 
 
 def test_damaged_checkpoints_are_passed_over_and_the_pointer_is_never_trusted(struck, undisturbed):
-    """The newest one and the pointer are struck three times; the next older one is taken."""
+    """The newest checkpoint is damaged three times, the pointer twice; the next older one is
+    resumed.
+    """
     first = struck.launch(*CONFIG, "training.stop_after_steps=35", **struck.preloaded)
     struck.finish(first, 0)
     assert struck.saved == [20, 30, 35]

@@ -64,7 +64,7 @@ class Killer:
         self.moments = moments
 
     def strike(self, moment):
-        """One kill, and the run is training again."""
+        """Kill one process, and wait until the run trains again."""
         struck = self.struck
         starts = len(struck.events("start"))
         victim = self.draw.choice(["rank", "rank", "rank", "rank", "agent", "launcher"])
@@ -98,7 +98,9 @@ class Killer:
         self.launcher = self.struck.trainctl(*again)
 
     def wait_for_start(self, starts):
-        """The next attempt trains; a launch whose restarts brought no checkpoint has given up."""
+        """Wait until the next attempt trains. Resume if the launch gave up for want of new
+        checkpoints.
+        """
         struck = self.struck
         struck.wait(
             lambda: len(struck.events("start")) > starts or self.launcher.poll() is not None

@@ -1,4 +1,4 @@
-"""On a GPU: each kernel trains to the same losses, and block inputs leave the device's memory."""
+"""GPU tests that all kernels train to the same losses, and that block inputs are offloaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def losses(folder: Path, *choices: str) -> list[float]:
-    """Of a launch with these choices."""
+    """Return the loss of each step of a launch with these options."""
     trainctl("launch", *SMALL, *choices, "--run-dir", "run", cwd=folder)
     return [step["loss"] for step in events(folder / "run", "step")]
 

@@ -1,4 +1,4 @@
-"""On a GPU: measured peaks of each part of a step beside the budget's."""
+"""GPU tests of the budget against measured peaks of each part of a step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SMALL = (
 
 
 def train(folder: Path, name: str, *overrides: str) -> list[dict[str, object]]:
-    """The records of a run's steps."""
+    """Launch a run and return its step records."""
     trainctl("launch", *SMALL, *overrides, "--run-dir", name, cwd=folder)
     return events(folder / name, "step")
 

@@ -1,4 +1,4 @@
-"""What was measured on a machine, and estimates that use it."""
+"""Tests of a machine's measured figures, and of estimates that use them."""
 
 from __future__ import annotations
 

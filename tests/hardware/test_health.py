@@ -57,7 +57,7 @@ def only(found: Any) -> Finding:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A PATH that holds only what a test puts there, and no device variable."""
+    """Function that puts a tool on an otherwise empty PATH; device variables are unset."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CXX", "DS_SKIP_CUDA_CHECK"):

@@ -16,7 +16,7 @@ IMPORTED = (
 
 @pytest.fixture(scope="session")
 def launch_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedServer]:
-    """What forks launchers, and these their agents: see `forked_driver`."""
+    """Server that forks launchers, which fork their agents: see `forked_driver`."""
     with PreloadedServer(tmp_path_factory.mktemp("launches"), IMPORTED) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""What is started, without starting it."""
+"""Tests of the local launcher's commands and environment, without starting them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_threads_of_a_rank(
 
 
 def test_what_makes_sums_reproducible_is_there_before_cuda_starts(tmp_path: Path) -> None:
-    """All launchers take their ranks' variables from the same function."""
+    """This covers all launchers: they take their ranks' variables from the same function."""
     plan = make_plan(ranks=2)
     plan.config.training.deterministic = True
     found = rendered(tmp_path, plan).nodes[0].environment

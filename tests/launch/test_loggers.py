@@ -23,7 +23,7 @@ def sender(launch: Launch) -> int | None:
 
 
 def steps(launch: Launch) -> list[int]:
-    """Those that have reached the logger."""
+    """Return the steps that have reached the logger."""
     path = launch.run.root / "csv" / "train.csv"
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""What the ranks execute."""
+"""Tests of the program that ranks execute, and of its environment."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
 def test_an_accelerator_finds_what_accelerates_own_launcher_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On GPUs DeepSpeed with the plan's JSON; on CPUs, where accelerate has none, DDP."""
+    """On GPUs accelerate uses DeepSpeed with the plan's JSON; on CPUs, where it cannot, DDP."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import launch
 

@@ -1,4 +1,4 @@
-"""When a launch starts again by itself, and when it gives up. The attempts are made up."""
+"""Tests of when a launch restarts by itself and when it gives up, with made-up attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is rendered for Slurm, without one: the script, the step, the checks of values."""
+"""Tests of the rendered Slurm script, step and value checks, without Slurm."""
 
 from __future__ import annotations
 

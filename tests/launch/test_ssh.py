@@ -1,4 +1,4 @@
-"""What is started over ssh, and what is said of hosts, without either; plans for fewer nodes."""
+"""Tests of ssh commands, host messages and plans for fewer nodes, without ssh or hosts."""
 
 from __future__ import annotations
 

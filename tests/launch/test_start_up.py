@@ -17,7 +17,7 @@ from trainctl.runs.lock import holder
 
 @pytest.fixture
 def launches(tmp_path: Path) -> Iterator[Launches]:
-    """What is started is started: no fork has anything imported."""
+    """Real launches whose processes have imported nothing beforehand."""
     launches = Launches(tmp_path)
     yield launches
     launches.close()

@@ -14,7 +14,7 @@ DATA = ROOT / "tests" / "data"
 
 
 def load(name: str = "memory_accuracy") -> Any:
-    """A script as a module, with the peers that need other packages left out."""
+    """Import a script as a module, without the peers that need other packages."""
     sys.path.insert(0, str(SCRIPTS))
     try:
         module = importlib.import_module(name)
@@ -25,7 +25,7 @@ def load(name: str = "memory_accuracy") -> Any:
 
 
 def columns() -> list[str]:
-    """Those of the published measurements."""
+    """Return the columns of the published measurements."""
     with (DATA / "memory_measurements.csv").open() as file:
         lines = [line for line in file if not line.startswith("#")]
     return next(csv.reader(lines))

@@ -61,9 +61,9 @@ def make_plan(
     deepspeed: dict[str, Any] | None = None,
     **settings: Any,
 ) -> RunPlan:
-    """A plan; `settings` are dotted keys with ``__`` for the dot (``zero_stage__stage=3``).
+    """Make a plan without its DeepSpeed JSON, which the budget does not read.
 
-    Without its JSON, of which nothing in the budget is read.
+    `settings` are dotted keys with ``__`` for the dot (``zero_stage__stage=3``).
     """
     config = RunConfig(model=model, deepspeed=deepspeed or {})
     axes = config.parallelism

@@ -17,7 +17,7 @@ def accuracy() -> Any:
 
 
 def test_published_measurements_are_met(accuracy: Any) -> None:
-    """The aim of the estimator: median 3 %, 90th percentile 8 %."""
+    """The estimator's target is a median error of 3 % and a 90th percentile of 8 %."""
     found = accuracy.report(accuracy.read_rows(DATA / "memory_measurements.csv"))
     assert found.refused == ()
     assert len(found.scored) == 54
@@ -151,7 +151,7 @@ def test_an_example_is_shown_in_our_own_terms() -> None:
 
 
 def test_constants_are_put_back_after_a_source_is_left_out(accuracy: Any) -> None:
-    """And with those that are shipped the two scripts say the same."""
+    """With the shipped constants both scripts give the same errors."""
     holdout = load("memory_holdout")
     cases, refused = holdout.read_cases([DATA / "memory_measurements.csv"])
     assert len(cases) == 47
@@ -187,6 +187,6 @@ def test_constants_are_put_back_after_a_source_is_left_out(accuracy: Any) -> Non
 def test_what_to_expect_is_said_before_what_was_fitted(
     page: str, prediction: str, fit: str
 ) -> None:
-    """Of the 40 rows that nobody had seen; they are not in this repository."""
+    """The prediction was made on 40 unseen rows, which are not in this repository."""
     text = " ".join((SCRIPTS.parents[1] / page).read_text().split())
     assert 0 <= text.index(prediction) < text.index(fit)

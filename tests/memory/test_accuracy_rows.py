@@ -21,7 +21,7 @@ def accuracy() -> Any:
 
 
 def outcome(accuracy: Any, folder: Path, text: dict[str, str]) -> Any:
-    """The estimate of a row in GiB, its verdict, or the reason why there is neither."""
+    """Return a row's estimate in GiB, its verdict, or the reason why there is neither."""
     found = accuracy.report(rows(accuracy, folder, text))
     if found.refused:
         return found.refused[0][1]

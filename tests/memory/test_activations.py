@@ -94,8 +94,9 @@ def traced_bytes_per_token(
 
 
 def real_block(model: ModelConfig, attention: str, dtype_name: str):
-    """An input, transformers' block for it, its other arguments, and tensors that are no part of
-    the activations."""
+    """Return an input, transformers' block, the block's other arguments, and tensors that do not count
+    as activations.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     dtype = getattr(torch, dtype_name)
@@ -164,7 +165,7 @@ FROZEN = {
     + [("gpt2", name) for name, learning in FROZEN.items() if not learning.ranks],
 )
 def test_a_frozen_layer_keeps_no_input(family: str, name: str, attention: str) -> None:
-    """The plain form of an adapter, two products beside the frozen one."""
+    """Adapters are written plainly here, as two products beside the frozen one."""
     import torch
     from torch.nn import functional
 

@@ -30,7 +30,7 @@ def moments(plan: RunPlan, stage: Stage | None = None) -> dict[str, Components]:
 
 
 def states(moment: Components) -> int:
-    """What Figure 1 of the ZeRO paper counts."""
+    """Return the bytes of model states that Figure 1 of the ZeRO paper counts."""
     return moment.parameters + moment.gradients + moment.master_weights + moment.optimizer_states
 
 
@@ -100,14 +100,14 @@ def bf16_master_plan(*, low: bool) -> RunPlan:
 
 @pytest.mark.parametrize(("low", "measured"), [(False, 25.74), (True, 16.17)])
 def test_allocated_after_a_step(low: bool, measured: float) -> None:
-    """The README's allocated memory, less the logits that its script keeps (0.05 GiB)."""
+    """`measured` is the README's allocated memory. Its script also keeps the logits (0.05 GiB)."""
     step = moments(bf16_master_plan(low=low))["step"]
     resident = step.total - step.step_transient
     assert resident == pytest.approx((measured - 0.05) * GIB, rel=0.005)
 
 
 def test_peak_is_the_update_of_a_sub_group() -> None:
-    """The same README's peak with checkpointing, 31.38 GiB: 6 bytes for each of 10^9 elements."""
+    """The same README's peak with checkpointing is 31.38 GiB: 6 bytes for each of 10^9 elements."""
     fullest = moments(bf16_master_plan(low=False))["step"]
     assert fullest.step_transient == 6 * 10**9
     assert fullest.total == pytest.approx(31.38 * GIB, rel=0.01)

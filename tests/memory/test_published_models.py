@@ -64,7 +64,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
-    """Each directory, composed as a command composes it: from what is shipped."""
+    """Model sections of all directories, composed as a command composes them with shipped traces."""
     found = {}
     for name in SIZES:
         folder = directory(name, tmp_path_factory.mktemp(name))
@@ -192,7 +192,9 @@ def test_latent_and_sliding_attention_are_counted_as_they_multiply(read: dict) -
 def test_a_published_directory_is_planned_by_the_real_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One block less than the largest: its processes, trace and budget; then from what was kept."""
+    """The model has one block less than the shipped trace, so it is traced by a process, then
+    cached.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = directory("deepseek-v3", tmp_path / "deepseek", num_hidden_layers=60)
     words = ["estimate-memory", "recipe=7b-zero3", "model=hf", f"model.path={folder}", "--json"]

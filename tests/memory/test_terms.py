@@ -43,7 +43,9 @@ def test_a_fused_loss_computes_gradients_in_the_forward_pass() -> None:
 
 
 def test_a_pipeline_keeps_what_it_has_sent_on() -> None:
-    """An output for each micro batch in flight, and the gradient that comes back; the last none."""
+    """A stage keeps an output for each micro-batch in flight and one gradient; the last stage does
+    not.
+    """
     common = {"pipeline": 4, "accumulation": 8, "sequence_length": 1024, "zero_stage__stage": 1}
     first, second, third, last = (
         stage["forward_end"].activations
@@ -155,7 +157,7 @@ def test_saving_takes_one_tensor_on_the_host_unless_it_is_there() -> None:
 
 
 def test_the_allocator_holds_no_more_than_the_device_has() -> None:
-    """What it cannot use it gives back before it says that memory has run out."""
+    """The caching allocator frees its unused blocks before it raises an out-of-memory error."""
     settings = {"zero_stage__stage": 2, "devices": 8}
     plan = make_plan(LLAMA_3_8B, device_memory=200 * GIB, **settings)
     roomy = budget(plan)

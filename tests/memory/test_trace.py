@@ -63,7 +63,7 @@ def _ours(family: str, attention: str = "sdpa") -> ModelConfig:
 
 
 def _directory(folder: Path, kind: str, **changes: int) -> ModelConfig:
-    """A transformers directory of another architecture."""
+    """Write a transformers directory of another architecture, and return its model section."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind, **(SHAPE | changes))
     config.save_pretrained(folder)
@@ -184,7 +184,7 @@ def test_experts_are_traced_in_every_format(tmp_path: Path) -> None:
 def test_a_directory_is_budgeted_as_what_its_code_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a process of its own, once; never as a Llama of that shape, which has one expert."""
+    """A separate process traces the model once. A Llama of the same shape would have one expert."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = _directory(tmp_path / "mixtral", "mixtral")
@@ -211,7 +211,7 @@ def test_a_directory_is_budgeted_as_what_its_code_makes(
 def test_blocks_of_one_kind_are_traced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first dense, the others sparse: as if each of them had been traced."""
+    """The first block is dense, the others are sparse; the result is as if each were traced."""
     from trainctl.train.models import trace
 
     sparse = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64}
@@ -386,7 +386,7 @@ def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
 def test_a_directory_whose_code_fails_is_refused_before_a_launch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the process that traces it; today's rank would end with exit code 6."""
+    """The tracing process meets the error; on a rank it would end the run with exit code 6."""
     settings = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     shape = {"vocab_size": 300, **dict.fromkeys(("hidden_size", "num_hidden_layers"), 64)}
     content = json.dumps({**settings, **shape, "num_attention_heads": 2})

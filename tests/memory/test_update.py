@@ -31,7 +31,7 @@ SHAPE = torch.Size((512, 512))
 
 
 def peak_of(step: Callable[[], Any]) -> int:
-    """The most that is allocated beyond what is there before."""
+    """Return the peak of allocated bytes during `step`, above the bytes allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     held = most = 0
@@ -103,7 +103,7 @@ def transient(**settings: Any) -> int:
 
 
 def test_eight_bit_states_are_updated_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not 53 bytes of each of the 525 million elements of a head."""
+    """An update of a whole head would take 53 bytes for each of 525 million elements."""
     whole_group = {"devices": 1, "zero_stage__stage": 0, "precision__compute": DataType.fp32}
     found = transient(optimizer__kind="adamw_8bit", **whole_group)
     assert found == 53 * AT_ONCE

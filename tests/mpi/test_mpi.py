@@ -39,7 +39,7 @@ def port() -> Iterator[int]:
 
 
 def prepare(flavor: str, folder: Path, port: int) -> list[str]:
-    """A hostfile of two names, a remote shell, and the overrides that use them, on a port."""
+    """Write a hostfile of two names and a remote shell; return the overrides that use them."""
     program, options = FLAVORS[flavor]
     if shutil.which(program) is None:
         pytest.skip(f"needs {program} (Debian: apt-get install openmpi-bin mpich)")
@@ -99,7 +99,9 @@ def test_stopping_mpirun_leaves_nothing(tmp_path: Path, port: int) -> None:
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path, port: int) -> None:
-    """With a hostile folder and value, to the loss of one machine."""
+    """Folder and variable contain text that a shell would execute; losses are those of one
+    machine.
+    """
     overrides = prepare(flavor, tmp_path, port)
     run = tmp_path / HOSTILE
     value = f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"

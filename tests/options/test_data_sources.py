@@ -243,7 +243,7 @@ def test_a_column_without_a_name_in_utf_8_and_dates_beyond_python_are_errors(tmp
 
 
 def saved_dataset(folder, *shards):
-    """As `save_to_disk` writes it."""
+    """Write a dataset as `datasets`' `save_to_disk` does."""
     folder.mkdir(parents=True)
     names = [f"data-{n:05d}-of-{len(shards):05d}.arrow" for n in range(len(shards))]
     for name, rows in zip(names, shards, strict=True):

@@ -54,7 +54,7 @@ raise Mute
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with an optimizer: its code under options/, its YAML under conf/."""
+    """Folder with an optimizer: its code under options/, its YAML under conf/."""
     code, values = (tmp_path / "own" / name / "optimizer" for name in ("options", "conf"))
     code.mkdir(parents=True)
     values.mkdir(parents=True)
@@ -84,7 +84,7 @@ def trainctl(folder: Path):
 
 @pytest.fixture
 def trusted(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """In this process too, which forgets it."""
+    """Option folder that this process trusts for the length of a test."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "options"))
     names.cache_clear()
     load.cache_clear()

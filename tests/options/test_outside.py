@@ -46,7 +46,7 @@ OWN = (
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that pip installed the package into."""
+    """Folder that pip installed the package into."""
     folder = tmp_path_factory.mktemp("installed")
     options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", folder)
     subprocess.run([sys.executable, "-m", "pip", "install", *options, PACKAGE], check=True)
@@ -89,9 +89,9 @@ class Trained:
     run: Path
     """Stopped after two steps and resumed."""
     whole: Path
-    """Its four steps without a stop."""
+    """Run of the same four steps without a stop."""
     fleets: tuple[str, str]
-    """What the launcher wrote into `run` at its launch and at its resume."""
+    """Text that the launcher wrote into `run` at its launch and at its resume."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, preloaded
 
 
 def steps(run: Path) -> dict[int, float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return {each["step"]: each["loss"] for each in records if each["event"] == "step"}
 
@@ -196,7 +196,7 @@ def test_a_logger_is_sent_every_step(trained: Trained) -> None:
 
 
 def write_texts(folder: Path) -> Path:
-    """A folder of fortunes, 20 in each of four files."""
+    """Write a folder of fortunes, 20 in each of four files."""
     texts = folder / "texts"
     texts.mkdir()
     for file in "abcd":
@@ -206,7 +206,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def test_an_objective_is_trained_on_and_records_what_it_measures(trained: Trained) -> None:
-    """Its loss is less than the cross entropy of a guess: what is likely counts less."""
+    """The focal loss is below the cross entropy of a guess, because likely tokens count less."""
     assert 0 < steps(trained.whole)[1] < 0.995 * math.log(264)
     records = map(json.loads, (trained.whole / "events.jsonl").read_text().splitlines())
     measured = [each["objective"] for each in records if each["event"] == "step"]

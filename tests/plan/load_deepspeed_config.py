@@ -32,7 +32,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def layout(mesh: dict[str, int]) -> object | None:
-    """What `deepspeed.initialize` is given, or makes, as its mpu for this mesh."""
+    """Return the mpu that `deepspeed.initialize` is given, or makes, for this mesh."""
     if mesh["pipeline"] > 1:
         topology = PipeModelDataParallelTopology(
             num_pp=mesh["pipeline"], num_mp=mesh["tensor"], num_dp=mesh["data"]
@@ -42,7 +42,7 @@ def layout(mesh: dict[str, int]) -> object | None:
 
 
 def optimizer_of(config: DeepSpeedConfig) -> str | None:
-    """The class that DeepSpeed makes of the optimizer block; none where it would compile one."""
+    """Return the class that DeepSpeed makes of the optimizer block; None if it would compile one."""
     block = config.optimizer_params
     if block is None or config.optimizer_name in ("lion", "lamb"):
         return None

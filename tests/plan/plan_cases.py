@@ -11,7 +11,9 @@ from trainctl.hardware import Hardware
 
 
 def config_with(**changes: Any) -> RunConfig:
-    """A legal config of 100 steps with changes: `zero_stage__stage=3`; enums by their value."""
+    """Return a legal configuration of 100 steps with changes (`zero_stage__stage=3`; enums by
+    value).
+    """
     plain = to_plain(RunConfig())
     plain["training"]["steps"] = 100
     for key, value in changes.items():

@@ -1,4 +1,4 @@
-"""Which axes may cut an architecture is what the script found out, and what the page shows."""
+"""Tests that the table of axes per architecture is the script's result, and the page's content."""
 
 import subprocess
 import sys

@@ -79,7 +79,7 @@ def plan_of(name):
 
 
 def optimizer_plan(kind):
-    """Of a program of the user's: trainctl's own trainer makes some of them itself."""
+    """Plan a user's program with this optimizer: trainctl's own trainer builds some itself."""
     config = config_with(optimizer__kind=kind, zero_stage__stage=1, script="train.py")
     return resolve(config, gpus(2)).plan
 
@@ -97,7 +97,7 @@ def case_of(plan, *, mpu=True):
 
 @pytest.fixture(scope="module")
 def loaded():
-    """What DeepSpeed made of every case, optimizer and recipe, from one process."""
+    """DeepSpeed's reading of every case, optimizer and recipe, from one process."""
     plans = {name: plan_of(name) for name in CASES}
     plans |= {kind: optimizer_plan(kind) for kind in names("optimizer")}
     for name in WHOLE:

@@ -1,4 +1,4 @@
-"""What is rendered is read back: the table of keys gives a config its own values again."""
+"""Tests that the table of keys reads a rendered configuration back to its own values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = Batch(
 
 
 def any_value(key: str) -> st.SearchStrategy[Any]:
-    """A value that a key takes, in plain form."""
+    """Return a strategy of values that the key takes, in plain form."""
     leaf = leaves()[key]
     kinds = get_args(leaf.hint) or (leaf.hint,)
     kind = next(each for each in kinds if each is not type(None))

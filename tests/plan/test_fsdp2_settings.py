@@ -1,4 +1,4 @@
-"""What a plan tells torch's `fully_shard`, and what it has no more to say to DeepSpeed."""
+"""Tests of the plan's settings for torch's `fully_shard`, and of the empty DeepSpeed ones."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 
 
 def random_config(draw: random.Random):
-    """A config whose groups may be cut in any way."""
+    """Draw a configuration whose parameter groups may be cut in any way."""
     patterns = ("norm", r"\.0\.", "embed|wte", "proj", "bias", "weight", "lm_head")
     return config_with(
         model__family=draw.choice(FAMILIES),
@@ -121,7 +121,7 @@ def test_the_plan_prints_the_groups_and_their_counts():
 
 
 def test_muon_takes_matrices_only():
-    """Of another architecture the experts of a block may be one tensor of three dimensions."""
+    """Some architectures hold all experts of a block in one tensor of three dimensions."""
     config = config_with(optimizer__kind="muon")
     name = "model.layers.0.mlp.experts.down_proj"
     assert group_of(config, name, (64, 32)).uses_muon

@@ -180,7 +180,7 @@ def test_the_batch_of_a_step_is_that_of_its_stage():
 
 @given(st.lists(st.integers(0, 60), min_size=10, max_size=10))
 def test_behind_batches_that_were_passed_over_a_batch_has_samples_of_one_stage(passed_over):
-    """The counter says which stage it is; no counter of a stage of another length is in a batch."""
+    """The sample counter decides the stage, so a batch never mixes stages of different lengths."""
     _, batches = staged()
     bounds = [stage.first_sample for stage in batches.stages]
     samples = 0

@@ -1,4 +1,4 @@
-"""What a resume says of the order of its samples, held against the samples that are then drawn."""
+"""Tests of the sample order that a resume announces against the samples it draws."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ DECAYING = (
     "wsd",
     "one_cycle",
 )
-"""These go from the peak to the floor; one_cycle also begins there."""
+"""Schedules that fall from the peak to the floor; one_cycle also begins at the floor."""
 
 
 def batch_of(size):
@@ -47,7 +47,7 @@ CONSTANT = Batches.of((), batch_of(3))
 
 
 def schedule_of(kind, **fields):
-    """Of a kind, with those fields that it has."""
+    """Return a schedule of this kind, with the fields that the kind has."""
     own = {
         name: value
         for name, value in fields.items()
@@ -149,7 +149,9 @@ STEEPEST = {
 
 @given(schedules(tuple(STEEPEST)))
 def test_the_curve_has_no_jump(curve):
-    """An update changes no more than the steepest slope times its part of the way."""
+    """An update changes the factor by at most the steepest slope times the update's share of the
+    run.
+    """
     warmup, total = curve.warmup_steps, curve.total_steps
     steepest = STEEPEST[curve.config.kind]
     for step in range(total - 1):
@@ -255,7 +257,9 @@ def test_exponential_halves_the_logarithm_in_the_middle():
 
 
 def test_a_cosine_reaches_its_floor_and_no_less():
-    """With a floor of 0.1 (arXiv:2203.15556, appendix B): 0.55 half-way, 0.1 at the end."""
+    """The floor of 0.1 is Chinchilla's (arXiv:2203.15556, appendix B): 0.55 half-way, 0.1 at the
+    end.
+    """
     halfway, end = (factor_at(s, kind="cosine", floor_ratio=0.1) for s in (60, 110))
     assert halfway == pytest.approx(0.55) and end == 0.1
 
@@ -269,14 +273,13 @@ def test_the_transformer_paper_schedule():
 
 
 def typed(step, kind, **fields):
-    """The factor where nobody has asked for a floor: T=400, no warmup."""
+    """Return the factor at a step without a configured floor; 400 steps, no warmup."""
     return curve_of(new_section("schedule", kind, **fields), 400, 0).factor(step)
 
 
 def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
-    """Each by its definition: powers of the factor, and one over the root of the update's number.
-
-    Not by what a kind that does decay to a floor has for one.
+    """Expected factors follow the definitions: powers of the factor, and the inverse square root of the
+    update's number. The default floor of decaying schedules does not apply.
     """
     for step in range(400):
         hundreds, number = step // 100, step + 1
@@ -328,7 +331,9 @@ def test_restarts_are_those_of_the_paper(factor):
 
 
 def test_milestones_are_steps_tokens_or_shares_of_the_run():
-    """In tokens, with 20, 40 and 80 a step: 200 of them after 10 steps, 640 and 641 after 21."""
+    """At 20, 40 and 80 tokens a step, step 10 has seen 200 tokens, and step 21 is the first past
+    640.
+    """
     milestones = {"schedule__kind": "milestones", "schedule__step_factor": 0.5}
     cases = {
         (25, 45): {"milestone_fractions": [0.5, 0.9]},
@@ -470,7 +475,9 @@ def test_a_ramp_and_lengths_in_tokens_become_steps_with_a_reason():
 
 
 def test_a_share_is_of_the_unit():
-    """A tenth of 3000 tokens is as near to 280 as to 320, at step 13; of 50 steps it is 5."""
+    """A tenth of 3000 tokens lies midway between 280 and 320, at step 13; a tenth of 50 steps is
+    5.
+    """
     tenth = {"schedule__warmup_fraction": 0.1}
     assert plan_with(**RAMPED, **tenth).warmup_steps == 5
     assert plan_with(**RAMPED, **tenth, schedule__unit="tokens").warmup_steps == 13

@@ -57,13 +57,13 @@ BASES = {
 
 
 def named_in(reason: str) -> tuple[str, ...]:
-    """The configuration keys that a reason names, in its order."""
+    """Return the configuration keys that a reason names, in its order."""
     words = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+", reason)
     return tuple(word for word in dict.fromkeys(words) if word in leaves())
 
 
 def variants(changes: dict) -> Iterator[dict]:
-    """The base, and the base with one switch or choice turned."""
+    """Yield the base, and the base with each single switch or choice changed."""
     yield changes
     for key, leaf in leaves().items():
         kinds = [kind for kind in get_args(leaf.hint) or (leaf.hint,) if isinstance(kind, type)]

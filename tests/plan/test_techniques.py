@@ -1,4 +1,4 @@
-"""What launch refuses today is said in words that name the key."""
+"""Tests that unsupported techniques are refused by messages that name the key."""
 
 from __future__ import annotations
 

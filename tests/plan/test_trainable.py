@@ -1,4 +1,4 @@
-"""What trains and what stays: every tensor is one or the other, whatever is asked for."""
+"""Tests that every tensor is either trainable or frozen under any setting."""
 
 from __future__ import annotations
 

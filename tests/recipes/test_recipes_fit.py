@@ -14,7 +14,7 @@ PEAKS = {
     "sft-70b-lora-8x80g": 34.4,
     "sft-70b-qlora-1x80g": 44.8,
 }
-"""Of a device, GiB."""
+"""Peak of each recipe on one device, in GiB."""
 
 
 @pytest.mark.parametrize("name", PEAKS)

@@ -46,14 +46,14 @@ FITTED = {
         "model.num_key_value_heads=4",
     ],
 }
-"""What fits a recipe to the small model and to few processes; the others are trained on two."""
+"""Overrides that fit a recipe to the small model and few processes; other recipes train on two."""
 
 
 NAMES = [name for name in WHOLE if name != "7b-zero3-nvme"]
 
 
 def data_of(name: str, folder: Path) -> list[str]:
-    """What a recipe is trained on here: text that every machine has, or pairs that are made."""
+    """Return the data overrides of a recipe: text that every machine has, or generated pairs."""
     if name != "dpo-8b-lora":
         return ["data=stdlib", "data.max_bytes=1000000"]
     pairs = folder / "pairs.jsonl"

@@ -62,7 +62,7 @@ def test_a_path_of_any_bytes_is_read_back_from_json(tmp_path: Path) -> None:
 def test_a_signals_handler_may_write_the_same_file_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So may a process of the same number, in another container."""
+    """A process of the same pid in another container may write it, too."""
     path = tmp_path / "stop"
     sync = os.fsync
 

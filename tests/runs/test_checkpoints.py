@@ -1,4 +1,4 @@
-"""Which folders count as checkpoints, what is kept, and what a damaged one says."""
+"""Tests of which folders count as checkpoints, of retention, and of messages about damage."""
 
 import pytest
 from small_checkpoints import save

@@ -24,7 +24,7 @@ NAMES = ("run.json", "status.json", "attempts/1/plan.json", "attempts/1/job.json
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good run beside one for each file that may be damaged."""
+    """Folder with a good run, and one run for each file that may be damaged."""
     root = tmp_path_factory.mktemp("runs")
     config = compose(["recipe=tiny"]).config
     plan = resolve(config, resolve_hardware(config.hardware)).plan

@@ -95,7 +95,9 @@ def test_holding_survives_an_error_inside(tmp_path: Path) -> None:
 def test_one_that_looks_does_not_keep_a_launch_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch that wrote itself in was killed on another machine, and `runs ls` looks."""
+    """`runs ls` holds a shared lock while it reads the entry of a launch killed on another
+    machine.
+    """
     monkeypatch.setattr(lock, "_LOOK_SECONDS", 60.0)
     run = RunPaths(tmp_path)
     run.lock.write_text('{"pid": 4711, "host": "elsewhere", "since": 1.0}\n')

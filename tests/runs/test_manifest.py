@@ -69,7 +69,7 @@ def put(path: Path, manifest: dict[str, Any], *, checksum: bool = True) -> None:
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where every value in a document is."""
+    """Yield the path of every value in a document."""
     if place:
         yield place
     if isinstance(value, list):
@@ -85,7 +85,7 @@ def parent(document: Any, place: tuple[Any, ...]) -> Any:
 
 
 def test_whatever_is_changed_gives_words_or_an_intact_checkpoint(run: RunPaths, path: Path) -> None:
-    """Each value deleted, and replaced by others, under a checksum that is made to match."""
+    """Each value is deleted, and replaced by others, with the checksum made to match."""
     draw = random.Random(5)
     original = content(path)
     run_id = checkpoints.own_id(run)
@@ -108,7 +108,7 @@ def test_whatever_is_changed_gives_words_or_an_intact_checkpoint(run: RunPaths, 
 
 
 def assert_consistent(manifest: dict[str, Any]) -> None:
-    """What its readers do with it without looking again."""
+    """Assert what readers of a manifest rely on without another check."""
     assert manifest["step"] == 10 and manifest["files"] and manifest["fragments"]
     assert "{:.4f}".format(*manifest["metrics"].values() or [0.0])
     for name, shape in manifest["shapes"].items():
@@ -117,7 +117,7 @@ def assert_consistent(manifest: dict[str, Any]) -> None:
 
 
 def test_any_byte_and_any_value_under_the_old_checksum_is_seen(path: Path) -> None:
-    """The order of keys and the spaces between them are all that may change."""
+    """Only the order of keys and the whitespace between them may change."""
     draw = random.Random(13)
     original = content(path)
     for place in list(places(original)):

@@ -1,4 +1,4 @@
-"""What another user of the machine can see of a run, and that he cannot hold it up."""
+"""Tests that other users of the machine see only what they may, and cannot block a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that anybody may look into."""
+    """Folder that all users may read."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o755)
     yield path
@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 
 
 def as_nobody(does: Callable[[], object]) -> str:
-    """What a function says, in a process of another user; the name of its error if it raises."""
+    """Run a function as another user; return its result as text, or the name of its error."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:

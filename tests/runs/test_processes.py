@@ -1,4 +1,4 @@
-"""On real processes: forks, signals, `/proc`."""
+"""Tests on real processes: forks, signals, `/proc`."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
 
 
 def test_a_line_that_another_writer_left_torn_costs_only_itself(tmp_path: Path) -> None:
-    """As on a disk that was full for it, while this writer had the file open."""
+    """Another writer leaves such a line if the disk is full at its write."""
     path = tmp_path / "events.jsonl"
     with EventWriter(path, 1) as writer:
         writer.write("step", step=1)

@@ -34,7 +34,7 @@ VALUES = st.recursive(
 
 
 def fields_of(step: int) -> dict[str, Any]:
-    """What the trainer records of a step on a GPU, with digits as they come."""
+    """Return a GPU trainer's step record, with unrounded digits where the trainer has them."""
     rate, speed = 6e-4 * (0.55 + 0.45 * math.cos(step * 3.1e-6)), 1.2158e6 + math.sin(step) * 1e4
     norms = [0.5 + 0.1 * math.sin(step), 0.3 + 0.1 * math.cos(step)]
     seconds = {"total": 0.431, "data": 0.00012, "forward": 0.12, "backward": 0.27}

@@ -186,7 +186,7 @@ def test_values_that_others_fill_in_are_left_to_trainctl():
 
 
 def test_what_is_auto_was_set_by_nobody_and_is_named():
-    """Not at DeepSpeed's own defaults either: nobody asked for those."""
+    """DeepSpeed's own defaults are not imported either, because nobody chose them."""
     config = {
         **dict.fromkeys(BATCH, "auto"),
         "gradient_clipping": "auto",

@@ -1,4 +1,4 @@
-"""What a key turns into."""
+"""Tests of what a configuration key changes in the plan."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SHAPES = {tensor.name: tensor.shape for tensor in all_tensors(ModelConfig())}
 
 
 def save(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F8_E4M3") -> None:
-    """A file with that header, and as many bytes as it speaks of."""
+    """Write a safetensors file with these shapes, sparse and of the right size."""
     width = {"F8_E4M3": 1, "BF16": 2}[dtype]
     header, end = {}, 0
     for name, shape in shapes.items():

@@ -130,7 +130,7 @@ def test_nothing_that_fits_is_faster(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", names("optimizer"))
 def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
-    """The search budgets sketches: of no optimizer may it know less by that."""
+    """The search budgets sketches, which must know as much about each optimizer as plans do."""
     hardware = hardware_of("h100-80g", 1, 8)
     compared = 0
     for stage, away in product(range(4), (OffloadDevice.none, OffloadDevice.cpu)):
@@ -152,7 +152,9 @@ def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
 def test_what_a_rule_refuses_says_nothing_of_larger_variants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of memory a smaller variant tells; a rule may refuse the smaller one alone."""
+    """A larger variant needs more memory than a smaller one, but a rule may refuse the smaller
+    alone.
+    """
 
     def refuses(config: RunConfig, hardware: Hardware) -> Assessment:
         if not config.zero_stage.overlap_comm:
@@ -281,7 +283,7 @@ def test_a_faster_variant_that_fails_says_why() -> None:
 
 
 def test_a_faster_variant_is_compared_by_token_and_not_by_step() -> None:
-    """A batch in tokens has another number of sequences with other micro-batches."""
+    """With a batch in tokens, another micro-batch size gives another number of sequences."""
     values = LLAMA_70B | {"model.name": "llama-8b", "model.hidden_size": 4096}
     values |= {"model.intermediate_size": 14336, "model.num_layers": 32}
     values |= {"model.num_attention_heads": 32, "zero_stage.stage": 3}

@@ -98,7 +98,7 @@ LLAMA_7B = {
 
 
 def time_of(nodes: int = 1, devices: int = 8, **changes: Any) -> StepTime:
-    """Of a step of Llama-7B on H100; `zero_stage__stage=3` changes a key."""
+    """Return the time of a step of Llama-7B on H100s; `zero_stage__stage=3` changes a key."""
     values = LLAMA_7B | {key.replace("__", "."): value for key, value in changes.items()}
     return step_time(plan_of(hardware_of("h100-80g", nodes, devices), values))
 

@@ -1,4 +1,4 @@
-"""What would fit: each suggestion does, keeps the global batch, and comes in time."""
+"""Tests that each suggestion fits, keeps the global batch, and is found in time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENUMS = {
 def apply(
     suggestion: Suggestion, config: RunConfig, hardware: Hardware
 ) -> tuple[RunConfig, Hardware]:
-    """What the user gets who pastes the overrides."""
+    """Return the configuration and hardware after the user pastes the suggested overrides."""
     for override in suggestion.overrides:
         key, value = override.split("=")
         section, name = key.split(".")

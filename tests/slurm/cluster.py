@@ -67,16 +67,15 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> list[str]:
-    """What this machine lacks for it."""
+    """Return what this machine lacks to run Slurm."""
     found = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
     return [*found, *(["root"] if os.geteuid() else [])]
 
 
 class Cluster:
-    """Started by `with`; its commands run with the cluster's configuration.
+    """Slurm cluster on this machine, started by `with`.
 
-    Args:
-        folder: Short: sockets lie in it.
+    `folder` needs a short path, because it holds sockets.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,12 +85,12 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With which Slurm's commands, and trainctl, find this cluster and no other."""
+        """Variables with which Slurm's commands and trainctl find this cluster and no other."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TRAINCTL_"))}
         return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
 
     def run(self, *command: str, code: int | None = 0) -> str:
-        """A command of Slurm's; what it printed."""
+        """Run a Slurm command and return its output."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60
         )
@@ -106,7 +105,7 @@ class Cluster:
         return f"{found[1]} {found[2]}"
 
     def wait_for(self, job: str, *states: str, seconds: float = 120) -> str:
-        """The job's state, once it is one of these."""
+        """Wait until the job is in one of these states, and return its state."""
         deadline = time.monotonic() + seconds
         while True:
             state = self.state(job)

@@ -10,7 +10,7 @@ from cluster import Cluster, missing
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A Slurm of two nodes, for all tests; skips where Slurm is not installed, or not as root."""
+    """Slurm cluster of two nodes for all tests; skips without Slurm or root."""
     lacking = missing()
     if lacking:
         pytest.skip(f"needs {', '.join(lacking)} (Debian: apt-get install slurm-wlm munge)")

@@ -58,7 +58,7 @@ def wait_until(happened: Callable[[], object], what: str, run: Path, seconds: fl
 
 
 def preempt(cluster: Cluster) -> str:
-    """A job that needs both nodes and goes before; its id."""
+    """Submit a job of higher priority that needs both nodes, and return its id."""
     command = ("sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null")
     return cluster.run(*command, "--wrap", "sleep 1").strip()
 

@@ -52,7 +52,7 @@ def newest(run: RunPaths) -> Path:
 
 
 def started(folder: Path, trained: str, base: Path, processes: int = 1, **layout: object):
-    """A run of an adapter on a base directory, not yet trained."""
+    """Return the paths and plan of an untrained adapter run on the base directory."""
     config = config_of(Adapting(trained=trained), STEPS)
     config.model.initial_weights = str(base)
     config.checkpoint.at_end = True
@@ -237,7 +237,7 @@ def test_what_trains_beside_an_adapter_is_exported_with_it(tmp_path: Path, model
 def test_a_bias_that_trained_beside_its_layer_s_adapter_is_in_the_merged_model_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a module to save it would take the place of the layer, and of its adapter."""
+    """PEFT's `modules_to_save` would replace the whole layer, together with its adapter."""
     config = config_of(Adapting(model="gpt2"), STEPS)
     config.adapter.also_train = ["c_attn.bias"]
     run = RunPaths(tmp_path / "run")

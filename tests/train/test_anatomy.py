@@ -1,4 +1,4 @@
-"""What is read of an architecture is what transformers' model has."""
+"""Tests that compare the anatomy read from an architecture with transformers' model."""
 
 from __future__ import annotations
 

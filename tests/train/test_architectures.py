@@ -64,7 +64,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def directory(folder, kind, changes):
-    """A directory with weights, as transformers writes them."""
+    """Write a directory with random weights by transformers and return its model section."""
     torch.manual_seed(5)
     config = AutoConfig.for_model(kind, **(SHAPE | changes))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -50,7 +50,9 @@ def case_of(config: RunConfig, folder: Path, attempt: int = 1) -> Case:
 
 
 def cut_off(source: Case, config: RunConfig) -> Case:
-    """To resume a copy of a run, without what it saved after the half, by another plan."""
+    """Copy a run without its checkpoints after step HALF, and return a case that resumes it on 2
+    ranks.
+    """
     folder = source.run.root.with_name(f"{source.run.root.name}-at-{config.zero_stage.stage}")
     shutil.copytree(source.run.root, folder)
     for step in range(HALF + 1, STEPS + 1):
@@ -70,7 +72,7 @@ def weights_of(case: Case, step: int = STEPS, state: str = AVERAGE) -> Weights:
 
 
 def by_formula(case: Case) -> dict[int, Weights]:
-    """The average after each step, from the weights in the checkpoints of every second one."""
+    """Compute the weight average by step, from the master weights of every second checkpoint."""
     config, shapes = case.plan.config, Checkpoint(path_of(case)).manifest["shapes"]
     whole_model = skeleton(config.model, torch.float32)
     seeded = SeedWeights.of(config.model, whole_model, config.training.seed)
@@ -94,7 +96,9 @@ def assert_close(found: Weights, expected: Weights, tolerance: float) -> None:
 
 
 def assert_evaluated(case: Case) -> None:
-    """The records have the losses of both, as a model loaded from the checkpoint has them."""
+    """Assert that the recorded losses of weights and average are those of models loaded from the
+    checkpoint.
+    """
     recorded = [event for event in read_events(case.run.events) if event["event"] == "evaluation"]
     assert [event["step"] for event in recorded] == [2, 4, 6]
     losses = recorded[-1]

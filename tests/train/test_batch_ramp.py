@@ -33,7 +33,9 @@ def of_batches(stage=2, compute=DataType.fp32, **training):
 
 
 def ramped(stage=2, compute=DataType.fp32, offload=OffloadDevice.none, **parallelism):
-    """The first size until a step, the second until as many tokens have been seen."""
+    """Build a configuration whose batch ramp has one size until a step and one until a token
+    count.
+    """
     tokens = LENGTH * (ENDS[0] * SIZES[0] + (ENDS[1] - ENDS[0]) * SIZES[1])
     ramp = [
         {"until_steps": ENDS[0], "global_batch_size": SIZES[0]},
@@ -47,7 +49,7 @@ def ramped(stage=2, compute=DataType.fp32, offload=OffloadDevice.none, **paralle
 
 
 def trained(folder, *plans, processes=2):
-    """The run of these plans, one attempt each."""
+    """Train one run with one attempt for each plan, and return its paths."""
     run = RunPaths(folder)
     for attempt, plan in enumerate(plans, start=1):
         world = processes if isinstance(processes, int) else processes[attempt - 1]
@@ -57,7 +59,7 @@ def trained(folder, *plans, processes=2):
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory):
-    """One size an attempt, each with an engine of its own, from checkpoint to checkpoint."""
+    """Train the ramp as one attempt per batch size, each with an engine of its own."""
     plans = [
         with_stop(tiny_plan(of_batches(global_batch_size=size), 2), end)
         for size, end in zip(SIZES, ENDS, strict=True)

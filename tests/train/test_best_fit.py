@@ -158,7 +158,7 @@ def test_what_is_shown_is_what_was_trained_on(config):
 
 @pytest.fixture
 def with_words(config, tmp_path):
-    """A tokenizer of words, which has the tokens that fill-in-the-middle needs."""
+    """Return the configuration with a word tokenizer that has the fill-in-the-middle tokens."""
     vocabulary = {name: n for n, name in enumerate([*NAMES, "</s>", *SENTINELS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""At ZeRO-3 no rank ever holds more than a block unpartitioned."""
+"""Test that no ZeRO-3 rank ever holds more than one block unpartitioned."""
 
 import pytest
 from rank_processes import Case, tiny_config, tiny_plan, train_cases

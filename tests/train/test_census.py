@@ -1,4 +1,4 @@
-"""What a real engine keeps after a step, tensor by tensor, against the budget's resident states."""
+"""Tests of the budget's resident states against a real engine's tensors after a step."""
 
 from __future__ import annotations
 
@@ -187,8 +187,9 @@ def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_states(world_size: int, tmp_path: Path) -> None:
-    """All ranks together, whose host it is: which of them has the tensors that partitions cut is
-    not foreseen. DeepSpeed compiles its optimizer for the CPU when it is first used."""
+    """Ranks are summed because they share a host, and it is not foreseen which rank holds the tensors
+    that partitions cut. DeepSpeed compiles its CPU optimizer at its first use.
+    """
     plans = {name: plan(world_size, *case) for name, case in OFFLOADED.items()}
     ranks = counted(world_size, plans, tmp_path)
     for name, of in plans.items():

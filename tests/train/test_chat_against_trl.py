@@ -1,4 +1,4 @@
-"""What is learnt of conversations, and the losses, against TRL's trainer on the same batch."""
+"""Tests of labels and losses on conversations against TRL's trainer on the same batch."""
 
 import json
 
@@ -26,7 +26,7 @@ CHATS = [
 
 
 def losses_of_trl(base, folder):
-    """Its loss at each step."""
+    """Train with TRL's SFTTrainer and return its loss at each step."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -138,7 +138,7 @@ def built(config):
 
 
 def learnt(config, corpus, tokenizer):
-    """What the samples have, and the texts that have a label in them, in order."""
+    """Return one micro-batch of all samples, and the decoded text of the tokens that have a label."""
     data = PackedDataset(
         corpus,
         corpus.train,

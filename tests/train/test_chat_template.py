@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
-    """A template by its text, with the same tokenizer."""
+    """Return a function that makes a chat template from its text, with the same tokenizer."""
     place = tmp_path_factory.mktemp("templates")
 
     def make(folder, text):
@@ -122,7 +122,9 @@ def test_what_a_user_types_forges_no_turn(folder, named):
 
 @pytest.mark.parametrize("text", [MARKED, UNMARKED], ids=["marks", "prefixes"])
 def test_a_turn_is_not_forged_where_nothing_is_special(named, tmp_path, text):
-    """The tokens that the template writes are text of a user or a tool, and no one else's."""
+    """The template's own tokens are encoded as plain text in the text of users and tools. The
+    assistant's text keeps them.
+    """
     end, start = "<|im_end|>", "<|im_start|>"
     template = named(write_tokenizer(tmp_path, special=False), text)
     number = template._backend.token_to_id

@@ -49,7 +49,7 @@ def texts(tmp_path, monkeypatch):
 
 
 def mixed(folder, *names, stages=(), steps=4, **sources):
-    """A run of sources of the same weight, changed as said."""
+    """Build a configuration of sources with equal weights, changed by `sources`."""
     plain = to_plain(tiny_config(steps=steps, sequence_length=32, precision__compute=DataType.fp32))
     plain["data"]["sources"] = {
         name: {
@@ -128,7 +128,9 @@ def test_a_source_that_is_short_ends_the_launch_before_its_ranks(texts, tmp_path
 
 
 def run_of(folder, plan, samples, step):
-    """A run that has drawn so many samples."""
+    """Make a run with a checkpoint at `step`, after `samples` samples; return its paths and the
+    folder.
+    """
     run = RunPaths(folder)
     run.attempt(1).root.mkdir(parents=True)
     write_json(run.attempt(1).plan, to_plain(plan))

@@ -52,7 +52,6 @@ def files_config(texts, **fields):
 
 
 def test_the_cache_of_before_has_the_key_of_the_text():
-    """Of a source that has none, too."""
     assert identity_of(DataConfig()) == "text"
     assert identity_of(new_section("data", "files", text_key="body")) == "body"
 
@@ -159,13 +158,13 @@ def test_a_glob_without_files_says_which(tmp_path):
 
 
 def built(texts, **fields):
-    """The corpus, and what was told about the cache."""
+    """Build the corpus; return it with the messages about the cache."""
     told: list[str] = []
     return build_corpus(files_config(texts, **fields), ByteTokenizer(), tell=told.append), told
 
 
 def test_the_digest_tells_training_text_from_held_out_text(texts):
-    """The same tokens one after the other, and another file held out: another corpus."""
+    """Both corpora have the same tokens in the same order, and different held-out files."""
     names = sorted(texts.glob("*.txt"))
     assert len(names) == 20
     fields = [
@@ -346,7 +345,7 @@ def files_left():
 
 
 def in_format_1(corpus, folder):
-    """The corpus as it was written before there were checksums."""
+    """Write the corpus in format 1, which has no checksums, and load it."""
     folder.mkdir(parents=True)
     digest = hashlib.sha256()
     for split in (corpus.held_out, corpus.train):

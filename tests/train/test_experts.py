@@ -118,12 +118,12 @@ def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> 
 
 
 def only_of_experts(trial: Trial) -> tuple[tuple[str, object], ...]:
-    """Its settings without those of how it is computed."""
+    """Return the trial's settings of `experts`, without those of layout and precision."""
     return tuple(item for item in trial.settings if item[0].startswith("experts__"))
 
 
 def recorded(run: RunPaths) -> tuple[dict[int, tuple[float, float]], list[dict]]:
-    """The curve of a run, and what was recorded of its experts at each step."""
+    """Return the run's curve, and the `experts` field of each step's record."""
     events = step_curve(read_events(run.events))
     return curve(run), [event["experts"] for event in events.values()]
 

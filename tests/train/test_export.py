@@ -144,7 +144,7 @@ def test_memory_stays_far_below_the_model(tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """A configuration and a checkpoint of its model."""
+    """Return a tiny configuration and a checkpoint of its model."""
     config = tiny_config()
     return config, fabricate(RunPaths(tmp_path / "run"), config.model)
 
@@ -162,7 +162,7 @@ def test_a_run_with_flash_attention_is_exported_and_loaded_where_there_is_none(t
 
 
 def test_a_functions_model_without_token_ids_is_exported(tmp_path, monkeypatch):
-    """Its class of configuration has none of transformers' keys."""
+    """The bare `PretrainedConfig` has none of the usual keys of a model."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "bare_model.py").write_text(
         "from torch import nn\n"
@@ -223,7 +223,7 @@ def test_too_small_a_disk_is_found_before_anything_is_written(tmp_path, small, m
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, small):
-    """A real failure of the kernel: no file may grow beyond a limit."""
+    """The kernel itself fails the write: RLIMIT_FSIZE bounds the size of every file."""
     config, checkpoint = small
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))

@@ -17,13 +17,13 @@ SEEN = []
 
 
 def remember(value):
-    """What this process was asked to remember, in all; runs in the ranks."""
+    """Add the value to this process's list; return the list, RANK and WORLD_SIZE. Ranks run this."""
     SEEN.append(value)
     return SEEN, os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
 
 
 def die_on_the_second(number):
-    """The others wait for what never comes."""
+    """Kill rank 1 by the signal `number`; the other ranks wait for ever."""
     if os.environ["RANK"] == "1":
         print("my last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), number)
@@ -58,7 +58,7 @@ def bind_the_port(_):
 
 
 def start_server_and_wait(_):
-    """A client that is ended while its server has work."""
+    """Start a fork server inside a rank and wait for it, to be killed while the server has work."""
     with ForkServer((), {}) as inner:
         print(inner.pid, flush=True)
         inner.run("test_fork_server:wait_for_ever", None, 2, 60)

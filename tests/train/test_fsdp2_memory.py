@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` keeps and takes at its fullest, by tensors, against the budget."""
+"""Tests of the budget against the tensors of torch's `fully_shard`, resident and at the peak."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def plan(**changes: Any) -> RunPlan:
-    """A model whose weights outweigh its activations."""
+    """Plan a run whose weights outweigh its activations."""
     config = tiny_config(
         steps=4,
         sequence_length=16,

@@ -1,4 +1,4 @@
-"""How many weights ZeRO-3 holds whole at once, in a real engine, against the budget."""
+"""Tests of the budget's number of gathered parameters against a real ZeRO-3 engine."""
 
 from __future__ import annotations
 

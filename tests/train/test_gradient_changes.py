@@ -1,4 +1,4 @@
-"""What is done to gradients, against a few lines of torch on one process, at every ZeRO stage."""
+"""Tests of gradient options against a short single-process torch loop, at every ZeRO stage."""
 
 import functools
 import tempfile
@@ -103,7 +103,9 @@ def test_all_of_them_at_once(tmp_path, stage):
 
 
 def test_each_changes_the_curve(tmp_path):
-    """By more than the tolerance above, so that one which did nothing would be seen."""
+    """Each option changes the curve by more than the tolerance above, so a dead option would be
+    seen.
+    """
     plain, _ = reference(())
     for options in OPTIONS.values():
         found, _ = reference(tuple(options.items()))
@@ -208,7 +210,7 @@ def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
 
 
 def test_one_of_them_decides_what_is_clipped_at():
-    """The adaptive limit where there is one, and optimizer.gradient_clipping where there is not."""
+    """Adaptive clipping replaces `optimizer.gradient_clipping` once the history has enough norms."""
     limits = {}
     for kind in AdaptiveClipping:
         config = RunConfig()

@@ -159,7 +159,7 @@ NOISE = random.Random(3)
 
 
 def falling(first, last, steps, noise=0.05):
-    """A loss that falls as training losses do: fast at first, with noise in proportion."""
+    """Yield a loss that falls as training losses do: fast at first, with proportional noise."""
     for step in range(steps):
         value = last + (first - last) * math.exp(-4 * step / steps)
         yield value * (1 + NOISE.gauss(0, noise))

@@ -32,7 +32,7 @@ COMPILED = KernelsConfig(compile=CompileKind.blocks)
 
 @pytest.fixture
 def counters():
-    """What the compiler did, from here on."""
+    """Reset torch.compile and return its counters."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return torch._dynamo.utils.counters
@@ -61,7 +61,7 @@ def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, co
 
 @pytest.mark.slow
 def test_curves_agree_with_compiled_blocks(tmp_path):
-    """At ZeRO-3 the hooks that gather weights cut the graphs, and the results are the same."""
+    """ZeRO-3's hooks that gather weights break the graphs, which must not change the results."""
     cases = []
     for index, (stage, kind) in enumerate(
         [(0, CompileKind.none), (2, CompileKind.blocks), (3, CompileKind.blocks)]

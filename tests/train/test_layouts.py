@@ -90,7 +90,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By case: on one process, and on its layout."""
+    """Runs of each case, by name: on one process, and on the case's layout."""
     folder = tmp_path_factory.mktemp("layouts")
     found = {
         name: (RunPaths(folder / f"{number}-alone"), RunPaths(folder / f"{number}"))

@@ -149,7 +149,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
 
 
 def test_a_run_ends_when_the_held_out_loss_stays_and_remembers_over_a_resume(tmp_path):
-    """With a rate that moves nothing the loss is the same each time: no improvement."""
+    """The learning rate is too small to move a weight, so no evaluation is an improvement."""
     config = scheduled("constant", steps=12)
     config.training = replace(
         config.training, evaluation_samples=4, evaluate_every_steps=2, stop_patience=3

@@ -29,7 +29,9 @@ class CrossEntropyOutput:
 
 
 def stand_in(input, weight, target, *, bias, ignore_index, lse_square_scale, reduction, **returns):
-    """The loss has the z-loss in it; what is returned of that alone has no gradient."""
+    """Compute what the fused kernel returns: the loss includes the z-loss, which alone has no
+    gradient.
+    """
     assert reduction == "sum"
     logits = torch.nn.functional.linear(input, weight, bias)
     counted = target != ignore_index

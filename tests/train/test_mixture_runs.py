@@ -21,7 +21,7 @@ WORDS = ("river", "stone", "letter", "window", "garden", "morning", "paper", "wi
 
 
 def texts(folder):
-    """A source that the run sees twice, and one that it does not see all of."""
+    """Write two sources: the run sees the small one twice and only a part of the large one."""
     folder.mkdir()
     small, large = folder / "small.txt", folder / "large.txt"
     small.write_text(" ".join(WORDS[i * i % 7] for i in range(305)))

@@ -151,7 +151,7 @@ def test_every_layout_computes_what_one_process_does(family, tmp_path):
 
 
 def test_outside_training_and_in_transformers_the_model_is_the_same(tmp_path):
-    """Of a run: its recorded held-out loss, and the logits of what is exported from it."""
+    """The recorded held-out loss is compared, and the logits of the exported model."""
     configs = {family: scaled(family, zero_stage__stage=2) for family in ("llama", "gpt2")}
     runs = {family: RunPaths(tmp_path / family) for family in configs}
     cases = [Case(tiny_plan(config, 2), runs[family]) for family, config in configs.items()]

@@ -24,7 +24,7 @@ TEXT = "a <|call|>b<|end|>"
 
 
 def write_base(folder: Path, *, tied: bool = False, spare_rows: int = 0) -> int:
-    """A small model with a tokenizer, in several files; its number of ids."""
+    """Write a small model with a tokenizer, in several files; return the number of token ids."""
     write_tokenizer(folder)
     ids = len(AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(3)
@@ -137,7 +137,7 @@ def test_an_index_without_metadata_and_further_templates_are_kept(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
 def test_a_run_starts_from_it(tmp_path: Path) -> None:
-    """On two tensor ranks, which share the vocabulary; exported with its tokens."""
+    """Two tensor ranks shard the vocabulary; the export has the new tokens."""
     ids = write_base(tmp_path / "base")
     said = trainctl("add-tokens", "base", "out", *NEW, "<|im_end|>", cwd=tmp_path)
     assert f"<|call|> ({ids}), <|end|> ({ids + 1})" in said and "<|im_end|> was there" in said

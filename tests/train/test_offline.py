@@ -26,7 +26,7 @@ def offline(task, *arguments):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run with one attempt and a corpus, but no checkpoint."""
+    """Paths of a run with one attempt and a corpus, but no checkpoint."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     run = RunPaths(tmp_path / "run")
     plan = tiny_plan(tiny_config(steps=1), 1)
@@ -66,7 +66,7 @@ def test_a_device_that_is_not_here_is_refused(run):
 
 
 def test_what_a_directory_lacks_is_said(tmp_path):
-    """Not the number of findings alone."""
+    """The message names the missing file, not only the number of findings."""
     code, answer = offline("add-tokens", tmp_path / "none", tmp_path / "out", '["<a>"]')
     assert code == ExitCode.bad_input and str(tmp_path / "none") in answer["error"]["message"]
     assert "config.json" in answer["error"]["hint"] and not (tmp_path / "out").exists()

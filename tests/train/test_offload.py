@@ -77,7 +77,9 @@ def test_host_memory(tmp_path):
 
 
 def test_a_part_on_the_device(tmp_path):
-    """The device's part has an optimizer of its own, which follows the schedule and is saved."""
+    """The parameters on the device have an optimizer of their own. It follows the schedule and is
+    checkpointed.
+    """
     reference = RunPaths(tmp_path / "reference")
     train_cases(2, [Case(plan(3, "none"), reference)])
     run, results = assert_resumes_exactly(

@@ -36,7 +36,9 @@ LEARNING_RATES = {
 
 
 def optimized(kind: str, stage: int = 0, **training: object) -> RunConfig:
-    """The tiny model with one optimizer; matrices of 4096 elements and more, for 8-bit states."""
+    """Build a tiny configuration with this optimizer. Matrices have at least 4096 elements, the minimum
+    for 8-bit states.
+    """
     own = {"muon": {"matrix_lr": 0.02}, "adafactor": {"epsilon": 1e-30}}.get(kind, {})
     return tiny_config(
         evaluation_samples=0,
@@ -147,13 +149,10 @@ def test_every_stage_trains_and_resumes_from_every_other(tmp_path):
 def _train_and_resume(
     ways: dict[str, list[tuple[int, int]]], folder: Path
 ) -> dict[str, dict[int, Curve]]:
-    """Train at each stage that a way starts from, and from its checkpoint at where it leads.
-
-    Args:
-        ways: By kind, pairs of stages.
+    """Train at the first stage of each pair, and resume its checkpoint at the second.
 
     Returns:
-        By kind, the curves of the runs that were not interrupted, by stage.
+        Curves of the uninterrupted runs, by optimizer kind and stage.
     """
 
     def case(kind: str, stage: int, name: str, attempt: int) -> Case:
@@ -196,7 +195,7 @@ def _resumed_from(run: RunPaths) -> str:
 def test_eight_bit_states_do_not_depend_on_how_much_is_updated_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a part that starts and ends within a block, with another parameter before it."""
+    """The rank's part starts and ends within a quantization block, after another parameter."""
     shape, start, end = torch.Size((96, 128)), 1_000, 11_500
     small = ParameterPart(
         name="small", shape=torch.Size((100,)), ranges=((0, 100),), index=0, offset=0

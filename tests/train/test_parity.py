@@ -38,7 +38,9 @@ MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 
 @functools.cache
 def legal():
-    """What the plan allows; a model or precision does not forbid what the others allow."""
+    """Return the wanted combinations whose layout the planner allows. Legality does not depend on model
+    or precision.
+    """
     layouts = product(precision=["fp32"], model=["llama"])
     allowed = {places(c) for c in layouts if judge(c).plan is not None}
     return tuple(c for c in product(model=MODELS) if places(c) in allowed and is_wanted(c))
@@ -73,7 +75,7 @@ def is_quick(combination):
 
 @functools.cache
 def rest():
-    """All other pairs."""
+    """Return combinations that cover all pairs which `quick` does not cover."""
     return tuple(pairwise(legal(), covered=quick()))
 
 
@@ -87,7 +89,7 @@ def size(combination):
 
 
 def held_against(combination):
-    """The run that it is compared with, and the one that says how far off it may be."""
+    """Return the reference combination, and the combination that measures the tolerance, if any."""
     if combination.large and combination.precision == "bf16":
         # Enough steps of a large model would be dear; what a drive may change is less.
         return replace(combination, offload=FROM_MEMORY[combination.offload]), None
@@ -141,7 +143,7 @@ def test_long_curves_agree_and_learn(tmp_path):
 
 @pytest.mark.slow
 def test_the_first_step_in_bf16_is_the_same_at_every_stage(tmp_path):
-    """At stage 0 DeepSpeed makes a hidden first step, which would shift Adam's bias correction."""
+    """DeepSpeed makes a hidden first step at stage 0, which would shift Adam's bias correction."""
     stages = [Combination("DP2", stage, precision="bf16") for stage in "0123"]
     zero, *others = [
         train(combination, tmp_path, steps=FEW, tokens=TOKENS) for combination in stages
@@ -152,7 +154,7 @@ def test_the_first_step_in_bf16_is_the_same_at_every_stage(tmp_path):
 
 
 def test_masked_documents_are_masked_on_every_layout(tmp_path):
-    """But over sequence ranks, where the plan refuses it."""
+    """Sequence parallelism is left out: the planner refuses it with masked documents."""
     texts, held_out = tmp_path / "short.jsonl", tmp_path / "held_out.jsonl"
     for file in (texts, held_out):  # several documents in every sample
         file.write_text("".join(f'{{"text": "{n} squared: {n * n}"}}\n' for n in range(4000)))

@@ -80,7 +80,7 @@ CASES = {
         [{f"{ZERO}.memory_efficient_linear": False}],  # the default replaces a function of torch's
     ),
 }
-"""By name: a layout, and what is passed through on it, each run beside one without."""
+"""Layouts by name, each with sets of passed-through keys. Each set trains beside a run without it."""
 TUNED = {
     "aio.block_size": 131_072,
     "aio.queue_depth": 4,
@@ -120,7 +120,7 @@ def test_every_key_that_is_passed_through_is_in_a_case():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_passed_through_changes_no_loss_and_no_norm(name, tmp_path):
-    """Each run is stopped half way and resumed: the states keep their places in a checkpoint."""
+    """Each run is stopped half way and resumed: the keys must not move states in a checkpoint."""
     layout, cases = CASES[name]
     plans, runs = [], []
     for number, keys in enumerate([{}, *cases]):

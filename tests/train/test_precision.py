@@ -87,7 +87,9 @@ def saved_types(run):
 
 @pytest.mark.slow
 def test_formats_differ_where_they_should(tmp_path):
-    """Each option reaches the arithmetic: an ignored one would have another's curve."""
+    """Each option must reach the arithmetic: an ignored option would repeat another option's
+    curve.
+    """
     precisions = {
         "bf16": PrecisionConfig(),
         "accumulation": PrecisionConfig(gradient_accumulation=FP32),
@@ -112,7 +114,9 @@ def test_formats_differ_where_they_should(tmp_path):
 
 
 def fp16_plan(stage, *, tokens=128, layers=3, **precision):
-    """As planned for two GPUs, then moved to two CPU processes, which a plan is refused for."""
+    """Plan for two GPUs, then move the plan to two CPU processes: the planner refuses fp16 on
+    CPUs.
+    """
     made = config(new_section("precision", "fp16", **precision), stage, steps=12)
     made.training.sequence_length, made.model.num_layers = tokens, layers
     made.optimizer.lr = 1e-3
@@ -127,7 +131,9 @@ def fp16_plan(stage, *, tokens=128, layers=3, **precision):
 def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
     tmp_path, stage, hysteresis
 ):
-    """The scale starts too high: updates are skipped until it fits, and the schedule goes on."""
+    """The loss scale starts too high, so the first updates are skipped. The schedule advances over
+    skipped steps.
+    """
     plan = fp16_plan(stage, initial_scale_power=24, hysteresis=hysteresis)
     run = assert_resumes_exactly(tmp_path, plan, probe="format_probe:train_in_fp16")
     steps = [event for event in read_events(run.events) if event["event"] == "step"]
@@ -147,7 +153,7 @@ def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
 
 @pytest.mark.slow
 def test_fp16_follows_the_curve_of_fp32(tmp_path):
-    """The scale is in no figure: losses and norms are those of fp32, rounded."""
+    """Recorded losses and norms are unscaled, so they match fp32 up to rounding."""
     half, full = RunPaths(tmp_path / "half"), RunPaths(tmp_path / "full")
     plan = fp16_plan(2, tokens=64, layers=2, initial_scale_power=14)
     in_fp32 = replace(plan.config, precision=PrecisionConfig(compute=FP32))

@@ -56,7 +56,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preferring(pairs: Path, **changes):
-    """A tiny model that learns from the pairs."""
+    """Build a tiny configuration that trains by DPO on the file of pairs."""
     return tiny_config(
         **{
             "steps": 6,
@@ -107,7 +107,7 @@ def test_a_sample_is_one_pair_and_one_too_long_is_left_out(pairs, tmp_path):
 
 
 def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
-    """As many of them, and other answers: only their digest tells."""
+    """The other file has as many pairs, with other answers: only its digest differs."""
     others = tmp_path / "others.jsonl"
     others.write_text(pairs.read_text().replace("about", "maybe"))
     kept = []
@@ -132,7 +132,7 @@ def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
 
 
 def test_messages_are_written_by_the_chat_template(tmp_path):
-    """An answer is what the template adds to the prompt, as TRL has it."""
+    """An answer is the text that the template adds to the prompt, as in TRL."""
     from transformers import AutoTokenizer
 
     folder = write_tokenizer(tmp_path, adds_bos=True)
@@ -216,7 +216,7 @@ def test_an_answer_that_is_certain_has_a_gradient(kind):
 
 @pytest.mark.slow
 def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_path):
-    """The reference is computed on each layout, and read by whoever resumes on another."""
+    """Reference log-probabilities are computed on each layout, and read by a resume on another."""
     layouts = {
         "alone": (1, {"zero_stage__stage": 0}),
         "zero 1": (2, {"zero_stage__stage": 1}),

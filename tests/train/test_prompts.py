@@ -1,4 +1,4 @@
-"""What a run's model is asked, where its answer ends, and that an export knows both."""
+"""Tests of prompts and stop tokens of a run's model, and of their export."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_an_export_has_the_template_that_was_named_and_its_ends(tmp_path: Path) 
 
 
 def test_an_export_needs_no_template_that_is_gone(tmp_path: Path) -> None:
-    """Of pairs it takes the one that was named; where that is gone, a note says so."""
+    """The export of a preference run has the configured template; if its file is gone, a note says
+    so.
+    """
     folder = write_tokenizer(tmp_path / "tokenizer")
     named = tmp_path / "named.jinja"
     named.write_text(OVER)

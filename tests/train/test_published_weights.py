@@ -40,7 +40,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def checkpoint_of(folder: Path, model: PreTrainedModel, config: ModelConfig) -> Path:
-    """A checkpoint of the weights alone, as one rank of one writes it."""
+    """Write a weights-only checkpoint of one rank, and return its folder."""
     folder.mkdir(parents=True)
     named = dict(model.named_parameters())
     buffers = {f"buffer/{item.name}": item for item in persistent_buffers(model)}

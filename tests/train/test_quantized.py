@@ -38,10 +38,11 @@ from trainctl.train.objectives.loss import summed_cross_entropy
 STEPS = 6
 KINDS = [kind for kind in BaseWeights if kind is not BaseWeights.compute]
 LAYER = LinearLayer(name="layer", inputs=176, outputs=192)
-"""Whose blocks go from a row into the next."""
+"""Layer whose quantization blocks cross the ends of rows."""
 WIDTH = 192
-"""Of the tiny model's feed-forward layer: on processors with AVX-512, bitsandbytes 0.50 reads rows
-of whole blocks alone."""
+"""Width of the tiny model's feed-forward layer. On CPUs with AVX-512, bitsandbytes 0.50 only reads
+rows of whole blocks.
+"""
 IDS = torch.arange(64).view(2, 32) * 3 % 251
 
 
@@ -134,7 +135,7 @@ def plan_on(base: Path, trained: str, processes: int = 1, **changes: object) -> 
 
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory):
-    """On one process: its run and plan, for each way to hold the base."""
+    """Run and plan for each quantization of the base, trained on one process."""
     runs = {
         name: (RunPaths(tmp_path_factory.mktemp(name)), plan_on(base, name))
         for name in ("nf4-double", "int8")
@@ -148,7 +149,7 @@ def newest(run: RunPaths) -> Path:
 
 
 def base_of_peft(base: Path, name: str) -> torch.nn.Module:
-    """The model whose linear layers transformers has replaced."""
+    """Load the base by transformers with quantized linear layers."""
     settings = {"load_in_8bit": True} if name == "int8" else {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -164,7 +165,7 @@ def base_of_peft(base: Path, name: str) -> torch.nn.Module:
 
 
 def curve_of_peft(base: Path, name: str, run: RunPaths, plan: RunPlan) -> list[float]:
-    """Its losses, on the run's batches and from the run's first adapter."""
+    """Return PEFT's losses on the run's batches, starting from the run's initial adapter."""
     config, section = plan.config, plan.config.adapter
     settings = peft.LoraConfig(
         r=section.rank, lora_alpha=section.alpha, target_modules=section.targets

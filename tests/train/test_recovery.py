@@ -57,7 +57,7 @@ RAMP = {
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_batch_that_is_skipped_where_a_ramp_grows(tmp_path, stage):
-    """The first batch of 16 is bad, and the next one of 16 makes the step."""
+    """The first batch of 16 is bad, and the next batch of 16 makes the step."""
     made = partial(plan, stage, DataType.bf16, **RAMP)
     end = 2 * BATCH + 16
     poison = tuple((sample, NAN) for sample in range(2 * BATCH, end))

@@ -1,4 +1,4 @@
-"""Which checkpoint is read when some are damaged, and what replayed steps have to show."""
+"""Tests of the choice among damaged checkpoints, and of replayed steps."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def process():
 
 @pytest.fixture
 def run(tmp_path, process):
-    """A run with three checkpoints, whose weights are the step."""
+    """Paths of a run with three checkpoints, whose weights equal the step."""
     made = RunPaths(tmp_path / "run")
     for step in (1, 2, 3):
         saver = Saver(made, process, PlainState(float(step)), CheckpointConfig(keep=3))
@@ -103,7 +103,7 @@ def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
 
 
 def test_what_frozen_weights_lie_in_is_looked_at_whenever_they_are_read(run, process, tmp_path):
-    """The bytes, and once: what was read at the start is known by its size and time."""
+    """The bytes are read once; afterwards size and modification time identify the file."""
     folder, kept = file_of(run, 2).parent, tmp_path / "base.json"
     of_manifest = digest(read_manifest(folder))
     base = {"kind": "checkpoint", "path": str(folder), "sha256": of_manifest}
@@ -155,7 +155,7 @@ def test_states_of_another_optimizer_are_not_taken_for_one_s_own(run, process):
 
 
 def test_a_checkpoint_that_was_copied_from_another_run_is_passed_over(run, process, capsys):
-    """Of equal shapes; what the run's own record says counts."""
+    """Shapes are equal, so only the run's own record tells the runs apart."""
     write_json(run.record, {"id": "mine", "created": 0.0})
     with pytest.raises(TrainctlError, match="step-00000003: it is of another run"):
         newest_valid_checkpoint(run, process)
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_passed_over(run, proce
 
 
 def replay(folder, process, now, *, before=None, loss=5.0):
-    """What the records of steps 11 and 12 make a resume at step 10 expect."""
+    """Return what a resume at step 10 expects, given records of steps 10 to 13."""
     run = RunPaths(folder)
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True, exist_ok=True)

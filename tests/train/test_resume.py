@@ -42,7 +42,9 @@ def test_resume_on_the_same_layout_is_exact(tmp_path, compute):
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
-    """A flipped byte: the steps since the one before are done again, with the same losses."""
+    """One byte is flipped. The steps since the previous checkpoint are repeated, with the same
+    losses.
+    """
     run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
     whole = plan(2, DataType.fp32, steps=6)
     train_cases(2, [Case(with_stop(whole, 2), run)])
@@ -64,7 +66,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
 
 
 def started_from(weights):
-    """A new run of two steps from the weights of another."""
+    """Plan a new run of two steps from the weights of another run."""
     config = tiny_config(steps=2, sequence_length=32)
     config.zero_stage.stage = 1
     config.precision.compute = DataType.fp32

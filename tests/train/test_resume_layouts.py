@@ -25,7 +25,7 @@ from trainctl.train.checkpoint.export import export
 
 
 def exported_logits(run, plan, folder: Path) -> torch.Tensor:
-    """Of the model that the run's newest checkpoint is exported as."""
+    """Export the run's newest checkpoint to `folder` and return the exported model's logits."""
     newest = checkpoints.list_checkpoints(run)[-1]
     export(plan.config, newest.path, folder, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -111,7 +111,7 @@ def test_the_loop_goes_on_when_the_device_s_copies_are_there(run, process, monke
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_weights_alone_are_saved_beside_in_their_own_format(run, process, asynchronous):
-    """And kept by their own rule; the copies of the one kind are not those of the other."""
+    """Weights-only checkpoints have their own retention, `weights_only_keep`."""
     config = CheckpointConfig(keep=1, asynchronous=asynchronous, weights_only_keep=2)
     saver = Saver(run, process, PlainState(1.001), config, torch.bfloat16)
     for step in (1, 2, 3):
@@ -164,7 +164,7 @@ def test_a_pointer_that_cannot_move_spoils_nothing(run, process):
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
-    """And after it the next save works: two real ranks, the second one's file cannot be made."""
+    """Rank 1 of two real ranks cannot write its file. The next save works."""
     case = Case(tiny_plan(tiny_config(steps=1), 2), RunPaths(tmp_path))
     for result in train_cases(2, [case], probe="test_saver:fail_on_one_rank"):
         assert "rank 1: " in result["problem"]
@@ -173,7 +173,9 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
 
 
 def fail_on_one_rank(cases, process):
-    """What each rank sees; runs in the ranks."""
+    """Save with a failure on rank 1, then without; return the error and the saved steps. Ranks run
+    this.
+    """
     run = cases[0].run
     saver = Saver(run, process, PlainState(1.0, process.rank), BEHIND)
     both = {"ranks": process.world_size}
@@ -228,7 +230,9 @@ def test_a_kill_in_any_phase_leaves_a_whole_checkpoint(tmp_path, asynchronous):
 
 
 def _killed_at(run, phase, config):
-    """The signal that ended a process which saved twice with the fault armed for the second."""
+    """Fork a process that saves twice with a fault at `phase` of the second; return its fatal
+    signal.
+    """
     child = os.fork()
     if child == 0:
         try:

@@ -21,7 +21,7 @@ def plan(partition):
 
 @pytest.mark.slow
 def test_the_curve_is_that_of_one_partition(tmp_path):
-    """Its first forward pass would be of uninitialised memory if the weights came in late."""
+    """Late weights would make the first forward pass read uninitialised memory."""
     plain, node, parts = (RunPaths(tmp_path / name) for name in ("plain", "node", "parts"))
     hpz = plan(2)
     train_cases(WORLD_SIZE, [Case(plan(1), plain), Case(hpz, node)])

@@ -1,6 +1,6 @@
-"""What shapes the steps of a run, where its own tests do not take it: other layouts, other memory.
+"""Tests of training options on layouts and memory placements that their own tests leave out.
 
-Each run is held against one process that has all in memory.
+Each run is compared with a run of one process that has everything in memory.
 """
 
 from dataclasses import replace
@@ -165,13 +165,13 @@ def test_stages_may_have_different_parameter_groups(name, tmp_path):
 
 
 def norms(run):
-    """Of the groups at the last step."""
+    """Return the gradient norm of each parameter group at the last step."""
     return steps_of(run)[-1]["grad_norms"]
 
 
 @pytest.mark.slow
 def test_mup_in_bf16_on_every_layout(tmp_path):
-    """What a layout rounds otherwise differs, and in no case by what muP changes."""
+    """Layouts round differently; the differences must not depend on muP."""
 
     def mup(**layout):
         config = clipped(steps=6, sequence_length=128, precision__compute=DataType.bf16, **layout)
@@ -201,7 +201,7 @@ def fp16_case(run, **layout):
 
 @pytest.mark.slow
 def test_all_ranks_skip_what_overflows_in_fp16(tmp_path):
-    """The scale starts too high: no update is made until it fits."""
+    """The loss scale starts too high, so updates are skipped until it fits."""
     found = {}
     for name, layout in (("alone", {}), ("tensor", TENSOR), ("pipeline", PIPELINE)):
         case, ranks = fp16_case(RunPaths(tmp_path / name), **layout)
@@ -217,7 +217,7 @@ def test_all_ranks_skip_what_overflows_in_fp16(tmp_path):
 
 
 HOSTED = ("adam", "lion", "sgd")
-"""Those besides AdamW that update states in host memory."""
+"""Optimizers besides AdamW that update states in host memory."""
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_optimizers_update_and_resume_in_host_memory(kind, tmp_path):
 
 
 def test_a_run_on_stages_ends_early_as_on_one_process(tmp_path):
-    """Its rate moves nothing, so no evaluation is lower than the first."""
+    """The learning rate is too small to move a weight, so no evaluation improves on the first."""
 
     def early(**layout):
         return clipped(
@@ -272,7 +272,9 @@ def test_a_run_on_stages_ends_early_as_on_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_stable_phase_is_extended_on_another_layout(tmp_path):
-    """The checkpoint of its end, written by data ranks, goes on as tensor shards and as stages."""
+    """The checkpoint at the end of the stable phase, written by data ranks, resumes on tensor ranks and
+    on pipeline stages.
+    """
 
     def wsd(steps, **layout):
         config = clipped(steps=steps, **layout)

@@ -18,7 +18,7 @@ FEW = 4
 
 
 def on_rank(model, index, size):
-    """The pieces that a tensor rank has of a directory's model."""
+    """Return the pieces of the directory's model that tensor rank `index` of `size` holds."""
     built = skeleton(model, torch.float32)
     axis = Axis(index, tuple(range(size)), None)
     return shard_model(built, whole_pieces(built), axis, sequence_sharded_norms=False)
@@ -62,7 +62,9 @@ def test_rotary_embeddings_that_look_at_the_length_are_not_shared_along_it(tmp_p
 
 @pytest.mark.slow
 def test_an_axis_that_may_cut_an_architecture_gives_its_curve(tmp_path):
-    """A few of the table's cells, in few steps; `scripts/architectures.py` trains them all."""
+    """This trains a few cells of the table for few steps; `scripts/architectures.py` trains them
+    all.
+    """
     models = {kind: directory(tmp_path / kind, kind) for kind, _ in PAIRS}
     alone = {
         kind: Case(plan(model, {}, steps=FEW), RunPaths(tmp_path / f"{kind}-alone"))

@@ -112,7 +112,7 @@ OTHER = (
     (2, DataType.fp32, OnBadLoss.rewind),
     (3, DataType.bf16, OnBadLoss.skip_step),
 )
-"""With these each stage has all three policies, and all pairs with a format."""
+"""Cases that give each stage all three policies, and cover all pairs of policy and format."""
 
 
 @pytest.mark.parametrize(("stage", "compute", "policy"), QUICK)
@@ -198,7 +198,7 @@ def spoil(numbers, factor=NAN):
 
 
 def ends(folder, poison, *, stage=1, compute=DataType.fp32, policy=OnBadLoss.stop, **changes):
-    """The message that a run ends with, which must be the same on both ranks."""
+    """Train a poisoned run and return its error message, which must be the same on both ranks."""
     run = RunPaths(folder)
     made = plan(stage, compute, policy, **changes)
     outcomes = train_poisoned(Poisoned(made, run, poison=poison))
@@ -278,7 +278,9 @@ def test_a_warning_goes_on_and_makes_the_update(tmp_path):
     "policy", [OnBadLoss.rewind, pytest.param(OnBadLoss.skip_batch, marks=pytest.mark.slow)]
 )
 def test_a_crash_between_interventions_leaves_the_same_run(tmp_path, policy):
-    """The attempt ends after the first intervention with nothing saved since: it comes again."""
+    """The attempt ends after the first intervention without a checkpoint, so the next attempt repeats
+    it.
+    """
     made = plan(1, DataType.fp32, policy, checkpoint__at_end=False)
     whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
     train_poisoned(Poisoned(made, whole, poison=POISON))

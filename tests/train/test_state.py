@@ -15,7 +15,9 @@ from trainctl.train.checkpoint.optimizer_state import OptimizerState
 
 
 def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
-    """Of an optimizer of named parameters, as an engine without ZeRO has it in fp32."""
+    """Return the state of an optimizer of named parameters, as an engine without ZeRO has it in
+    fp32.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     pieces = {
         parameter: ParameterPiece(str(index), parameter.shape, Shard.whole(parameter.shape))

@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
-    """The wait of the fast rank, which is as long, is not taken for its work."""
+    """The fast rank waits for as long as the slow rank works; its wait must not count as work."""
     cases = []
     for name, stage in CASES:
         config = tiny_config(steps=8, evaluation_samples=0)
@@ -70,7 +70,7 @@ def test_the_part_in_which_most_is_lost_is_named() -> None:
 
 
 def test_stages_of_a_pipeline_are_compared_within_themselves() -> None:
-    """A stage may have more to do than another; what matters is who is behind its peers."""
+    """A stage may have more work than another, so a rank is compared with its own stage's ranks."""
     assert behind([FAST, FAST, SLOW, SLOW], stages=2, factor=1.3, step_seconds=3.0) == []
     found = behind([FAST, SLOW, SLOW, SLOW], stages=2, factor=1.3, step_seconds=3.0)
     assert [slow.rank for slow in found] == [1]
@@ -103,7 +103,7 @@ def ranks(world_size: int = 2, **changes: Any) -> list[Stragglers]:
 
 
 def steps(made: list[Stragglers], number: int, *own: Mapping[str, float]) -> list[dict[str, Any]]:
-    """So many steps with these times of each rank, of a second; the records."""
+    """Feed `number` one-second steps with each rank's times, and return the records."""
     records = []
     for _ in range(number):
         for each, seconds in zip(made, own, strict=True):

@@ -41,7 +41,7 @@ def bucket():
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Of a run in the order of its text, from files."""
+    """Configuration of a run over files, in the order of their text."""
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "a.txt"
     file.write_text("\n".join(f"line {n} of {n * n % 97} in all" for n in range(4000)))

@@ -1,4 +1,4 @@
-"""What we write is what the safetensors library reads."""
+"""Test that the safetensors library reads the files that trainctl writes."""
 
 import hashlib
 

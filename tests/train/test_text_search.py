@@ -25,7 +25,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """A plan of two sources and two stages, its corpora, and records of all its steps but two."""
+    """Plan of two sources and two stages, its corpora, and records of all its steps but two."""
     sources = {}
     for name, count in NUMBERS.items():
         file = tmp_path / f"{name}.jsonl"

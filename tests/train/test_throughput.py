@@ -1,4 +1,4 @@
-"""What the records of a run say about its speed, its time and its memory."""
+"""Tests of a run's records of speed, time and memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
 
 @pytest.fixture(scope="module")
 def run(runs: dict[str, RunPaths]) -> RunPaths:
-    """The data-parallel one."""
+    """Paths of the data-parallel run."""
     return runs["data"]
 
 

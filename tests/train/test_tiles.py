@@ -31,7 +31,7 @@ def loss_and_gradients(model):
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_parts_give_the_loss_and_gradients_of_the_whole(kind):
-    """The head's own scale and cap are in the chunks; every other block is recomputed as well."""
+    """The chunks include the head's own scale and cap; every second block is recomputed too."""
     plain = LanguageModel(made(kind), None, KernelsConfig())
     other = LanguageModel(copy.deepcopy(plain.model), None, CHUNKED)
     if "gate" not in dict(other.model.named_modules()) and not has_experts(other.model):

@@ -88,7 +88,7 @@ def test_the_end_of_a_single_file_is_held_out_and_nothing_is_copied(tmp_path, fo
 
 
 def test_the_same_tokens_give_the_same_samples_as_our_own(tmp_path):
-    """And our own corpus is one that can be used in place."""
+    """A corpus that trainctl wrote can be used in place, too."""
     texts = tmp_path / "texts.jsonl"
     lines = (json.dumps({"text": bytes(each[:-1]).decode()}) for each in DOCUMENTS)
     texts.write_text("\n".join(lines))

@@ -46,7 +46,7 @@ PATHS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of every path."""
+    """Runs of all paths, by name."""
     folder = tmp_path_factory.mktemp("paths")
     for processes in (1, 2):
         cases = [

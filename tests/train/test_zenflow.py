@@ -45,7 +45,7 @@ def plan(world_size=2, *, stage=2, zenflow=True, compute="fp32", recompute=False
 
 
 def trained(folder, name, *plans):
-    """The run after an attempt with each of the plans."""
+    """Train a run with one attempt for each plan, and return its paths."""
     run = RunPaths(folder / name)
     for number, each in enumerate(plans, 1):
         train_cases(each.mesh.world_size, [Case(each, run, attempt=number)])
@@ -116,7 +116,9 @@ class TestTraining:
             assert found == pytest.approx(loss, abs=0.02) and norm is None
 
     def test_from_there_a_run_goes_on_without_it(self, tmp_path, reference):
-        """A checkpoint holds all of the optimizer: matrices turned back, columns up to date."""
+        """A checkpoint holds the whole optimizer: matrices in their own orientation, columns up to
+        date.
+        """
         first = with_stop(plan(update_interval=1), 4)
         moved = trained(tmp_path, "moved", first, plan(1, stage=3, zenflow=False))
         assert_same_curve(moved, reference)

@@ -26,7 +26,7 @@ def texts_of_python(code_files: int = 80) -> dict[str, tuple[str, ...]]:
 
 
 def five_grams(text: str) -> frozenset[tuple[str, ...]]:
-    """The sets that a Jaccard index is of, without any hashing."""
+    """Return the set of 5-grams of a text, unhashed, for an exact Jaccard index."""
     words = re.findall(r"\w+", text.lower())
     return frozenset(zip(*(words[shift:] for shift in range(5)), strict=False))
 
@@ -36,7 +36,7 @@ def jaccard(left: frozenset[tuple[str, ...]], right: frozenset[tuple[str, ...]])
 
 
 def edited(text: str, share: float, draw: random.Random) -> str:
-    """A text in which so many of the words are others, and at least one."""
+    """Return the text with about this share of its words replaced, and at least one."""
 
     def another(found: re.Match[str]) -> str:
         return f"w{draw.randrange(10**6)}" if draw.random() < share else found[0]
@@ -55,7 +55,7 @@ class Planted:
     copies: list[tuple[tuple[str, str, int], tuple[str, str, int]]]
     """Documents that have another's text: (source, part, number) of both."""
     near: list[tuple[tuple[str, str, int], tuple[str, str, int]]]
-    """The same of those of which some words were changed."""
+    """Near copies with some changed words, each with its original."""
     contaminated: list[tuple[str, str, int]]
     """Documents with a passage of a held-out text in them."""
     held_out: list[str]

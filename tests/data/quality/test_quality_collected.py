@@ -28,7 +28,7 @@ from trainctl.data.tokenizer import ByteTokenizer
 MEGABYTES = float(os.environ.get("TRAINCTL_TEST_CORPUS_MB", "10"))
 THRESHOLD = 0.8
 SHARES = {"code": 0.6, "prose": 0.25, "manuals": 0.15}
-"""Of the megabytes, as far as the machine has them; code fills what others lack."""
+"""Share of the megabytes by source. Code fills up what the machine lacks of the others."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ def files_of(source: str) -> Iterator[Path]:
 
 
 def texts_of(source: str, size: float) -> list[str]:
-    """Each text once, of 500 to 400,000 characters, up to so many bytes."""
+    """Return distinct texts of 500 to 400,000 characters, up to a total of `size` characters."""
     found: dict[str, None] = {}
     for file in files_of(source):
         try:
@@ -104,7 +104,7 @@ def collected() -> Collected:
 
 
 def largest_indices(went: list[str], stays: Iterator[str]) -> list[float]:
-    """Of each text that went the largest Jaccard index with one that stays."""
+    """Return the largest Jaccard index of each removed text with any kept text."""
     sets = [five_grams(text) for text in went]
     having: dict[tuple[str, ...], list[int]] = {}
     for number, grams in enumerate(sets):

@@ -52,7 +52,7 @@ def held_out() -> list[Entry]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All that is kept, and nothing else."""
+    """Return the content of all files in the folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -106,7 +106,7 @@ def test_what_went_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
-    """What is there at the end is byte for byte that of one that was not disturbed."""
+    """The final files are byte for byte those of an undisturbed process."""
     script = (
         "import sys; from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
@@ -132,7 +132,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_said_in_words(tmp_path: Path) -> None:
-    """As the kernel does where memory runs out."""
+    """The kernel kills a process so when memory runs out."""
     parts = [PartToMeasure("a", str(number), "", partial(os._exit, 9)) for number in range(2)]
     with pytest.raises(TrainctlError, match="was killed") as raised:
         measure_all(parts, tmp_path, WantedColumns(near=False), processes=2)

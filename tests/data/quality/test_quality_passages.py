@@ -62,7 +62,7 @@ def test_words_in_passages_count_once() -> None:
 
 @pytest.mark.parametrize("memory", [512, MEMORY])
 def test_documents_of_passages_of_others_go(tmp_path: Path, memory: int) -> None:
-    """What stays is the first; a document that goes keeps none of its own from staying."""
+    """The first occurrence stays. A removed document does not cause others to be removed."""
     draw = random.Random(1)
     first, second = drawn(300, draw), drawn(300, draw)
     mostly = [*first[:250], *drawn(40, draw)]

@@ -1,4 +1,4 @@
-"""What was planted is found, and what goes has its likeness in what stays."""
+"""Tests that planted copies are found, and that each removed document resembles a kept one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
 
     @cached_property
     def grams(self) -> list[frozenset[tuple[str, ...]]]:
-        """Of each document."""
+        """5-grams of each document."""
         return [five_grams(self.text(document)) for document in range(self.corpus.documents)]
 
     @cached_property
@@ -53,7 +53,7 @@ class Case:
         return found
 
     def nearest(self, document: int, among: np.ndarray) -> float:
-        """The highest Jaccard index with one of some documents."""
+        """Return the highest Jaccard index of a document with one of the documents in the mask."""
         shared = Counter(other for gram in self.grams[document] for other in self.having[gram])
         return max(
             jaccard(self.grams[document], self.grams[other])
@@ -95,7 +95,9 @@ def test_all_copies_go_and_the_one_of_the_first_source_stays(case: Case) -> None
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_near_copies_go(case: Case, threshold: float) -> None:
-    """At least 95 % of those above the threshold, and only what is like something that stays."""
+    """At least 95 % of the copies above the threshold are removed, and only documents that resemble a
+    kept one.
+    """
     selection = select(case.corpus, Rules(near=threshold), case.same, case.pairs)
     near, originals = (case.ids(list(each)) for each in zip(*case.planted.near, strict=True))
     indices = [

@@ -1,4 +1,4 @@
-"""What is done when, what is kept, and what is refused."""
+"""Tests of the order of rules, of the documents kept, and of what is refused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_a_filter_removes_keeps_no_copy_from_staying(tmp_path: Path) -> Non
 
 
 def test_a_chain_of_changes_removes_only_what_is_like_something_that_stays(tmp_path: Path) -> None:
-    """Each is like its neighbours alone: every other one stays."""
+    """Each document resembles only its neighbours, so every other one stays."""
     texts = {("one", "a"): [text(*range(at, at + 100)) for at in range(0, 150, 15)]}
     found = decide(tmp_path, texts, Rules(near=0.65), ["one"])
     assert sorted(number for _, _, number in found) == [1, 3, 5, 7, 9]
@@ -127,7 +127,7 @@ def test_large_groups_are_compared_in_rounds(
 
 
 def test_boilerplate_of_held_out_texts_does_not_count(tmp_path: Path) -> None:
-    """What many documents have; copies count once."""
+    """Boilerplate is a passage in many distinct documents: copies count once."""
     licence, leaked = text(*range(20)), text(*range(100, 120))
     texts = {
         ("one", "a"): [f"{licence} {text(each)}" for each in range(1000, 1011)],
@@ -182,7 +182,7 @@ def broken(after: int) -> list[Entry]:
 
 
 def test_a_part_that_fails_is_not_there(tmp_path: Path) -> None:
-    """And those that are done stay."""
+    """Finished parts stay."""
     (good,) = parts_of({("one", "a"): ["text"]})
     bad = PartToMeasure("one", "b", "1", partial(broken, 2))
     with pytest.raises(Broken):

@@ -35,7 +35,7 @@ TEXTS = st.lists(
 
 
 def shown(batch: DocumentBatch, spans: Spans) -> list[list[str]]:
-    """The spans of each document, as texts."""
+    """Return the spans of each document as texts."""
     found: list[list[str]] = [[] for _ in range(len(batch))]
     for start, end, document in zip(spans.starts, spans.ends, spans.document, strict=True):
         offset = batch.starts[document]

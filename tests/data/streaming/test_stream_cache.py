@@ -69,7 +69,7 @@ def record(tmp_path):
 
 @pytest.fixture
 def elsewhere(record, tmp_path):
-    """The folder that `record` is of."""
+    """Folder that `record` describes."""
     return tmp_path / "elsewhere"
 
 

@@ -1,4 +1,4 @@
-"""Which shards samples need and when, and what is removed for them."""
+"""Tests of which shards samples need and when, and of what is evicted for them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_is_removed_is_needed_last_and_no_more_than_has_to_be(next_use, mis
 
 
 def needs_of(order, source, length, shard_tokens):
-    """As a rank asks: the shards of a source that samples need."""
+    """Return a rank's function that gives the shards of a source needed by a range of samples."""
 
     def needs(first, count):
         samples = order.at(np.arange(first, first + count))
@@ -159,7 +159,7 @@ def test_what_is_in_sight_is_what_samples_need(seed, shards, window, chunk, lag,
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.integers(3, 30), st.integers(1, 4))
 def test_two_windows_of_room_fetch_each_shard_once_an_epoch(seed, shards, window):
-    """A cache of one process that reads one sample after the other and fetches in between."""
+    """The cache serves one process that reads samples in order and fetches in between."""
     length, size, chunk = 4, 64, 8
     order = Order(
         seed,

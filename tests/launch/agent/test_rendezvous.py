@@ -1,4 +1,4 @@
-"""Where the ranks of one node meet: in a file of the owner's, and at no port."""
+"""Tests of a single node's rendezvous, which uses a file of the owner's and no port."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ IMPORTED = (
     "trainctl.options.logger.csv",
 )
 servers: list[PreloadedServer] = []
-"""What forks them, while there are tests."""
+"""Server that forks logger processes; empty while no tests run."""
 
 
 def start(run: RunPaths, name: str, *options: str, **variables: str) -> Forked:
-    """A process that sends."""
+    """Start a logger process."""
     return Forked(
         servers[-1],
         "trainctl.monitor.loggers",
@@ -54,7 +54,7 @@ def send(run: RunPaths, name: str, *options: str, **variables: str) -> tuple[int
 
 
 def end(process: Forked) -> int:
-    """As a launcher does."""
+    """Wait for the process as a launcher does, and return its exit code."""
     process.communicate(timeout=SECONDS)
     assert process.returncode is not None
     return process.returncode

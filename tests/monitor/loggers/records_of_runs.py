@@ -17,7 +17,7 @@ EVALUATED = 7
 
 
 def new_run(folder: Path) -> RunPaths:
-    """A run without attempts."""
+    """Create a run without attempts."""
     config = RunConfig(logging=LoggingConfig(to=[]))
     return create_run(config, run_dir=folder / "run", folder=folder)
 
@@ -47,7 +47,7 @@ def append(run: RunPaths, records: Iterator[tuple[int, str, dict[str, Any]]]) ->
 
 
 def losses(run: RunPaths) -> tuple[dict[int, float], dict[int, float]]:
-    """The loss of each step and of each evaluation of the run as it stands."""
+    """Return the losses of the run's steps and of its evaluations, after all restarts."""
     train, evaluations = {}, {}
     for event in read_events(run.events):
         if event["event"] == "step":

@@ -25,7 +25,7 @@ def table(run: RunPaths, kind: str) -> list[tuple[int, float]]:
 
 
 def check(run: RunPaths) -> None:
-    """The tables are the run's curves: each step once."""
+    """Assert that the logger's tables are the run's curves, with each step once."""
     train, evaluations = losses(run)
     for kind, curve in (("train", train), ("evaluation", evaluations)):
         assert repr(table(run, kind)) == repr(sorted(curve.items()))  # NaN equals itself
@@ -248,7 +248,7 @@ def test_a_logger_that_hangs_or_ends_its_process_goes_on_where_it_was(
 
 
 def test_a_full_disk_is_a_problem_like_any_other(tmp_path: Path) -> None:
-    """A limit on the size of files fails in the middle of a write, as a full disk does."""
+    """RLIMIT_FSIZE fails in the middle of a write, as a full disk does."""
     run = new_run(tmp_path)
     records = list(draw(5, 400))
     append(run, iter(records[:100]))

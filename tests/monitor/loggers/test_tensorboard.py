@@ -22,7 +22,7 @@ from trainctl.runs.records import read_events
 
 
 def read(run: RunPaths, tag: str) -> list[tuple[int, float]]:
-    """As TensorBoard reads a folder."""
+    """Read a scalar's points by TensorBoard's own reader."""
     files = EventAccumulator(str(run.root / "tensorboard"), size_guidance={"scalars": 0})
     files.Reload()
     return [(event.step, event.value) for event in files.Scalars(tag)]

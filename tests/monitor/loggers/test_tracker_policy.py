@@ -1,4 +1,4 @@
-"""What trackers get that cannot take a step back, whenever their process dies."""
+"""Tests of what trackers receive that cannot take a step back, with their process killed anywhere."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_mlflow_takes_every_name(name: str, expected: str) -> None:
 
 
 def test_steps_may_count_from_0(tmp_path: Path) -> None:
-    """Of a program of the user's; its first step goes back from none."""
+    """User programs may count so. Their first step must not look like a step back."""
     run, kept = new_run(tmp_path), Kept()
     for attempt, steps in ((1, range(0, 9)), (2, range(5, 12))):
         with EventWriter(run.events, attempt) as events:

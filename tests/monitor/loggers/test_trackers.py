@@ -61,7 +61,7 @@ def new_run(folder: Path) -> RunPaths:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a process that sends: a secret is in it, and nothing of the user's own accounts."""
+    """Return the environment of a logger process, with a secret and without the user's accounts."""
     return {**os.environ, "HF_TOKEN": CANARY, "GIT_PYTHON_REFRESH": "quiet", **variables}
 
 
@@ -75,7 +75,7 @@ def start(run: RunPaths, name: str, *options: str) -> subprocess.Popen[bytes]:
 
 
 def parts() -> tuple[list[bytes], list[bytes]]:
-    """The records of the launch that was killed, and those of the one that resumed it."""
+    """Return the records of the killed launch, and of the launch that resumed it."""
     lines = RECORDS.read_bytes().splitlines(keepends=True)
     first = [line for line in lines if json.loads(line)["attempt"] == 1]
     return first, lines[len(first) :]
@@ -92,8 +92,9 @@ def finished(run: RunPaths) -> None:
 
 
 def learnt(points: Iterator[Point]) -> Curves:
-    """The metrics of what was learnt: where a step came out as before, the times of its first
-    time stay in a tracker that takes no step twice."""
+    """Return the metrics of training and evaluation. Times are left out: where a replayed step repeats
+    its values, trackers that take no step twice keep the first times.
+    """
     found: Curves = {}
     for point in points:
         for name, value in point.values.items():
@@ -103,14 +104,14 @@ def learnt(points: Iterator[Point]) -> Curves:
 
 
 def check(run: RunPaths, found: Curves) -> None:
-    """Each step once, with the values of the records."""
+    """Assert that each step was received once, with the values of the records."""
     expected = learnt(curve(run.events, 1 << 62))
     assert {name: found.get(name) for name in expected} == expected
     assert expected["train/loss"] == losses(run)[0] and len(expected["train/loss"]) == 30
 
 
 def tracker(code: str, *arguments: object) -> str:
-    """What a program of the trackers' Python prints."""
+    """Run a program by the trackers' Python and return its output."""
     done = subprocess.run(
         [PYTHON, "-c", code, *map(str, arguments)],
         env=environment(),
@@ -180,7 +181,7 @@ def check_trackio(run: RunPaths) -> None:
 
 
 def check_wandb(run: RunPaths) -> None:
-    """By `wandb leet inspect`, which reads what `wandb sync` sends."""
+    """Check the offline run by `wandb leet inspect`, which reads what `wandb sync` sends."""
     (folder,) = (run.root / "wandb").glob("offline-run-*")
     done = subprocess.run(
         [PYTHON.with_name("wandb"), "leet", "inspect", "--json", folder],

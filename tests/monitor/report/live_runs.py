@@ -13,7 +13,7 @@ from trainctl.runs.records import EventWriter
 
 
 def make_run(root: Path, *words: str) -> RunPaths:
-    """A run of `recipe=tiny` with overrides, whose first attempt is planned."""
+    """Make a run of `recipe=tiny` with overrides, whose first attempt is planned."""
     config = compose(["recipe=tiny", *words]).config
     plan = resolve(config, resolve_hardware(config.hardware)).plan
     assert plan is not None

@@ -161,7 +161,7 @@ def test_a_sweep_s_folder_stands_for_its_runs(
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A run that has not begun, which nobody changes."""
+    """Run that has not begun; tests must not change it."""
     return new_run(tmp_path_factory.mktemp("untrained") / "run")
 
 

@@ -1,4 +1,4 @@
-"""What the server of `trainctl watch` answers, and to whom."""
+"""Tests of the answers of the `trainctl watch` server, and of who gets them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CHARTS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "memory", "
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[Path]:
-    """The two runs, trained."""
+    """Folders of the two trained runs."""
     folder = tmp_path_factory.mktemp("runs")
     names = ("spikes", "calm")
     one = start("launch", *LENGTH, *SPIKES, "--run-dir", names[0], cwd=folder)
@@ -91,7 +91,7 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, file: Path) -> Browser:
-    """The page, as it is when it is opened."""
+    """Browser that has just opened the page."""
     window.emulate(prefers_color_scheme="light")
     window.resize(1280, 900)
     window.console(), window.requests()
@@ -114,7 +114,7 @@ def _colour(page: Browser, variable: str) -> np.ndarray:
 
 
 def _drawn(pixels: np.ndarray, colour: np.ndarray) -> int:
-    """How many pixels are of a colour."""
+    """Count the pixels of a colour."""
     near = np.abs(pixels[..., :3].astype(int) - colour).max(axis=-1) < 12
     return int((near & (pixels[..., 3] > 200)).sum())
 
@@ -141,7 +141,7 @@ def test_every_curve_is_drawn_and_nothing_is_asked_for(page: Browser, file: Path
 
 
 def test_what_the_lines_of_the_budget_are_stands_below_the_chart(page: Browser) -> None:
-    """On the canvas the words lay over the curve of what was measured."""
+    """Text on the canvas would cover the measured curve."""
     page.script(
         "window.written = []; const its = CanvasRenderingContext2D.prototype, own = its.fillText;"
         "its.fillText = function (text) { written.push(text); own.apply(this, arguments); };"

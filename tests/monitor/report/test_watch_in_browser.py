@@ -32,7 +32,7 @@ def window() -> Iterator[Browser]:
 
 @contextmanager
 def watched(*words: str, cwd: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address that a server prints, and the server; it ends with 0 on Ctrl-C."""
+    """Yield the address that a server prints, and the server, which must exit with 0 on Ctrl-C."""
     server = start("watch", *words, cwd=cwd)
     try:
         assert server.stdout is not None

@@ -77,7 +77,7 @@ def train(case: dict[str, Any], rank: int, store: str) -> dict[str, Any]:
 
 
 def rank_process(case: dict[str, Any], rank: int, folder: str) -> None:
-    """One rank: writes its answer and leaves without cleaning up."""
+    """Run one rank in this process: write its answer, then exit without cleanup."""
     os.setsid()
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -93,7 +93,7 @@ def rank_process(case: dict[str, Any], rank: int, folder: str) -> None:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """The first error of a rank, or the answer of rank 0."""
+    """Return the first error of a rank, or the answer of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         text = case.get("text") or json.dumps(case["json"])
         case["path"] = f"{folder}/ds_config.json"
@@ -115,7 +115,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait(ranks: list[int], folder: str) -> dict[str, Any]:
-    """Until every rank has answered, or one has failed, died or hung."""
+    """Wait until every rank has answered, or one has failed, died or hung; return the result."""
     end = time.monotonic() + CASE_SECONDS
     answers: dict[int, dict[str, Any]] = {}
     while time.monotonic() < end:

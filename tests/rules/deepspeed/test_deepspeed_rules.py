@@ -1,4 +1,4 @@
-"""What each rule says, and that it says nothing of a JSON that is right."""
+"""Tests of each rule's message, and that correct JSON gets none."""
 
 from __future__ import annotations
 

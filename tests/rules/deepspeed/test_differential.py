@@ -38,7 +38,7 @@ NOT_RUN = {
 
 
 def really(cases: Sequence[Case], timeout: float) -> list[dict[str, Any]]:
-    """What the real DeepSpeed did with each case."""
+    """Run each case by the real DeepSpeed, and return the answers."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(HERE / "real_deepspeed.py")],
@@ -57,7 +57,7 @@ def ours(case: Case) -> list[Finding]:
 
 
 def compared(cases: Sequence[Case], answers: Sequence[dict[str, Any]]) -> tuple[Counter, list[str]]:
-    """The confusion matrix, and a line for each disagreement."""
+    """Return the confusion matrix, and a line for each disagreement."""
     matrix: Counter[str] = Counter()
     wrong = []
     for case, answer in zip(cases, answers, strict=True):

@@ -12,7 +12,7 @@ from trainctl.options.activation_checkpointing import (
 
 
 def build() -> tuple[Any, Any]:
-    """The contexts of a block's forward pass and of its recomputation."""
+    """Return the contexts of a block's forward pass and of its recomputation."""
     from contextlib import nullcontext
 
     from torch.profiler import record_function

@@ -15,20 +15,20 @@ from trainctl.options.data import DataSource
 
 @dataclass
 class FortunesConfig(DataFromPaths):
-    """Its own keys."""
+    """Keys of `data=fortunes`."""
 
     divider: str = option("%", "Line between two texts.")
 
 
 def problem(file: Path, section: DataConfig) -> FileProblem | None:
-    """An empty file has no text."""
+    """Return the problem of an empty file, which has no text."""
     if file.stat().st_size:
         return None
     return FileProblem("FORTUNES1", "empty", f"{file} is empty", "leave it out of data.paths")
 
 
 def read(reader: Reader, file: Path) -> Iterator[Document]:
-    """The texts of a file, each with its first line."""
+    """Yield the texts of a file, each with its first line."""
     section = reader.config
     assert isinstance(section, FortunesConfig)
     whole = reader.decoded(file.read_bytes(), str(file), whole=True) or ""

@@ -14,7 +14,7 @@ from trainctl.options.launcher import KeyProblem, Launcher
 
 @dataclass
 class FleetConfig(LauncherConfig):
-    """Its own keys."""
+    """Keys of `launcher=fleet`."""
 
     fleet_size: int = option(1, "Machines of the fleet.", minimum=1, maximum=64)
     fleet_name: str | None = option(None, "Name of the fleet.")

@@ -12,7 +12,7 @@ from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
 
 @dataclass
 class BoardConfig(LoggerConfig):
-    """Its own keys."""
+    """Keys of the logger `board`."""
 
     digits: int = option(3, "Digits of a loss on the board.", minimum=1, maximum=17)
 

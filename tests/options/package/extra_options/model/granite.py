@@ -11,7 +11,7 @@ from trainctl.options.model import Directory, llama
 
 @dataclass
 class GraniteKeys(ModelConfig):
-    """Its own keys, named as config.json names them."""
+    """Keys of the Granite architecture, named as in `config.json`."""
 
     embedding_multiplier: float = option(1.0, "Factor of the embedded tokens.", above=0)
     attention_multiplier: float = option(0.125, "Factor of the attention scores.", above=0)

@@ -12,7 +12,7 @@ from trainctl.options.objective import TOKENS, Objective
 
 @dataclass
 class FocalConfig(ObjectiveConfig):
-    """Its own keys."""
+    """Keys of `objective=focal`."""
 
     focus: float = option(2.0, "Exponent of what a token's probability lacks to 1.", minimum=0)
 

@@ -12,7 +12,7 @@ from trainctl.options.optimizer import Optimizer, Update, WidthRule
 
 @dataclass
 class SignumConfig(OptimizerConfig):
-    """Its own keys."""
+    """Keys of `optimizer=signum`."""
 
     smoothing: float = option(0.9, "Decay of the momentum.", minimum=0, maximum=0.999)
 
@@ -35,7 +35,7 @@ SPEC = Optimizer(
 
 
 def build(plan: Any, groups: list[dict[str, Any]]) -> Any:
-    """The optimizer of a plan: on a rank, where torch may be imported."""
+    """Build the plan's optimizer. Ranks run this, so torch may be imported here."""
     import torch
 
     class Signum(torch.optim.Optimizer):

@@ -12,7 +12,7 @@ from trainctl.options.precision import Precision
 
 @dataclass
 class RoundedConfig(PrecisionConfig):
-    """Its own key."""
+    """Keys of `precision=rounded`."""
 
     places: int = option(4, "Binary places of an embedding.", minimum=1, maximum=8)
 

@@ -10,7 +10,7 @@ from trainctl.options.schedule import Course, Schedule, WithFloor, between
 
 @dataclass
 class RootConfig(WithFloor):
-    """Its own keys."""
+    """Keys of `schedule=root`."""
 
     degree: float = option(2.0, "Degree of the root.", above=0)
 
