@@ -109,7 +109,7 @@ def the_warmup_ends_in_the_run(case: Case) -> Iterator[Problem]:
     fix="Use a schedule of DeepSpeed's, or make torch's in the script.",
 )
 def torch_schedules_need_a_torch_optimizer(case: Case) -> Iterator[Problem]:
-    """Torch's schedules take torch's optimizers: not one that DeepSpeed has wrapped."""
+    """torch's schedules take torch's optimizers: not one that DeepSpeed has wrapped."""
     name = case.get(TYPE)
     if name not in case.schema.torch_schedulers or case.stage is None or case.weights is None:
         return

@@ -29,7 +29,7 @@ from trainctl.rules.plan.draft import Draft, choices, error, nearest_multiples, 
 
 
 def batch_is_possible(draft: Draft) -> Iterator[Finding]:
-    """Global = micro x accumulation x data has a solution in whole numbers."""
+    """global = micro x accumulation x data has a solution in whole numbers."""
     training = draft.config.training
     asked = training.global_batch_size
     if draft.mesh is None or draft.batch is not None or asked is None:

@@ -145,7 +145,7 @@ def _saves(checkpoint: CheckpointConfig) -> bool:
 
 
 def secondary_partition_divides(draft: Draft) -> Iterator[Finding]:
-    """HpZ groups are equal and lie inside a node (utils/groups.py)."""
+    """hpZ groups are equal and lie inside a node (utils/groups.py)."""
     config = draft.config
     size = config.zero_stage.hpz_partition_size
     if config.zero_stage.stage != 3 or size == 1:
