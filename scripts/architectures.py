@@ -37,7 +37,9 @@ Row = dict[str, float | str]
 
 
 def main() -> int:
-    """Train what is asked for, keep the rest as it is; with --check only compare page and table."""
+    """Train the selected architectures and keep the other rows. With --check only compare the page
+    with the table.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="architectures, by commas; the others keep their rows")
     parser.add_argument("--check", action="store_true", help="whether the page has the table")
@@ -55,7 +57,7 @@ def main() -> int:
 
 
 def measured(names: list[str]) -> Iterator[tuple[str, Row]]:
-    """Rows, one after the other."""
+    """Yield each architecture's name and row, one after the other."""
     # What is to be found out is not asked of the table.
     architectures.why_not = lambda model_type, column: None  # type: ignore[assignment]
     for name in names:
@@ -66,7 +68,9 @@ def measured(names: list[str]) -> Iterator[tuple[str, Row]]:
 
 
 def row_of(name: str, folder: Path) -> Row:
-    """What came of training an architecture on each axis: all of them on the same ranks."""
+    """Train an architecture on each axis, all axes on the same ranks, and return the row of the
+    table.
+    """
     model = directory(folder / "model", name)
     alone = case(plan(model, {}, steps=STEPS), folder / "alone")
     train_cases(1, [alone])
@@ -86,7 +90,10 @@ def row_of(name: str, folder: Path) -> Row:
 
 
 def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
-    """The curve of each, or why there is none; apart from each other if the ranks end."""
+    """Train the cases and return the curve of each, or the reason why the model cannot be cut.
+
+    If the ranks fail together, each case is trained again by itself to find the one that failed.
+    """
     try:
         refusals, *_ = train_cases(2, list(cases.values()), probe="architecture_probe:train")
     except RanksFailed as failed:
@@ -104,18 +111,20 @@ def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
 
 
 def _why(text: str) -> str:
-    """The reason in what a rank said."""
+    """Return the reason at the end of a rank's refusal; empty if there is none."""
     return (text.strip().splitlines() or [""])[-1].rpartition(" cannot be cut: ")[2]
 
 
 def case(made: RunPlan | tuple[Finding, ...], folder: Path) -> Case:
-    """A plan, to be trained in a folder."""
+    """Return the case that trains a plan in `folder`; fails if the plan was refused."""
     assert isinstance(made, RunPlan), made
     return Case(made, RunPaths(folder))
 
 
 def cell(reference: Curve, found: Curve | str) -> float | str:
-    """The larger difference of a curve, or why there is none, or that it is too large."""
+    """Return the larger of the loss and norm differences; a reason if there is no curve or the
+    difference exceeds the tolerance.
+    """
     if isinstance(found, str):
         return found
     difference = Difference.between(reference, found)
@@ -125,7 +134,7 @@ def cell(reference: Curve, found: Curve | str) -> float | str:
 
 
 def write(rows: dict[str, Row]) -> None:
-    """The table, in the order of the cases."""
+    """Write the table with its rows in the order of `ARCHITECTURES`."""
     content = {
         "versions": {name: version(name) for name in PACKAGES},
         "steps": STEPS,
@@ -136,13 +145,13 @@ def write(rows: dict[str, Row]) -> None:
 
 
 def with_table(text: str) -> str:
-    """The page with the table between its marks."""
+    """Return the page with the table between its marks replaced."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return "\n".join([before + BEGIN, *lines(), END]) + after
 
 
 def lines() -> Iterator[str]:
-    """The table as a page shows it, and why not."""
+    """Yield the table as Markdown, followed by the numbered reasons of its refusals."""
     found = architectures.table()
     versions = ", ".join(f"{name} {of}" for name, of in found.versions.items())
     yield f"{found.steps} steps each, with {versions}."

@@ -54,7 +54,7 @@ ALWAYS = (
 )
 ON_CPU = ("hardware=cpu", "precision=fp32")  # many processors multiply bf16 number by number
 PAIRS = 200
-"""In the file that preferences are learnt from."""
+"""Number of pairs in the preference data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def run_tests() -> Tests:
 
 
 def render(found: dict[str, dict[str, Any]], *, device: str, on_gpu: bool) -> str:
-    """The page."""
+    """Return the page as Markdown."""
     lines = [f"# {device}", "Written by `scripts/gpu_check.py`.", ""]
     if not on_gpu:
         lines += [

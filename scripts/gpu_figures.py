@@ -31,7 +31,7 @@ class Figure:
     steps: int = 6
     """Optimizer steps."""
     warmup: int = 2
-    """Of these not timed."""
+    """Steps that are not timed."""
     repeats: int = 1
     """Times that all loops are run; the median counts."""
 

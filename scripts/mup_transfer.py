@@ -40,7 +40,7 @@ HEAD_DIM = 16
 EXPONENTS = tuple(range(-10, -4))
 """Learning rates are powers of two."""
 SEEDS = (7, 8)
-"""Of initial weights and of the order of the samples."""
+"""Seeds of the initial weights and of the sample order."""
 STEPS = 150
 COLUMNS = ("mup", "width", "lr_exponent", "seed", "loss")
 BASE_DEVIATION = 0.1
@@ -166,7 +166,7 @@ def draw(losses: Mapping[Run, float]) -> Figure:
 
 
 def read(table: Path) -> dict[Run, float]:
-    """The results of an earlier call."""
+    """Read the results of an earlier call."""
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {
@@ -176,7 +176,7 @@ def read(table: Path) -> dict[Run, float]:
 
 
 def write(table: Path, losses: Mapping[Run, float]) -> None:
-    """All results, in a fixed order."""
+    """Write all results in a fixed order."""
     partial = table.with_suffix(".tmp")
     with partial.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -48,7 +48,7 @@ BEGIN, END = "<!-- parity tables -->", "<!-- end of parity tables -->"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of training a combination."""
+    """Outcome of training one combination."""
 
     combination: Combination
     loss: float = float("inf")
@@ -70,7 +70,7 @@ class Result:
 
 
 def wanted() -> dict[str, list[Combination]]:
-    """The combinations of each part of the page."""
+    """Return the combinations of each part of the page."""
     return {
         "fp32": product(precision=["fp32"], model=["llama"]),
         "bf16": product(
@@ -160,7 +160,7 @@ def measured(pool: ProcessPoolExecutor, todo: list[Combination]) -> Iterator[Res
 
 
 def train(combination: Combination) -> tuple[Curve, float]:
-    """The curve of a combination, and the seconds that it took."""
+    """Train a combination; return its curve and the seconds it took."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         curve = parity_cases.train(combination, Path(folder))
@@ -190,7 +190,7 @@ def read(path: Path) -> dict[Combination, Result]:
 
 
 def write(path: Path, results: dict[Combination, Result]) -> None:
-    """All results, whole or not at all."""
+    """Write all results by an atomic rename."""
     rows = []
     for combination, result in sorted(results.items(), key=lambda item: item[0]):
         row = {axis: getattr(combination, axis) for axis in AXES}
@@ -208,7 +208,7 @@ def write(path: Path, results: dict[Combination, Result]) -> None:
 
 
 def page(results: dict[Combination, Result]) -> Iterator[str]:
-    """The lines between the marks."""
+    """Yield the lines between the marks of the page."""
     parts = wanted()
     packages = ("torch", "deepspeed", "transformers")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
@@ -259,7 +259,7 @@ def _matrix(
 
 
 def _cell(result: Result | None) -> str:
-    """The larger of the two differences; bold if it is too large."""
+    """Return the larger of the two differences; bold if it exceeds the limit."""
     if result is None:
         return "not run"
     if result.failure:

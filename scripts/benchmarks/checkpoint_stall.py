@@ -1,4 +1,4 @@
-"""How long a save blocks the training loop: written behind it, and written while it waits.
+"""Time that a save blocks the training loop: asynchronous saves beside synchronous ones.
 
 Both write the same state, sync it and commit it by the protocol of every save; what differs is who
 waits. Between saves the loop does matrix products, so that the writing thread has to share the
@@ -36,7 +36,7 @@ TENSORS = 8
 
 
 class AdamState:
-    """What a rank holds with Adam, without an engine: weights and two moments in fp32."""
+    """State of a rank under Adam, without an engine: weights and two moments in fp32."""
 
     is_swapped = False
 

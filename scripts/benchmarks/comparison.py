@@ -1,4 +1,4 @@
-"""trainctl and other loops on the same configuration, measured.
+"""Benchmark of trainctl and other training loops on the same configuration.
 
 Each trains in processes of its own, one after the other on the same devices: trainctl by its
 command, the others by `peers.py` with the plan, the JSON and the corpus of that launch.
@@ -31,25 +31,25 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one loop did with one configuration."""
+    """Measurements of one loop with one configuration."""
 
     case: str
     loop: str
-    """trainctl, or one of `peers.py`."""
+    """«trainctl», or a loop of `peers.py`."""
     tokens_per_second: float | None = None
-    """Of all devices together; the median of the repeats."""
+    """Throughput of all devices together, the median of the repeats."""
     predicted_tokens_per_second: float | None = None
-    """By the plan; of trainctl alone, None without known rates."""
+    """Throughput predicted by the plan; only for trainctl, None without known rates."""
     mfu: float | None = None
     """Model FLOPs utilisation; None without a known peak."""
     ratio: float | None = None
     """trainctl's tokens per second over this loop's, in the same run."""
     peak_bytes: int | None = None
-    """Most memory of a device (on a CPU: of a process), as measured."""
+    """Measured peak memory of a device (on a CPU: of a process)."""
     planned_bytes: int | None = None
-    """The plan's prediction of it; of trainctl alone."""
+    """The plan's prediction of `peak_bytes`; only for trainctl."""
     planned_low_bytes: int | None = None
-    """The least that it may be by the plan."""
+    """Lower end of the plan's range."""
     planned_high_bytes: int | None = None
     problem: str = ""
     """Why there are no figures; empty when there are."""
@@ -62,12 +62,12 @@ class Failed(Exception):
 def measure(
     case: str, overrides: Sequence[str], *, warmup: int, peers: Sequence[str], repeats: int = 1
 ) -> Iterator[Row]:
-    """The rows of a configuration; only trainctl's if that cannot be launched.
+    """Measure a configuration and yield a row per loop; only trainctl's row if its launch fails.
 
     Args:
         warmup: Steps that are not measured.
-        peers: Loops that train the same, of `peers.py`.
-        repeats: Times that all of them are run; the median counts.
+        peers: Loops of `peers.py` that train the same configuration.
+        repeats: Number of runs of every loop; the median counts.
     """
     ours: list[Row] = []
     theirs: dict[str, list[Row]] = {peer: [] for peer in peers}
@@ -190,7 +190,7 @@ def _complete(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _last_line(text: str) -> str:
-    """The last line that names an error; else the last one."""
+    """Return the last line that names an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line]
     return (named or lines or ["no output"])[-1][:160]
@@ -208,7 +208,7 @@ def _speed(plan: RunPlan, seconds_per_step: float) -> dict[str, float | None]:
 
 
 def _median(rows: list[Row]) -> Row:
-    """The repeat with the median speed; the first that failed, if one did."""
+    """Return the repeat with the median speed; the first failed repeat if one failed."""
     failed = [row for row in rows if row.problem]
     if failed:
         return failed[0]
@@ -217,7 +217,7 @@ def _median(rows: list[Row]) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Format the rows as a Markdown table."""
     lines = [
         "| configuration | loop | tokens/s | predicted | MFU | trainctl is | peak, GiB "
         "| planned, GiB |",

@@ -1,4 +1,4 @@
-"""Where the time goes without a GPU: trainctl beside three loops written by hand, as commands.
+"""Benchmark of trainctl and three hand-written training loops on a CPU, each run as a command.
 
     python scripts/benchmarks/cpu_loops.py [--turns 3] [--steps 60] [--cases zero1 zero3]
 
@@ -64,24 +64,26 @@ CASES = {"zero1": "zero_stage=1", "zero3": "zero_stage=3"}
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one loop did in one turn."""
+    """Measurements of one loop in one turn."""
 
     first_step: float
-    """Seconds."""
+    """Seconds from the command's start."""
     tokens: float
-    """A second, of both processes, when it runs."""
+    """Tokens per second of both processes, over the steps after the first quarter."""
     early_tokens: float
-    """The same over the first ten steps after the first."""
+    """Tokens per second over the first ten steps after the first."""
     save: float
-    """Seconds."""
+    """Seconds that the loop waits for a checkpoint."""
     resume: float
-    """Seconds."""
+    """Seconds from the start of the resuming command to the end of its first step."""
     memory: int
-    """Bytes."""
+    """Peak bytes of all processes together (PSS)."""
 
 
 def measured(command: Sequence[str]) -> tuple[float, int]:
-    """Run a command to its end: when it was started (seconds since the epoch), its memory."""
+    """Run a command to its end; return its start time (seconds since the epoch) and its peak
+    memory in bytes.
+    """
     with tempfile.TemporaryFile() as output:
         began = time.time()
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -154,7 +156,9 @@ def _of(
 
 
 def job_of(run: RunPaths, folder: Path, steps: int) -> tuple[dict[str, Any], RunPlan]:
-    """What the other loops are to do, of a run of trainctl; the samples are written for them."""
+    """Return the job description for the other loops and the plan of trainctl's run. Writes the
+    samples to `folder`.
+    """
     plan = read_plan(run.attempt(1).plan)
     model, optimizer = plan.config.model, plan.config.optimizer
     corpus, length = Corpus.load(run.corpus), plan.batch.sequence_length
@@ -188,7 +192,7 @@ def job_of(run: RunPaths, folder: Path, steps: int) -> tuple[dict[str, Any], Run
 
 
 def turn(case: str, loops: Sequence[str], steps: int) -> dict[str, Measured]:
-    """What each loop did, one after the other."""
+    """Run every loop once, one after the other, and return the measurements by loop."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = {}
@@ -198,7 +202,9 @@ def turn(case: str, loops: Sequence[str], steps: int) -> dict[str, Measured]:
 
 
 def row(case: str, loop: str, turns: list[dict[str, Measured]]) -> str:
-    """A line of the table: medians, and how many times a loop's figure trainctl's is."""
+    """Format a line of the table: medians, and in parentheses trainctl's figure divided by the
+    loop's.
+    """
 
     def cell(name: str, form: str, unit: float = 1.0) -> str:
         value = median(getattr(turn[loop], name) for turn in turns) / unit

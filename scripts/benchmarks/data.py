@@ -1,4 +1,4 @@
-"""What the data of a run costs: tokenizing it, the order of its samples, reading them, waiting.
+"""Benchmark of a run's data path: tokenizing, sample order, reading samples, waiting for batches.
 
     python scripts/benchmarks/data.py [--megabytes 24] [--rounds 3] [--peers PYTHON]
 
@@ -49,7 +49,7 @@ LENGTH = 2048
 
 
 def main() -> None:
-    """Print a table for each of the four."""
+    """Measure the four parts and print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=24.0)
     parser.add_argument("--rounds", type=int, default=3)
@@ -65,7 +65,9 @@ def main() -> None:
 
 
 def _material(folder: Path, size: int) -> tuple[Path, Path, Path]:
-    """Python's own library as JSONL, a twentieth of it, and a tokenizer made of that."""
+    """Write Python's standard library as JSONL, a twentieth of that JSONL, and a tokenizer trained
+    on it.
+    """
     corpus, small = folder / "corpus.jsonl", folder / "small.jsonl"
     begun: list[str] = []
     with corpus.open("w") as whole, small.open("w") as part:
@@ -104,7 +106,9 @@ def _texts(size: int) -> Iterator[str]:
 def _tokenizing(
     folder: Path, corpus: Path, small: Path, tokenizer: Path, rounds: int, python: str
 ) -> Corpus:
-    """Tokens a second of each, medians of interleaved rounds; gives our corpus."""
+    """Print the tokens per second of each tokenizing loop, medians of interleaved rounds. Return
+    trainctl's corpus.
+    """
     loops = {"trainctl": _ours(tokenizer, folder)} | {
         loop: _peer(python, loop, tokenizer, folder) for loop in ("bare", "datasets", "datatrove")
     }
@@ -180,7 +184,9 @@ def _timed(command: list[str], environment: dict[str, str]) -> tuple[str, float]
 
 
 def _order() -> None:
-    """What a sample's place costs, whatever the length of the corpus."""
+    """Print the time and memory to find a sample's place in the order, for three lengths of the
+    corpus.
+    """
     print(f"\nThe order, 3 sources, 2 stages\n{'tokens':>10}{'us, 8 a call':>14}", end="")
     print(f"{'us, 4,096 a call':>18}{'bytes':>10}")
     for tokens in (10**6, 10**9, 10**12):
@@ -217,7 +223,9 @@ def _microseconds(order: Order, tokens: int, count: int) -> float:
 
 
 def _reading(corpus: Corpus, rounds: int) -> None:
-    """Batches of samples beside the same made of slices of a bare memory map, warm."""
+    """Print the speed of reading batches of samples beside slices of a bare memory map, with a
+    warm page cache.
+    """
     split = corpus.train
     data = PackedDataset(corpus, split, sequence_length=LENGTH, mask_documents=False)
     ours = corpus.tokens(split, in_order=False)
@@ -251,7 +259,7 @@ def _reading(corpus: Corpus, rounds: int) -> None:
 
 
 def _waiting(folder: Path) -> None:
-    """The share of its steps that the tiny recipe waits for data."""
+    """Print the share of step time that the tiny recipe waits for data."""
     run = RunPaths(folder / "run")
     command = [sys.executable, "-m", "trainctl", "launch", "recipe=tiny", "training.steps=120"]
     _timed([*command, "--run-dir", str(run.root)], {})

@@ -1,4 +1,5 @@
-"""How others tokenize the same file of JSONL with the same tokenizer: ids in a flat file each.
+"""Other tokenizing loops on the same JSONL with the same tokenizer; each writes ids to a flat
+file.
 
     python scripts/benchmarks/data_peers.py LOOP CORPUS TOKENIZER FOLDER WORKERS
 
@@ -16,18 +17,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TOGETHER = 1000
-"""Texts of a call."""
+"""Texts per call."""
 
 
 def main() -> None:
-    """Tokenize, and say how many tokens there are."""
+    """Tokenize the corpus and print the number of tokens."""
     loop, corpus, tokenizer, folder, workers = sys.argv[1:]
     tokens = LOOPS[loop](Path(corpus), Path(tokenizer), Path(folder), int(workers))
     print(tokens)
 
 
 def bare(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
-    """`encode_batch_fast` on all cores, one process; each document with the id of its end."""
+    """Tokenize with `encode_batch_fast` on all cores of one process; append the end-of-text id to
+    each document.
+    """
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -44,7 +47,7 @@ def bare(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
 
 
 def with_datasets(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
-    """`datasets.map` in batches, a process for each core."""
+    """Tokenize with `datasets.map` in batches, one process per core."""
     import datasets
     from tokenizers import Tokenizer
 
@@ -101,7 +104,9 @@ def _batches(corpus: Path) -> Iterator[list[str]]:
 
 
 def _divide(corpus: Path, folder: Path, count: int) -> None:
-    """One file for each task, as datatrove deals files to tasks."""
+    """Deal the lines of the corpus to one file per task, since datatrove assigns whole files to
+    tasks.
+    """
     files = [(folder / f"{number}.jsonl").open("wb") for number in range(count)]
     with corpus.open("rb") as lines:
         for number, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Megabytes of text per CPU second of each step that judges the documents of a corpus.
+"""Throughput of each document filter and deduplication step, in megabytes of text per CPU second.
 
     python scripts/benchmarks/data_quality.py [PATH ...] [--megabytes 20] [--rounds 3]
 
@@ -42,7 +42,7 @@ PARTS = 4
 
 
 def main() -> None:
-    """Print a line for each step."""
+    """Measure the steps and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--megabytes", type=float, default=20.0)
@@ -73,7 +73,9 @@ def main() -> None:
 
 
 def _texts(paths: list[Path], size: int) -> Iterator[str]:
-    """Texts of so many bytes; one in ten is a copy, and one has words changed."""
+    """Yield texts of `size` bytes in total; one in ten is a copy, and one in ten has words
+    changed.
+    """
     draw = random.Random(0)
     files = [path for each in paths for path in each.rglob("*") if path.is_file()]
     draw.shuffle(files)
@@ -101,7 +103,9 @@ def _planted(text: str, draw: random.Random) -> list[str]:
 
 
 def _timed(function: Callable[[DocumentBatch], object], texts: list[str]) -> float:
-    """CPU seconds over all texts, with what the step alone needs of a batch."""
+    """Return the CPU seconds of a step over all texts, including the parts of a batch that only
+    this step computes.
+    """
     total = 0.0
     for batch in batches(_entries(texts)):
         start = time.process_time()
@@ -138,12 +142,12 @@ def _measure(name: str) -> Callable[[DocumentBatch], object]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it needs nothing of the user's."""
+    """Return True if the step needs no option from the user."""
     return not load("filter", name).settings
 
 
 def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
-    """Measure into columns, find duplicates, decide; each once."""
+    """Measure texts into columns, find duplicates and decide on documents, each once."""
     filters = {name: load("filter", name).keys() for name in names("filter") if _is_plain(name)}
     parts = [
         PartToMeasure("all", str(number), "", partial(_entries, texts[number::PARTS]), filters)

@@ -1,4 +1,4 @@
-"""A step of FSDP2 beside one of ZeRO 3: wall time and the most memory of a rank, as ratios.
+"""Benchmark of FSDP2 beside ZeRO 3: step time and peak memory of a rank, as ratios.
 
 Both train the same model on the same samples by `trainctl launch`, in turns, so that what else the
 machine does meets both. Of each run the shortest step after the second counts, and the peak
@@ -33,14 +33,16 @@ RUN = (
     "training.sample_tokens=0 checkpoint.at_end=false checkpoint.every_steps=null"
 )
 TOKENS = 8 * 64
-"""Of a step."""
+"""Tokens per step."""
 
 BUCKETS = "zero_stage.reduce_bucket_size=4000000 zero_stage.prefetch_bucket_size=4000000"
 ENGINES = {"deepspeed": BUCKETS, "fsdp2": ""}
 
 
 def measured(folder: Path, engine: str, precision: str, steps: int) -> tuple[float, int, float]:
-    """Seconds of the shortest step, peak bytes of the first rank, and the last loss."""
+    """Return the seconds of the shortest step, the peak bytes of the first rank, and the last
+    loss.
+    """
     words = f"{RUN} {MODEL} {ENGINES[engine]} engine={engine} precision={precision}".split()
     command = [sys.executable, "-m", "trainctl", "launch", *words, f"training.steps={steps}"]
     command += ["--run-dir", str(folder)]

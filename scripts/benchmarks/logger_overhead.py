@@ -1,4 +1,4 @@
-"""Steps per second of a run with processes that send its metrics, over the same run without them.
+"""Steps per second of a run with metrics logger processes, over the same run without them.
 
     python scripts/benchmarks/logger_overhead.py [--pairs 6] [--seconds 20] [--loggers NAME,...]
 
@@ -43,7 +43,7 @@ LAUNCH = (
 
 
 def main() -> None:
-    """Measure, and print a line a pair."""
+    """Measure, and print a line per pair."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
@@ -76,7 +76,7 @@ def main() -> None:
 
 @contextmanager
 def following(run: RunPaths, names: list[str]) -> Iterator[None]:
-    """The processes, as a launcher starts and ends them."""
+    """Run the named logger processes as a launcher does, and kill them on exit."""
     argv = [command(run, name, "--follow", config=RunConfig()) for name in names if name != STUCK]
     started = [subprocess.Popen(each, stdin=subprocess.PIPE) for each in argv]
     if STUCK in names:
@@ -91,7 +91,9 @@ def following(run: RunPaths, names: list[str]) -> Iterator[None]:
 
 
 def step_seconds(run: RunPaths, seconds: float) -> float:
-    """The median time of the steps that are recorded from now on for so long."""
+    """Return the median time of the steps recorded in the next `seconds`, after the processes have
+    settled.
+    """
     time.sleep(SETTLING_SECONDS)
     follower = EventFollower(run.events)
     time.sleep(seconds)

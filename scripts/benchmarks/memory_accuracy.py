@@ -1,4 +1,4 @@
-"""How close the memory budget comes to published measurements, next to other estimators.
+"""Accuracy of the memory budget against published measurements, next to other estimators.
 
     python scripts/benchmarks/memory_accuracy.py [CSV ...] [--show ID] [--all]
 
@@ -32,20 +32,20 @@ DEFAULT = (*MEASURED, DATA / "memory_fits.csv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A row with a measurement, and what each estimator says."""
+    """A row with a measurement, and the prediction of each estimator."""
 
     row: Row
     estimates: dict[str, float | None]
 
     def error(self, name: str) -> float | None:
-        """Relative error, signed; None where that estimator has no answer."""
+        """Return the signed relative error; None where the estimator has no answer."""
         value = self.estimates[name]
         assert self.row.measured is not None
         return None if value is None else value / self.row.measured - 1
 
 
 def score(row: Row) -> Scored:
-    """What each estimator says of a row.
+    """Return the prediction of each estimator for a row.
 
     Raises:
         NotExpressible: The row cannot be put into our terms.
@@ -62,7 +62,7 @@ def score(row: Row) -> Scored:
 
 
 def verdict(row: Row) -> bool | None:
-    """Whether a job fits by the estimate; None is undecided.
+    """Return True if the estimate says that the job fits; None if undecided.
 
     Raises:
         NotExpressible: The row cannot be put into our terms, or names no capacity.
@@ -78,7 +78,7 @@ def verdict(row: Row) -> bool | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of a set of rows."""
+    """Scores, verdicts and refusals of a set of rows."""
 
     scored: tuple[Scored, ...]
     verdicts: tuple[tuple[Row, bool | None], ...]
@@ -86,7 +86,7 @@ class Report:
 
 
 def report(rows: Sequence[Row]) -> Report:
-    """Score every row, or say why not."""
+    """Score every row; collect the refused rows with their reasons."""
     scored, verdicts, refused = [], [], []
     for row in rows:
         try:
@@ -102,14 +102,16 @@ def report(rows: Sequence[Row]) -> Report:
 
 
 def summary(errors: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 90th percentile (nearest rank) and worst of absolute relative errors."""
+    """Return the median, 90th percentile (nearest rank) and maximum of the absolute relative
+    errors.
+    """
     sizes = sorted(abs(error) for error in errors)
     rank = max(0, -(-9 * len(sizes) // 10) - 1)
     return statistics.median(sizes), sizes[rank], sizes[-1]
 
 
 def print_table(title: str, scored: Sequence[Scored]) -> None:
-    """Each estimator's errors over some rows."""
+    """Print a table of each estimator's errors over some rows."""
     print(f"\n{title}: {len(scored)} rows")
     print(f"  {'estimator':<12}{'rows':>5}{'median':>10}{'90th':>10}{'worst':>10}")
     for name in ("trainctl", *peers.PEERS):
@@ -120,7 +122,7 @@ def print_table(title: str, scored: Sequence[Scored]) -> None:
 
 
 def print_report(found: Report, *, every: bool) -> None:
-    """Tables, worst rows, verdicts and refusals."""
+    """Print tables, worst rows, verdicts and refusals."""
     print_table("All", found.scored)
     for metric in Metric:
         some = [item for item in found.scored if item.row.metric is metric]
@@ -144,7 +146,7 @@ def print_report(found: Report, *, every: bool) -> None:
 
 
 def print_verdicts(found: Report) -> None:
-    """How jobs that ran, and that ran out of memory, were judged."""
+    """Print how jobs that ran, and jobs that ran out of memory, were judged."""
     if not found.verdicts:
         return
     words = {True: "fits", False: "does not fit", None: "undecided"}
@@ -162,7 +164,7 @@ def print_verdicts(found: Report) -> None:
 
 
 def show(row: Row) -> None:
-    """A row as a worked example: our terms, and where its bytes are."""
+    """Print a row as a worked example: its configuration, and its memory by component."""
     case = case_of(row)
     found = estimate(case)
     print(f"# {row.id}: {row['framework']}, {row['source_repo']} {row['source_path']}")
@@ -187,7 +189,7 @@ def show(row: Row) -> None:
 
 
 def overrides(case: Case) -> list[tuple[str, str]]:
-    """The config keys in which a case differs from the defaults, as overrides."""
+    """Return the config keys in which a case differs from the defaults, as overrides."""
     changed = []
     for section in fields(RunConfig):
         mine, default = getattr(case.plan.config, section.name), getattr(RunConfig(), section.name)

@@ -1,7 +1,7 @@
-"""What a decoder block of other code than transformers keeps, operation by operation.
+"""Activation memory of decoder blocks whose code differs from transformers', operation by operation.
 
-`trainctl.memory.activations` has the closed forms of the models that trainctl trains. Measurements
-come from other models too, so each is written here in the same terms, bytes per token and rank.
+`trainctl.memory.activations` has the closed forms of the models that trainctl trains. Published
+measurements include other models. Each is written here in the same terms, bytes per token and rank.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """How a block is written, as far as its memory goes; bytes per element of the width named."""
+    """Description of a block's code as far as its memory depends on it. Counts are bytes per
+    element of the named width.
+    """
 
     norm: int
-    """Kept by one norm of the hidden states, its output included."""
+    """Bytes kept by one norm per element of the hidden states, including its output."""
     norm_statistics: int = FP32
-    """Kept by a norm for each token."""
+    """Bytes kept by a norm for each token."""
     beside_norms: int = 0
-    """Kept of the hidden width in the compute type besides the norms, bytes."""
+    """Bytes kept per element of the hidden width in addition to the norms."""
     attention_copies: int = 0
-    """Copies of the queries' width besides queries, keys, values and output."""
+    """Copies of the queries' width kept in addition to queries, keys, values and output."""
     dropout: bool = False
-    """Whether two masks of a byte an element are kept."""
+    """Whether two dropout masks of one byte per element are kept."""
     scores: int = 0
-    """Kept of each attention score; 0 for a fused kernel."""
+    """Bytes kept of each attention score; 0 for a fused kernel."""
     statistics: int = FP32
-    """Kept of each head and token."""
+    """Bytes kept by attention for each head and token."""
     gated: bool = True
     """Whether the feed-forward layer has a gate."""
     inner: int = 4
-    """Kept copies of the feed-forward width."""
+    """Number of kept tensors of the feed-forward width."""
     sequence_parallel: bool = False
-    """Whether what tensor parallelism copies is split along the sequence."""
+    """Whether activations replicated by tensor parallelism are split along the sequence."""
     fp32_softmax: bool = False
-    """Whether probabilities are computed in fp32, and cast."""
+    """Whether probabilities are computed in fp32, then cast."""
     alternate: bool = False
-    """Whether selective recomputation keeps every other product only (torchtitan)."""
+    """Whether selective recomputation keeps only every other matrix product (torchtitan)."""
     compiled: bool = False
-    """Whether a compiler sees that nothing needs the block's last product again."""
+    """Whether a compiler drops the block's last product, which the backward pass does not need."""
 
 
 def block(
@@ -56,13 +58,13 @@ def block(
     element: int,
     tensor: int,
 ) -> BlockActivations:
-    """Activations of one block.
+    """Compute the activations of one block.
 
     Args:
-        key_heads: Heads of keys and values.
-        sequence_length: Keys that a query meets; unfused scores grow with it.
-        element: Bytes of the compute type.
-        tensor: Tensor-parallel ranks.
+        key_heads: Number of key and value heads.
+        sequence_length: Keys per query; unfused scores grow with it.
+        element: Bytes per element of the compute type.
+        tensor: Tensor-parallel size.
     """
     hidden = model.hidden_size
     width = shapes.head_dim(model)
@@ -120,49 +122,56 @@ TORCH_AUTOCAST = Code(
     gated=False,
     inner=2,
 )
-"""The same under autocast, which computes norms and the softmax in fp32: a norm keeps its input in
-fp32, and the cast of its output for the product; probabilities are kept in fp32 and as they were
-cast."""
+"""`TORCH` under autocast, which computes norms and the softmax in fp32. A norm keeps its input in
+fp32 and its output cast for the product; probabilities are kept in fp32 and as cast.
+"""
 
 MEGATRON_UNFUSED = Code(
     norm=4, norm_statistics=8, dropout=True, scores=5, statistics=0, gated=False, inner=2
 )
-"""Megatron before fused attention: probabilities, their dropout mask and what is left of them
-(arXiv:2205.05198, section 4.1)."""
+"""Megatron before fused attention: keeps probabilities, their dropout mask and the probabilities
+after dropout (arXiv:2205.05198, section 4.1).
+"""
 
 PLAIN = Code(norm=4, inner=4)
 """A Llama in plain PyTorch with fused norms and attention: SwiGLU keeps both inputs, the result of
 the activation and the product."""
 
 PLAIN_FP32_NORM = Code(norm=10, inner=4)
-"""The same with a norm written out in fp32 (litgpt's): its input and the scaled values in fp32, and
-the result."""
+"""`PLAIN` with a norm written out in fp32 (litgpt's): keeps its input and the scaled values in
+fp32, and the result.
+"""
 
 PLAIN_GELU = Code(norm=4, norm_statistics=8, gated=False, inner=2)
 """A GPT in plain PyTorch: LayerNorm, fused attention and torch's GELU."""
 
 COMPILED = Code(norm=2, inner=2, compiled=True)
-"""A compiled Llama block: the compiler keeps results of products and computes norms and activations
-again, since that is cheaper than reading them."""
+"""A compiled Llama block: the compiler keeps results of products and recomputes norms and
+activations, which is cheaper than reading them.
+"""
 
 COMPILED_GELU = Code(norm=2, norm_statistics=8, gated=False, inner=1, compiled=True)
-"""The same with GELU."""
+"""`COMPILED` for a GPT with GELU."""
 
 FROZEN = Code(norm=5, inner=3)
-"""A Llama whose matrices do not learn (LoRA on queries and values): products keep no input, so of a
-norm's output only what an adapter reads stays, and the feed-forward layer keeps no product."""
+"""A Llama with frozen matrices (LoRA on queries and values). Products keep no input: of a norm's
+output only an adapter's input stays, and the feed-forward layer keeps no product.
+"""
 
 FROZEN_GELU = Code(norm=2, norm_statistics=8, beside_norms=2, gated=False, inner=1)
-"""The same of a GPT: norms keep their inputs, GELU its input, an adapter the norm's output."""
+"""`FROZEN` for a GPT: norms keep their inputs, GELU its input, an adapter the norm's output."""
 
 LITGPT_LORA = Code(norm=4, beside_norms=3, attention_copies=4, inner=3)
-"""litgpt's LoRA on queries and values of a Llama, whose norms are in fp32 and keep their inputs so.
+"""litgpt's LoRA on queries and values of a Llama, whose norms run in fp32 and keep fp32 inputs.
 The adapter's input went through dropout: a copy and its mask. Values are a view of the packed
-projection, which stays whole (two copies more), and `index_copy` keeps what the adapter adds to
-queries and values (two more; its derivative asks for the source's shape by the source)."""
+projection, which stays whole (two more copies). `index_copy` keeps the adapter's output for
+queries and values (two more copies; its derivative needs the source's shape and saves the
+source).
+"""
 
 LITGPT_LORA_GELU = Code(
     norm=1, norm_statistics=8, beside_norms=3, attention_copies=4, gated=False, inner=1
 )
-"""The same of its GPT-NeoX and Phi, whose two norms read one input: attention and feed-forward
-layer stand side by side."""
+"""`LITGPT_LORA` for its GPT-NeoX and Phi, whose two norms read one input: attention and the
+feed-forward layer run in parallel.
+"""

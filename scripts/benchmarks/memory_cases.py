@@ -273,7 +273,7 @@ def _moments_of(engine: EngineMemory, stage: Stage) -> float:
 
 
 def case_of(row: Row) -> Case:
-    """A row in our terms.
+    """Convert a row to trainctl's terms.
 
     Raises:
         NotExpressible: With the reason.

@@ -96,7 +96,7 @@ class Job:
 
 
 def job_of(row: Row) -> Job:
-    """The job of a row.
+    """Return the Megatron-LM job of a row.
 
     Raises:
         NotExpressible: It has experts, or another part that the budget has no term for.

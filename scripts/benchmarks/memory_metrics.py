@@ -18,7 +18,7 @@ class NotExpressible(Exception):
 
 
 class Metric(Enum):
-    """What a row measured."""
+    """Kind of memory figure that a row measured."""
 
     after_step = "allocated after a step"
     peak = "peak allocated"
@@ -67,7 +67,7 @@ KINDS = (
 
 
 def metric_of(record: Mapping[str, str]) -> Metric:
-    """What a row measured.
+    """Return the kind of figure that a row measured.
 
     Raises:
         NotExpressible: Nothing that the estimator has a figure for, or nothing at all.

@@ -54,7 +54,7 @@ LARGEST_DISAGREEMENT = 1.4
 
 
 def model_of(row: Row) -> ModelConfig:
-    """The decoder of a row.
+    """Return the decoder of a row.
 
     Raises:
         NotExpressible: It is something else, its sizes are not given, or they contradict the number

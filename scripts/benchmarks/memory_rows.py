@@ -19,7 +19,7 @@ __all__ = ["GIB", "Metric", "NotExpressible", "Recompute", "Row", "read_rows"]
 
 
 class Recompute(Enum):
-    """What is recomputed in the backward pass."""
+    """Part of a block that is recomputed in the backward pass."""
 
     none = "none"
     full = "full"

@@ -183,7 +183,7 @@ def uses_foreach(row: Row) -> bool:
 
 
 def zero_stage_of(row: Row) -> int:
-    """The ZeRO stage that comes closest to how a row divides its states."""
+    """Return the ZeRO stage closest to how a row divides its states."""
     text = row.words("sharding")
     found = re.search(r"(?:zero|stage)\D{0,2}(\d)", text)
     if found:

@@ -114,7 +114,7 @@ class Browser:
 
 @contextmanager
 def browser(width: int = 1280, height: int = 900) -> Iterator[Browser]:
-    """A window of its own; the test that wants it is skipped where there is no Chromium."""
+    """Open a browser window; skips the test where there is no Chromium."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
         pytest.skip("no Chromium: apt-get install chromium chromium-driver")

@@ -60,7 +60,7 @@ def trainctl(*arguments: str, cwd: Path, code: int = 0, **variables: str) -> str
 
 
 def events(run: Path, kind: str) -> list[Event]:
-    """The records of one kind."""
+    """Return the records of one kind."""
     return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
 
 

@@ -85,7 +85,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """Process id of the server."""
         return self._server.pid
 
     @property

@@ -23,7 +23,7 @@ START = 1.7e9
 
 
 def new_run(folder: Path, *overrides: str, nodes: int = 1, devices: int = 2) -> RunPaths:
-    """A run with one attempt, planned for so many devices."""
+    """Create a run with one attempt, planned for `nodes` x `devices` devices."""
     hardware = Hardware(
         name=f"{nodes}x{devices}",
         accelerator=Accelerator.cpu,

@@ -33,7 +33,7 @@ from trainctl.runs.layout import RunPaths
 
 STEPS = 30
 TOKENS = 128
-"""Of a sample."""
+"""Tokens per sample."""
 CLIPPING = 0.5
 CLIPPED_STEPS = 20
 """Steps of the 30 in which the gradient is to be clipped, at least."""
@@ -320,7 +320,7 @@ def clips_enough(reference: Curve) -> bool:
 
 
 def product(**chosen: Sequence[str]) -> list[Combination]:
-    """All combinations, with some axes held to the given values."""
+    """Return all combinations, with some axes held to the given values."""
     return [
         Combination.of(*values)
         for values in itertools.product(*(chosen.get(axis, AXES[axis]) for axis in AXES))
@@ -331,7 +331,7 @@ Pair = frozenset[tuple[str, str]]
 
 
 def pairs(combination: Combination) -> set[Pair]:
-    """Its choices on any two axes."""
+    """Return the combination's choices on any two axes."""
     chosen = [(axis, getattr(combination, axis)) for axis in AXES]
     return {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
 

@@ -108,7 +108,7 @@ def tiny_config(**changes: Any) -> RunConfig:
 
 
 def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:
-    """The plan on that many processes; fails on any finding that is an error."""
+    """Return the plan on `world_size` processes; fails on any finding that is an error."""
     hardware = Hardware(
         name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=world_size
     )
@@ -173,7 +173,7 @@ def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:
 
 
 def server() -> ForkServer:
-    """The fork server that all tests of a session share; it ends with the session."""
+    """Return the fork server shared by all tests of a session; it ends with the session."""
     if not _servers or not _servers[-1].is_alive:
         _servers.append(ForkServer(PRELOAD, ENVIRONMENT))
         atexit.register(_servers[-1].close)
@@ -200,5 +200,5 @@ def curve(run: RunPaths) -> dict[int, tuple[float, float]]:
 
 
 def with_stop(plan: RunPlan, step: int) -> RunPlan:
-    """The plan, ending its launch at `step`."""
+    """Return the plan with its launch ending at `step`."""
     return replace(plan, stop_step=step)

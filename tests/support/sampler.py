@@ -360,7 +360,7 @@ def sample(seed: int, count: int) -> list[Case]:
 
 
 def every_break(seed: int) -> list[Case]:
-    """Each break once, on legal JSONs of a seed."""
+    """Return one case per break, on legal JSONs drawn by a seed."""
     rng = random.Random(seed)
     cases = []
     for rule, changes in BREAKS:
