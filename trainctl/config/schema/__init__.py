@@ -154,19 +154,28 @@ class RunConfig:
     logging: LoggingConfig = section(LoggingConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     hardware: HardwareConfig = section(HardwareConfig)
-    recipe: str | None = option(None, "Name of the recipe that this was composed from.")
-    script: str | None = option(
-        None, "Your own program, started on every rank instead of trainctl's trainer.", local=True
+    recipe: str | None = option(
+        None, "Name of the recipe that this configuration was composed from."
     )
-    script_arguments: list[str] = option([], "Its arguments: the words after `--`.")
+    script: str | None = option(
+        None,
+        "Your own training script, started on every rank instead of trainctl's trainer.",
+        local=True,
+    )
+    script_arguments: list[str] = option(
+        [], "Command-line arguments of the script: everything after `--`."
+    )
     script_config_flag: str | None = option(
         "--deepspeed_config",
-        "Added to them, with the path of DeepSpeed's JSON, unless it is there; none adds nothing.",
+        "Flag appended to script_arguments, followed by the path of the DeepSpeed JSON, unless "
+        "they already contain it; none appends nothing.",
     )
     trainer: str | None = option(
-        None, "Your own function that trains in place of trainctl's trainer, as module:function."
+        None, "Your own training function, run in place of trainctl's trainer, as module:function."
     )
-    deepspeed: dict[str, Any] = option({}, "Keys of DeepSpeed's own JSON that no key here says.")
+    deepspeed: dict[str, Any] = option(
+        {}, "Additional keys of DeepSpeed's JSON that no trainctl key covers."
+    )
 
     @property
     def trains_itself(self) -> bool:

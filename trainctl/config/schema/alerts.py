@@ -33,23 +33,23 @@ class AlertsConfig:
 
     urls: list[str] = option(
         [],
-        "Webhooks that get a JSON by POST, with a `text` as Slack takes it; a secret, so a "
-        "reference to a variable.",
+        "Webhook URLs that receive each alert as JSON by POST, with a Slack-compatible `text` "
+        "field; a URL is a secret, so set it by reference to an environment variable.",
         example="['${oc.env:SLACK_URL}']",
     )
     command: list[str] = option(
         [],
-        "A program and its arguments, started with the same JSON as its input; no shell.",
+        "Program and its arguments, started without a shell and given the alert as JSON on stdin.",
         example="[notify-send,trainctl]",
     )
     kinds: list[AlertKind] = option(
         list(AlertKind),
-        "What is told.",
+        "Events that send an alert.",
         example="[failure,no_progress,end]",
     )
     no_progress_minutes: float = option(
         30.0,
-        "Time without a step after which `no_progress` is told.",
+        "Time without a completed step after which a `no_progress` alert is sent.",
         unit="minutes",
         above=0,
     )

@@ -23,65 +23,74 @@ class HardwareConfig:
 
     name: str = option("auto", "Name shown in plans, such as h100-80g.")
     driver_names: list[str] = option(
-        [], "Names that the vendor's tool gives to the device: how hardware=auto recognises it."
+        [],
+        "Device names reported by the vendor's tool, by which hardware=auto recognises the device.",
     )
     accelerator: Accelerator = option(Accelerator.auto, "Kind of device; auto detects everything.")
-    nodes: int = option(1, "Machines.", minimum=1, maximum=100_000)
+    nodes: int = option(1, "Number of nodes.", minimum=1, maximum=100_000)
     devices_per_node: int | None = option(
         None,
-        "Devices (on cpu: processes) of a machine; none detects them.",
+        "Devices per node (on cpu: processes); none detects them.",
         minimum=1,
         maximum=100_000,
     )
     device_memory_bytes: int | None = option(
         None,
-        "Memory of a device as its driver reports it; none detects it.",
+        "Memory of one device, as its driver reports it; none detects it.",
         unit="bytes",
         minimum=0,
     )
     host_memory_bytes: int | None = option(
         None,
-        "Memory of a machine; none detects it, or leaves it unchecked when not here.",
+        "Host memory of one node; none detects it on this machine and leaves it unchecked for "
+        "others.",
         unit="bytes",
         minimum=0,
     )
     nvme_bytes: int | None = option(
-        None, "Free space of a machine's NVMe; none leaves it unchecked.", unit="bytes", minimum=0
+        None, "Free NVMe space of one node; none leaves it unchecked.", unit="bytes", minimum=0
     )
     peak_tflops_fp32: float | None = option(
-        None, "Dense fp32 throughput of a device, not TF32.", unit="TFLOP/s", above=0
+        None, "Peak dense fp32 throughput of one device, without TF32.", unit="TFLOP/s", above=0
     )
     peak_tflops_bf16: float | None = option(
-        None, "Dense bf16 matrix throughput of a device.", unit="TFLOP/s", above=0
+        None, "Peak dense bf16 matrix throughput of one device.", unit="TFLOP/s", above=0
     )
     peak_tflops_fp16: float | None = option(
-        None, "Dense fp16 matrix throughput, accumulated in fp32.", unit="TFLOP/s", above=0
+        None,
+        "Peak dense fp16 matrix throughput of one device, with fp32 accumulation.",
+        unit="TFLOP/s",
+        above=0,
     )
     peak_tflops_fp8: float | None = option(
-        None, "Dense fp8 matrix throughput, accumulated in fp32.", unit="TFLOP/s", above=0
+        None,
+        "Peak dense fp8 matrix throughput of one device, with fp32 accumulation.",
+        unit="TFLOP/s",
+        above=0,
     )
     memory_bandwidth_gb_per_second: float | None = option(
         None, "Device memory bandwidth.", unit="GB/s", above=0
     )
     device_link_gb_per_second: float | None = option(
-        None, "Bandwidth between devices of a node, one direction.", unit="GB/s", above=0
+        None, "Bandwidth between devices of a node, in one direction.", unit="GB/s", above=0
     )
     network_gb_per_second: float | None = option(
         None, "Bandwidth between nodes, per device.", unit="GB/s", above=0
     )
     host_link_gb_per_second: float | None = option(
-        None, "Bandwidth between a device and its host, one direction.", unit="GB/s", above=0
+        None, "Bandwidth between a device and its host, in one direction.", unit="GB/s", above=0
     )
     matrix_efficiency: float | None = option(
         None,
-        "Share of the peak rates that large matrix products reach; none takes a usual one.",
+        "Fraction of the peak throughput that large matrix products reach; none assumes a "
+        "typical value.",
         above=0,
         maximum=1,
     )
     attention_efficiency: float | None = option(
         None,
-        "Share of the peak rates that attention as one kernel reaches, forward and backward; none "
-        "takes a usual one.",
+        "Fraction of the peak throughput that a fused attention kernel reaches, forward and "
+        "backward; none assumes a typical value.",
         above=0,
         maximum=1,
     )

@@ -26,28 +26,32 @@ class LauncherConfig:
 
     units: ClassVar[str] = "launcher"
 
-    kind: str = option("local", "What starts the agents.", units="launcher")
-    cpu_binding: CpuBinding = option(CpuBinding.none, "Processors that a rank may run on.")
+    kind: str = option("local", "Launcher that starts the agents on the nodes.", units="launcher")
+    cpu_binding: CpuBinding = option(CpuBinding.none, "CPU cores that each rank is bound to.")
     benchmark: bool = option(
-        False, "Measure computation and collectives before training; names what is slow."
+        False,
+        "Benchmark computation and collectives before training, and report slow devices and links.",
     )
     min_bandwidth_gb_per_second: float | None = option(
-        None, "Refuse to train below this bandwidth of an all-reduce.", unit="GB/s", above=0
+        None, "Minimum all-reduce bandwidth; the run does not start below it.", unit="GB/s", above=0
     )
     straggler_factor: float | None = option(
         1.3,
-        "Name a rank whose own work takes so many times as long as its peers'; none names nobody.",
+        "Report a rank as a straggler if its own work takes this many times as long as its "
+        "peers'; none reports no rank.",
         above=1,
     )
     port: int | None = option(
-        None, "Rendezvous port; none takes a free one.", minimum=1, maximum=65535
+        None, "Rendezvous port; none picks a free one.", minimum=1, maximum=65535
     )
     environment: dict[str, str] = option(
         {},
-        "Variables set for every rank; `${oc.env:NAME}` is resolved at the start, never written.",
+        "Environment variables set for every rank; `${oc.env:NAME}` is resolved at the start, "
+        "and its value is never written.",
     )
     plain_environment: list[str] = option(
-        [], "Names (globs) of variables that are no secrets: their values may be written."
+        [],
+        "Names (globs) of environment variables that are not secret: their values may be written.",
     )
     forward_environment: list[str] = option(
         [
@@ -60,44 +64,46 @@ class LauncherConfig:
             "TORCH_*",
             "PYTORCH_*",
         ],
-        "Variables (globs) carried from this shell to every rank and recorded with the run.",
+        "Environment variables (globs) forwarded from this shell to every rank and recorded with "
+        "the run.",
     )
     omp_num_threads: int | None = option(
-        None, "Threads of each rank on the CPU; none shares the cores.", minimum=1
+        None, "CPU threads per rank; none divides the cores among the ranks.", minimum=1
     )
     grace_seconds: float = option(
-        3.0, "Time for ranks to end after SIGTERM before SIGKILL.", unit="seconds", minimum=0
+        3.0, "Time between SIGTERM and SIGKILL when ranks are stopped.", unit="seconds", minimum=0
     )
     communication_timeout_seconds: float = option(
-        600.0, "A collective that takes longer fails.", unit="seconds", above=0
+        600.0, "Timeout of a collective, after which it fails.", unit="seconds", above=0
     )
     stop_grace_seconds: float = option(
         0.0,
-        "After SIGTERM: time to finish the step, save and end with exit code 75; 0 ends at once.",
+        "Time after SIGTERM to finish the step, save and exit with code 75; 0 exits at once.",
         unit="seconds",
         minimum=0,
     )
     interrupt_grace_seconds: float = option(
         300.0,
-        "After Ctrl-C, a closed terminal, or SIGTERM where stop_grace_seconds is 0: time to finish "
-        "the step, save and end with 128 + the signal; 0 ends at once.",
+        "Time to finish the step, save and exit with 128 + the signal number after Ctrl-C, a "
+        "closed terminal, or SIGTERM where stop_grace_seconds is 0; 0 exits at once.",
         unit="seconds",
         minimum=0,
     )
     max_restarts: int = option(
         0,
-        "Times that a launch starts again by itself, from the newest checkpoint, after a failure.",
+        "Maximum number of automatic restarts of a launch after failures, each from the newest "
+        "checkpoint.",
         minimum=0,
     )
     heartbeat_seconds: float = option(
         600.0,
-        "A rank that gives no sign of life for so long, in a step or an evaluation, is hung.",
+        "Time without a heartbeat, in a step or an evaluation, after which a rank counts as hung.",
         unit="seconds",
         above=0,
     )
     slow_phase_seconds: float = option(
         3600.0,
-        "As heartbeat_seconds, while a rank starts (up to its first step), saves or ends.",
+        "Heartbeat timeout while a rank starts (up to its first step), saves or shuts down.",
         unit="seconds",
         above=0,
     )

@@ -15,7 +15,11 @@ class EngineConfig:
 
     units: ClassVar[str] = "engine"
 
-    kind: str = option("deepspeed", "What partitions, computes and updates.", units="engine")
+    kind: str = option(
+        "deepspeed",
+        "Training engine, which partitions the states and runs forward, backward and update.",
+        units="engine",
+    )
 
 
 @dataclass
@@ -23,48 +27,65 @@ class ZeroStageConfig:
     """ZeRO's partitioning over the data-parallel ranks (arXiv:1910.02054), and its buffers."""
 
     stage: int = option(
-        1, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.", minimum=0, maximum=3
+        1,
+        "ZeRO stage: 0 partitions nothing, 1 optimizer states, 2 also gradients, 3 also "
+        "parameters.",
+        minimum=0,
+        maximum=3,
     )
     overlap_comm: bool = option(
-        False, "Reduce gradients while the backward pass goes on; doubles the reduce bucket."
+        False, "Reduce gradients during the backward pass; doubles the memory of the reduce bucket."
     )
-    contiguous_gradients: bool = option(True, "Copy gradients into one buffer as they are made.")
-    reduce_scatter: bool = option(True, "Average gradients by reduce-scatter, not all-reduce.")
+    contiguous_gradients: bool = option(
+        True, "Copy gradients into one contiguous buffer as they are produced."
+    )
+    reduce_scatter: bool = option(
+        True, "Average gradients by reduce-scatter instead of all-reduce."
+    )
     reduce_bucket_size: int = option(
-        500_000_000, "Gradients reduced at once.", unit="elements", minimum=1
+        500_000_000, "Bucket size of the gradient reduction.", unit="elements", minimum=1
     )
     allgather_bucket_size: int = option(
         500_000_000,
-        "Parameters gathered at once after a step, stages 1 and 2.",
+        "Bucket size of the parameter all-gather after a step, stages 1 and 2.",
         unit="elements",
         minimum=2,
     )
     prefetch_bucket_size: int = option(
-        50_000_000, "Parameters gathered ahead of use, stage 3.", unit="elements", minimum=0
+        50_000_000, "Parameters prefetched ahead of their use, stage 3.", unit="elements", minimum=0
     )
     param_persistence_threshold: int = option(
-        100_000, "Smaller parameters stay whole, stage 3.", unit="elements", minimum=0
+        100_000,
+        "Parameters smaller than this stay unpartitioned, stage 3.",
+        unit="elements",
+        minimum=0,
     )
     max_live_parameters: int = option(
-        1_000_000_000, "Most gathered parameters at a time, stage 3.", unit="elements", minimum=0
+        1_000_000_000,
+        "Maximum of gathered parameters at a time, stage 3.",
+        unit="elements",
+        minimum=0,
     )
     max_reuse_distance: int = option(
         1_000_000_000,
-        "Keep a parameter gathered if used again within this, stage 3.",
+        "A parameter stays gathered if it is used again within this many parameters, stage 3.",
         unit="elements",
         minimum=0,
     )
     sub_group_size: int = option(
         1_000_000_000,
-        "Parameters that the optimizer updates at once, stage 3.",
+        "Parameters that the optimizer updates at a time, stage 3.",
         unit="elements",
         minimum=1,
     )
     hpz_partition_size: int = option(
-        1, "ZeRO++ secondary partition, devices of one node; 1 is off.", unit="devices", minimum=1
+        1,
+        "ZeRO++ hpZ: size of the secondary partition, in devices of one node; 1 switches it off.",
+        unit="devices",
+        minimum=1,
     )
-    quantized_weights: bool = option(False, "ZeRO++ qwZ: gather weights as int8.")
-    quantized_gradients: bool = option(False, "ZeRO++ qgZ: reduce gradients as int4.")
+    quantized_weights: bool = option(False, "ZeRO++ qwZ: gather weights in int8.")
+    quantized_gradients: bool = option(False, "ZeRO++ qgZ: reduce gradients in int4.")
 
 
 class OffloadDevice(Enum):
@@ -79,55 +100,69 @@ class OffloadDevice(Enum):
 class OffloadConfig:
     """Training state kept in host memory or on NVMe (arXiv:2101.06840, arXiv:2104.07857)."""
 
-    optimizer: OffloadDevice = option(OffloadDevice.none, "Master weights and optimizer states.")
-    parameters: OffloadDevice = option(OffloadDevice.none, "Parameters; ZeRO stage 3 only.")
+    optimizer: OffloadDevice = option(
+        OffloadDevice.none, "Offload target of the master weights and optimizer states."
+    )
+    parameters: OffloadDevice = option(
+        OffloadDevice.none, "Offload target of the parameters; ZeRO stage 3 only."
+    )
     ratio: float = option(
         1.0,
-        "Share of the optimizer states that is offloaded; below 1 needs stage 3.",
+        "Fraction of the optimizer states that is offloaded; below 1 needs stage 3.",
         minimum=0,
         maximum=1,
     )
-    pin_memory: bool = option(True, "Page-locked host buffers: faster, and rounded up in size.")
-    nvme_path: str | None = option(
-        None, "Folder on a local NVMe drive; required for nvme.", local=True
+    pin_memory: bool = option(
+        True, "Use page-locked host buffers: faster transfers, but sizes are rounded up."
     )
-    buffer_count: int = option(5, "Pinned buffers of parameters in flight, nvme.", minimum=1)
-    buffer_size: int = option(100_000_000, "Size of each of them.", unit="elements", minimum=1)
+    nvme_path: str | None = option(
+        None, "Directory on a local NVMe drive; required for nvme.", local=True
+    )
+    buffer_count: int = option(
+        5, "Number of pinned buffers for parameters in flight, nvme.", minimum=1
+    )
+    buffer_size: int = option(
+        100_000_000, "Size of each pinned buffer, nvme.", unit="elements", minimum=1
+    )
     max_in_cpu: int = option(
-        1_000_000_000, "Parameters kept in host memory beside NVMe.", unit="elements", minimum=0
+        1_000_000_000,
+        "Parameters kept in host memory when the rest is on NVMe.",
+        unit="elements",
+        minimum=0,
     )
     zenflow: bool = option(
         False,
-        "Update the columns with the largest gradients on the device at each step, and the rest in "
-        "host memory once in a while (ZenFlow, arXiv:2505.12242).",
+        "Update the columns with the largest gradients on the device at each step, and the rest "
+        "in host memory at a longer interval (ZenFlow, arXiv:2505.12242).",
     )
     zenflow_topk_ratio: float = option(
-        0.1, "zenflow: share of a matrix's columns updated on the device; below 1.", above=0
+        0.1, "zenflow: fraction of a matrix's columns updated on the device; below 1.", above=0
     )
     zenflow_update_interval: int | None = option(
         None,
-        "zenflow: steps between updates in host memory; none decides by the gradients.",
+        "zenflow: interval between updates in host memory; none adapts it to the gradients.",
         unit="optimizer steps",
         minimum=1,
     )
     zenflow_select_interval: int | None = option(
         None,
-        "zenflow: steps between choices of the columns, at least the update interval; none "
-        "chooses once.",
+        "zenflow: interval between selections of the columns, at least the update interval; none "
+        "selects once.",
         unit="optimizer steps",
         minimum=1,
     )
     zenflow_warmup_steps: int = option(
         0,
-        "zenflow: first steps, in which everything is updated in host memory.",
+        "zenflow: initial steps in which everything is updated in host memory.",
         unit="optimizer steps",
         minimum=0,
     )
     zenflow_overlap_step: bool = option(
         False,
-        "zenflow: update in host memory by another process, while steps go on; for scripts.",
+        "zenflow: run the host-memory update in another process, overlapped with the next steps; "
+        "for scripts.",
     )
-    super_offload: bool = option(False, "SuperOffload, for tightly coupled CPU and GPU.")
+    super_offload: bool = option(False, "Use SuperOffload, for tightly coupled CPU and GPU.")
 
 
 class DataType(StrEnum):
@@ -147,19 +182,23 @@ class PrecisionConfig:
 
     compute: str = option(
         "bf16",
-        "Weights and activations in forward and backward; fp8: bf16, with the matrix products of "
-        "blocks in fp8 (by torchao).",
+        "Type of weights and activations in forward and backward; fp8: bf16, with the matrix "
+        "products of the blocks in fp8 (torchao).",
         units="precision",
     )
-    master_weights: DataType = option(DataType.fp32, "The copy that the optimizer updates.")
-    optimizer_states: DataType = option(DataType.fp32, "Moments of the optimizer.")
+    master_weights: DataType = option(
+        DataType.fp32, "Type of the master weights, which the optimizer updates."
+    )
+    optimizer_states: DataType = option(DataType.fp32, "Type of the optimizer's moments.")
     gradient_accumulation: DataType | None = option(
-        None, "Gradients while they accumulate; none means the type of the weights."
+        None, "Type in which gradients are accumulated; none means the type of the weights."
     )
     communication: DataType | None = option(
-        None, "Gradients on the wire; none means the type of the weights."
+        None, "Type in which gradients are communicated; none means the type of the weights."
     )
-    autocast: bool = option(False, "Weights in fp32, matrix products in compute type by autocast.")
+    autocast: bool = option(
+        False, "Keep weights in fp32 and run matrix products in the compute type by torch.autocast."
+    )
 
 
 class PipelinePartition(Enum):
@@ -174,23 +213,30 @@ class PipelinePartition(Enum):
 class ParallelismConfig:
     """Sizes of the device mesh's axes; the data axis takes the devices that the others leave."""
 
-    data: int | None = option(None, "Data-parallel size; none derives it.", minimum=1)
-    tensor: int = option(1, "Shards of each matrix; keep it inside a node.", minimum=1)
-    pipeline: int = option(1, "Stages of consecutive blocks.", minimum=1)
-    sequence: int = option(1, "Ulysses shards of each sequence (arXiv:2309.14509).", minimum=1)
-    expert: int = option(1, "Expert-parallel size, carved out of data.", minimum=1)
+    data: int | None = option(
+        None, "Data-parallel size; none derives it from the number of devices.", minimum=1
+    )
+    tensor: int = option(
+        1, "Tensor-parallel size; should not exceed the devices of a node.", minimum=1
+    )
+    pipeline: int = option(
+        1, "Pipeline-parallel size: number of stages of consecutive blocks.", minimum=1
+    )
+    sequence: int = option(1, "Ulysses sequence-parallel size (arXiv:2309.14509).", minimum=1)
+    expert: int = option(1, "Expert-parallel size, a divisor of the data-parallel size.", minimum=1)
     pipeline_partition: PipelinePartition = option(
-        PipelinePartition.parameters, "What the stages are balanced by."
+        PipelinePartition.parameters, "Criterion by which pipeline stages are balanced."
     )
     stage_blocks: list[int] = option(
         [],
-        "Blocks of each stage, in place of a balance; empty balances them.",
+        "Number of blocks in each pipeline stage; empty balances the stages.",
         example="[9,8,8,7]",
     )
     sequence_sharded_norms: bool = option(
         False,
-        "Split what lies between the tensor-parallel matrices, norms among it, along the sequence"
-        " over the tensor ranks (arXiv:2205.05198); off keeps it whole on each.",
+        "Megatron-style sequence parallelism: shard norms and other activations between the "
+        "tensor-parallel matrices along the sequence (arXiv:2205.05198); off replicates them on "
+        "each tensor rank.",
     )
 
 
@@ -202,8 +248,8 @@ class ActivationCheckpointingConfig:
 
     mode: str = option(
         "none",
-        "none keeps all; full recomputes blocks from their inputs; selective keeps their products "
-        "with weights and attention too, and recomputes the rest.",
+        "none keeps all activations; full recomputes blocks from their inputs; selective also "
+        "keeps the outputs of matrix products and attention, and recomputes the rest.",
         units="activation_checkpointing",
     )
 
@@ -229,24 +275,29 @@ class KernelsConfig:
     """Kernels for the model and its loss; results are mathematically equal."""
 
     liger: bool = option(
-        False, "Norms, rotary embedding and SwiGLU by the package liger-kernel; on GPUs."
+        False, "Use liger-kernel for norms, rotary embedding and SwiGLU; GPUs only."
     )
     cross_entropy: CrossEntropyKind = option(
         CrossEntropyKind.plain,
-        "plain: all logits at once; chunked: those of chunk_tokens tokens, computed again in the "
-        "backward pass; liger_fused: liger-kernel's, on GPUs.",
+        "plain: all logits at once; chunked: logits of chunk_tokens tokens at a time, recomputed "
+        "in the backward pass; liger_fused: fused linear cross-entropy of liger-kernel, GPUs "
+        "only.",
     )
     chunk_tokens: int = option(
-        1024, "chunked: tokens whose logits exist at once.", unit="tokens", minimum=1
+        1024,
+        "cross_entropy=chunked: number of tokens whose logits exist at once.",
+        unit="tokens",
+        minimum=1,
     )
     mlp_tiles: int = option(
         1,
-        "Parts of a micro-batch's tokens that go through a feed-forward layer one after the other, "
-        "and are computed again in the backward pass; for long sequences.",
+        "Number of tiles into which a micro-batch's tokens are split in the feed-forward layers; "
+        "tiles run one after the other and are recomputed in the backward pass; for long "
+        "sequences.",
         minimum=1,
     )
     compile: CompileKind = option(
         CompileKind.none,
-        "blocks: torch.compile of each decoder block; deepcompile: DeepSpeed's compiler of the "
-        "whole model with its communication, on GPUs.",
+        "blocks: torch.compile of each decoder block; deepcompile: DeepSpeed's compilation of "
+        "the whole model with its communication, GPUs only.",
     )

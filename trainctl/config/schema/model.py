@@ -37,93 +37,116 @@ class ModelConfig:
     former: ClassVar[tuple[str, ...]] = ("tensors",)  # removed keys in runs of older versions
 
     name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
-    family: str = option("llama", "Architecture.", units="model")
+    family: str = option("llama", "Model architecture.", units="model")
     model_type: str | None = option(
-        None, "transformers' name of the architecture; read from config.json for family=hf."
+        None, "model_type of the architecture in transformers; read from config.json for family=hf."
     )
     path: str | None = option(
         None,
-        "Local transformers directory with config.json, or a name on the Hugging Face hub; "
+        "Local transformers directory with config.json, or a model name on the Hugging Face Hub; "
         "required for family=hf.",
         local=True,
     )
     weights: WeightsKind = option(
         WeightsKind.auto,
-        "Weights of step 0: pretrained are those of model.path or model.initial_weights, random "
-        "ones are drawn from training.seed, auto takes pretrained ones where there are any.",
+        "Initial weights: pretrained loads those of model.path or model.initial_weights, random "
+        "draws them from training.seed, auto loads pretrained weights if there are any.",
     )
     initial_weights: str | None = option(
         None,
-        "Directory of safetensors, or run, whose weights to start from; none is model.path where "
-        "model.weights has it so.",
+        "Directory of safetensors files, or run, to load the initial weights from; none is "
+        "model.path, where model.weights says so.",
         local=True,
     )
     vocab_size: int = option(
-        512, "Rows of the embedding.", unit="tokens", minimum=0, maximum=100_000_000
+        512,
+        "Vocabulary size: rows of the embedding.",
+        unit="tokens",
+        minimum=0,
+        maximum=100_000_000,
     )
-    hidden_size: int = option(128, "Width of the residual stream.", minimum=0, maximum=WIDEST)
+    hidden_size: int = option(
+        128, "Hidden size: width of the residual stream.", minimum=0, maximum=WIDEST
+    )
     intermediate_size: int = option(
-        384, "Width of the feed-forward layer.", minimum=0, maximum=WIDEST
+        384, "Hidden width of the feed-forward layers.", minimum=0, maximum=WIDEST
     )
-    num_layers: int = option(4, "Decoder blocks.", minimum=0, maximum=10_000)
-    num_attention_heads: int = option(4, "Query heads.", minimum=1, maximum=100_000)
+    num_layers: int = option(4, "Number of decoder blocks.", minimum=0, maximum=10_000)
+    num_attention_heads: int = option(4, "Number of query heads.", minimum=1, maximum=100_000)
     num_key_value_heads: int | None = option(
         None,
-        "Key and value heads (grouped-query attention); none means one for each query head.",
+        "Number of key and value heads (grouped-query attention); none means one per query head.",
         minimum=1,
         maximum=100_000,
     )
     head_dim: int | None = option(
         None,
-        "Width of a head; none means hidden_size / num_attention_heads.",
+        "Dimension of an attention head; none means hidden_size / num_attention_heads.",
         minimum=1,
         maximum=WIDEST,
     )
     max_position_embeddings: int = option(
-        2048, "Longest sequence that the model is defined for.", unit="tokens", minimum=1
+        2048, "Maximum sequence length that the model is defined for.", unit="tokens", minimum=1
     )
-    tie_word_embeddings: bool = option(False, "Output projection shares the embedding's weights.")
-    rope_theta: float = option(10000.0, "Base of the rotary embedding.", above=0)
-    norm_epsilon: float = option(1e-5, "Epsilon of the (RMS or layer) norms.", above=0)
+    tie_word_embeddings: bool = option(
+        False, "Share the weights of the embedding with the output projection."
+    )
+    rope_theta: float = option(10000.0, "Base of the rotary position embedding.", above=0)
+    norm_epsilon: float = option(1e-5, "Epsilon of the RMS or layer norms.", above=0)
     initializer_range: float = option(
         0.02, "Standard deviation of the initial weights.", above=0, maximum=1
     )
     sliding_window: int | None = option(
-        None, "Attention window of mistral; none attends to everything.", unit="tokens", minimum=1
+        None,
+        "Size of mistral's attention window; none attends to all previous tokens.",
+        unit="tokens",
+        minimum=1,
     )
     attention: AttentionKind = option(AttentionKind.sdpa, "Attention kernel.")
     mup: bool = option(
         False,
-        "Maximal-update parametrisation (arXiv:2203.03466): the best learning rate stays that of "
-        "mup_base_width.",
+        "Maximal update parametrization (arXiv:2203.03466): the optimal learning rate found at "
+        "mup_base_width carries over to this width.",
     )
     mup_base_width: int | None = option(
         None, "hidden_size of the model that the learning rate was tuned on.", minimum=1
     )
     mup_base_head_dim: int | None = option(
-        None, "Its head_dim; none means the same as this model's.", minimum=1
+        None,
+        "head_dim of the model that the learning rate was tuned on; none means this model's "
+        "head_dim.",
+        minimum=1,
     )
     num_experts: int | None = option(
-        None, "Experts of a sparse block; read from config.json.", minimum=1, maximum=100_000
+        None,
+        "Number of experts per mixture-of-experts block; read from config.json.",
+        minimum=1,
+        maximum=100_000,
     )
     experts_per_token: int | None = option(
-        None, "Experts that each token goes to; read from config.json.", minimum=1, maximum=100_000
+        None,
+        "Number of experts that each token is routed to; read from config.json.",
+        minimum=1,
+        maximum=100_000,
     )
     router_aux_loss_coef: float | None = option(
         None,
-        "Weight of the balancing loss that config.json asks for; read there, where "
+        "Weight of the load-balancing loss in config.json; read from there if "
         "output_router_logits is true.",
         minimum=0,
     )
     anatomy: list[str] = option(
         [],
-        "Tensors, blocks, experts and attention of a directory whose architecture has no closed "
-        "form, or of factory's model, as their own code makes them; read, never typed.",
+        "Tensors, blocks, experts and attention measured on the model's own code, for "
+        "architectures without a closed form and for factory; filled in by trainctl, never set "
+        "by hand.",
     )
-    trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
+    trust_remote_code: bool = option(
+        False, "Let transformers run the Python code found in model.path."
+    )
     factory: str | None = option(
         None,
-        "Your own function that makes the model, as module:function; it is given this section.",
+        "Your own function that builds the model, as module:function; it receives this section.",
     )
 
     @property
@@ -157,6 +180,7 @@ class AdapterConfig:
 
     kind: str = option(
         "none",
-        "What is added to linear layers, and trains alone; none trains the model's own weights.",
+        "Adapter that is added to linear layers and trained while the model is frozen; none "
+        "trains the model's own weights.",
         units="adapter",
     )

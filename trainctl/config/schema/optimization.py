@@ -22,13 +22,14 @@ class GroupOverride:
     """Hyperparameters of a group of parameters that differ from the others'."""
 
     match: str = option("", "Regular expression, searched for in a parameter's canonical name.")
-    lr_factor: float = option(1.0, "Of the learning rate.", above=0)
+    lr_factor: float = option(1.0, "Multiplier of the learning rate.", above=0)
     weight_decay: float | None = option(
-        None, "Their decay; none leaves what the rule gives.", minimum=0
+        None, "Weight decay of these parameters; none keeps the optimizer's.", minimum=0
     )
     gradient_clipping: float | None = option(
         None,
-        "Largest gradient norm of their group, before all are clipped; none or 0 has no limit.",
+        "Maximum gradient norm of this parameter group, applied before global clipping; none or "
+        "0 sets no limit.",
         minimum=0,
     )
 
@@ -42,37 +43,41 @@ class OptimizerConfig:
     kind: str = option("adamw", "Update rule.", units="optimizer")
     lr: float = option(3e-4, "Peak learning rate; the schedule scales it.", above=0)
     weight_decay: float = option(
-        0.1, "Decoupled decay of matrices; norms, biases and embeddings have none.", minimum=0
+        0.1,
+        "Decoupled weight decay of matrices; norms, biases and embeddings have none.",
+        minimum=0,
     )
     decay_embeddings: bool = option(False, "Apply weight_decay to embeddings too.")
     groups: list[GroupOverride] = option(
         [],
-        "Entries of match (a regular expression on parameter names), lr_factor, weight_decay and "
-        "gradient_clipping; the first whose match is found holds.",
+        "Overrides for parameter groups: entries of match (a regular expression on parameter "
+        "names), lr_factor, weight_decay and gradient_clipping; the first entry that matches "
+        "applies.",
         example="[{match: norm, lr_factor: 0.5}]",
     )
     layer_lr_decay: float = option(
         1.0,
-        "Factor of the learning rate for each block between a parameter and the output.",
+        "Layer-wise learning rate decay: factor per block between a parameter and the output.",
         above=0,
         maximum=1,
     )
     fused: bool | None = option(
-        None, "Update with one fused kernel; none does on accelerators, for kinds that have one."
+        None,
+        "Use the optimizer's fused kernel; none does so on accelerators if the optimizer has one.",
     )
     gradient_clipping: float = option(
         1.0,
-        "Largest global gradient norm; 0 switches clipping off. gradients.adaptive_clipping takes "
-        "its place.",
+        "Maximum global gradient norm; 0 switches clipping off. gradients.adaptive_clipping "
+        "replaces it.",
         minimum=0,
     )
     lr_scaling: LrScaling = option(
         LrScaling.none,
-        "Let lr and matrix_lr, tuned for lr_scaling_batch_size, follow training.global_batch_size: "
-        "linear or by its square root.",
+        "Scale lr and matrix_lr, tuned for lr_scaling_batch_size, with "
+        "training.global_batch_size: linearly or by its square root.",
     )
     lr_scaling_batch_size: int | None = option(
-        None, "Global batch that lr is meant for.", unit="sequences", minimum=1
+        None, "Global batch size that lr was tuned for.", unit="sequences", minimum=1
     )
 
 
@@ -89,28 +94,31 @@ class ScheduleConfig:
 
     units: ClassVar[str] = "schedule"
 
-    kind: str = option("cosine", "Shape after the warmup.", units="schedule")
+    kind: str = option(
+        "cosine", "Shape of the learning rate schedule after the warmup.", units="schedule"
+    )
     unit: ScheduleUnit = option(
         ScheduleUnit.steps,
-        "steps or tokens: what a curve goes along and a share is of, where a batch ramp makes "
-        "them differ.",
+        "Unit of the schedule's progress and fractions: steps or tokens, which differ under a "
+        "batch ramp.",
     )
     warmup_steps: int | None = option(
         None,
-        "Linear warmup; none derives it from warmup_tokens or warmup_fraction.",
+        "Length of the linear warmup; none derives it from warmup_tokens or warmup_fraction.",
         unit="optimizer steps",
         minimum=0,
     )
     warmup_tokens: int | None = option(
         None,
-        "Linear warmup, if warmup_steps is none; rounded up to a whole step.",
+        "Length of the linear warmup, if warmup_steps is none; rounded up to a whole step.",
         unit="tokens",
         minimum=0,
         needs=(lambda s: s.warmup_steps is None, "schedule.warmup_steps=null, which replaces it"),
     )
     warmup_fraction: float = option(
         0.02,
-        "Warmup as a share of the run, if neither is given.",
+        "Length of the linear warmup as a fraction of the run, if neither warmup_steps nor "
+        "warmup_tokens is set.",
         minimum=0,
         maximum=1,
         needs=(
@@ -126,7 +134,9 @@ class ObjectiveConfig:
 
     units: ClassVar[str] = "objective"
 
-    kind: str = option("next_token", "The loss.", units="objective")
+    kind: str = option(
+        "next_token", "Training objective, which defines the loss.", units="objective"
+    )
 
 
 class AdaptiveClipping(Enum):
@@ -146,32 +156,46 @@ class GradientsConfig:
     """
 
     clip_value: float = option(
-        0.0, "Largest absolute value of an element; 0 switches it off.", minimum=0
+        0.0,
+        "Maximum absolute value of a gradient element; 0 switches clipping by value off.",
+        minimum=0,
     )
     adaptive_clipping: AdaptiveClipping = option(
         AdaptiveClipping.none,
-        "Limit of the norm from the norms of before: a percentile of them, or a multiple of "
-        "their mean; it takes the place of optimizer.gradient_clipping.",
+        "Derive the clipping threshold from recent gradient norms: a percentile of them, or a "
+        "multiple of their mean; replaces optimizer.gradient_clipping.",
     )
     adaptive_percentile: float = option(
-        10.0, "adaptive_clipping=percentile: which one.", unit="percent", minimum=0, maximum=100
+        10.0,
+        "adaptive_clipping=percentile: percentile of the recent norms that is the threshold.",
+        unit="percent",
+        minimum=0,
+        maximum=100,
     )
     adaptive_factor: float = option(
-        1.5, "adaptive_clipping=mean: the multiple of the mean.", above=0
+        1.5, "adaptive_clipping=mean: multiple of the mean norm that is the threshold.", above=0
     )
     adaptive_window: int = option(
-        1000, "How many of the last accepted updates count.", unit="optimizer steps", minimum=1
+        1000,
+        "Number of recent accepted updates whose norms are used.",
+        unit="optimizer steps",
+        minimum=1,
     )
     centralize: bool = option(
-        False, "Take from each row of a matrix's gradient its mean over the inputs."
+        False,
+        "Gradient centralization: subtract from each row of a matrix's gradient its mean over "
+        "the inputs.",
     )
     noise: float = option(
         0.0,
-        "Variance of the normal noise added at the first update; 0 switches it off.",
+        "Variance of the Gaussian gradient noise at the first update; 0 switches it off.",
         minimum=0,
     )
     noise_decay: float = option(
-        0.55, "The variance at update t, from 0, is noise / (1 + t)^noise_decay.", minimum=0
+        0.55,
+        "Decay exponent of the noise: the variance at update t, from 0, is noise / (1 + "
+        "t)^noise_decay.",
+        minimum=0,
     )
 
 
@@ -191,50 +215,54 @@ class StabilityConfig:
 
     on_bad_loss: OnBadLoss = option(
         OnBadLoss.stop,
-        "stop keeps the last good checkpoint; warn goes on after a spike, and stops at what is "
-        "not finite.",
+        "Response to a bad loss or gradient norm: stop keeps the last good checkpoint; warn "
+        "continues after a spike, but stops if a value is not finite.",
     )
     spike_factor: float | None = option(
         None,
-        "A loss above this multiple of its running mean is bad; none looks for NaN only.",
+        "Multiple of its running mean above which a loss is bad; none detects only NaN.",
         above=1,
     )
     norm_spike_factor: float | None = option(
         None,
-        "A gradient norm above this multiple of its running mean is bad; none looks for NaN only.",
+        "Multiple of its running mean above which a gradient norm is bad; none detects only NaN.",
         above=1,
     )
     loss_limit: float | None = option(
         None,
-        "A loss above this is bad, from the first step on and whatever came before.",
+        "Absolute limit above which a loss is bad, from the first step on.",
         unit="nats",
         above=0,
     )
     norm_limit: float | None = option(
         None,
-        "A gradient norm above this is bad, from the first step on and whatever came before.",
+        "Absolute limit above which a gradient norm is bad, from the first step on.",
         above=0,
     )
     spike_window: int = option(
         100,
-        "Accepted steps that the running means go back over, their weights falling.",
+        "Window of the exponential running means, in accepted steps.",
         unit="optimizer steps",
         minimum=1,
     )
     spike_after_steps: int = option(
         20,
-        "Accepted steps in the means before a spike is looked for.",
+        "Number of accepted steps in the running means before spikes are detected.",
         unit="optimizer steps",
         minimum=1,
     )
-    max_interventions: int = option(3, "Interventions in a row before the run stops.", minimum=0)
+    max_interventions: int = option(
+        3, "Maximum number of consecutive interventions before the run stops.", minimum=0
+    )
     rewind_lr_factor: float = option(
         1.0,
-        "Each rewind multiplies the learning rate by this, to the end of the run.",
+        "Factor that each rewind applies to the learning rate for the rest of the run.",
         above=0,
         maximum=1,
     )
-    z_loss: float = option(0.0, "Weight of the squared log-normaliser of the output.", minimum=0)
+    z_loss: float = option(
+        0.0, "Weight of the z-loss: the squared log-normalizer of the output softmax.", minimum=0
+    )
 
 
 @dataclass
@@ -243,19 +271,21 @@ class ExpertsConfig:
 
     auxiliary_loss: float | None = option(
         None,
-        "Weight of a loss that is least where each sequence goes to all experts alike "
-        "(arXiv:2101.03961, equation 4); none: router_aux_loss_coef of the model's config.json, if "
-        "its output_router_logits is true, else 0.",
+        "Weight of the load-balancing loss, computed per sequence (arXiv:2101.03961, equation "
+        "4); none: router_aux_loss_coef of the model's config.json, if its output_router_logits "
+        "is true, else 0.",
         minimum=0,
     )
     z_loss: float = option(
         0.0,
-        "Weight of the squared log-normaliser of the routers (arXiv:2202.08906, equation 5).",
+        "Weight of the router z-loss: the squared log-normalizer of the routers "
+        "(arXiv:2202.08906, equation 5).",
         minimum=0,
     )
     bias_update_rate: float = option(
         0.0,
-        "What a step adds to the choice of experts with fewer tokens than the mean, and takes from "
-        "the others (arXiv:2408.15664), where routers have such a bias; 0 leaves it as it is.",
+        "Step size of the routing bias for auxiliary-loss-free balancing: added for experts with "
+        "fewer tokens than the mean, subtracted for the others (arXiv:2408.15664), if routers "
+        "have such a bias; 0 keeps it fixed.",
         minimum=0,
     )

@@ -20,26 +20,30 @@ class SourceConfig:
     is_part: ClassVar[bool] = True
 
     kind: str = option(
-        "files", "As data.kind; left out, the kind that reads files of such names.", units="data"
+        "files",
+        "Kind of data, as in data.kind; if omitted, the kind that reads files with these suffixes.",
+        units="data",
     )
     weight: float | None = option(
         None,
-        "Share of the tokens: all together are 1, or are whole numbers in proportion.",
+        "Fraction of the tokens of the run: weights sum to 1, or are whole numbers in proportion.",
         above=0,
     )
     tokens: int | None = option(
-        None, "In place of weight: tokens of it in the run.", unit="tokens", minimum=1
+        None, "Tokens of this source in the run, in place of weight.", unit="tokens", minimum=1
     )
     epochs: float | None = option(
-        None, "In place of weight: passes over its training text in the run.", above=0
+        None, "Passes over this source's training text in the run, in place of weight.", above=0
     )
     max_epochs: float | None = option(
-        None, "A run that needs more passes over it is refused; none repeats it at will.", above=0
+        None,
+        "Maximum passes over this source; a run that needs more is refused; none sets no limit.",
+        above=0,
     )
     shuffle_shards: int | None = option(
         None,
-        "Shuffle so many shards of 64 Mi tokens at a time, so that no more are needed at once; "
-        "none shuffles the whole source.",
+        "Shuffle window, in shards of 64 Mi tokens, so that no more are needed at once; none "
+        "shuffles the whole source.",
         unit="shards",
         minimum=1,
     )
@@ -49,18 +53,22 @@ class SourceConfig:
 class StageConfig:
     """A part of the run with its own mixture or sequence length."""
 
-    until: float | None = option(None, "Its end, as a share of the run.")
+    until: float | None = option(None, "End of the stage, as a fraction of the run.")
     until_step: int | None = option(
-        None, "Its end: the last of its optimizer steps.", unit="optimizer steps"
+        None, "Last optimizer step of the stage.", unit="optimizer steps"
     )
     until_tokens: int | None = option(
-        None, "Its end: the tokens of the run so far, rounded up to a step.", unit="tokens"
+        None,
+        "End of the stage in tokens since the start of the run, rounded up to a step.",
+        unit="tokens",
     )
     weights: dict[str, float] | None = option(
-        None, "Shares of sources by name; none has the weights of data.sources."
+        None,
+        "Weights of the sources in this stage, by name; none uses the weights of data.sources.",
     )
     sequence_length: int | None = option(
         None,
-        "Length of its samples, in batches of the same tokens; none is training.sequence_length.",
+        "Sequence length in this stage, at the same number of tokens per batch; none is "
+        "training.sequence_length.",
         unit="tokens",
     )

@@ -15,13 +15,17 @@ class Recomputing(ActivationCheckpointingConfig):
     """Keys of activation checkpointing that recomputes blocks."""
 
     every_kth_block: int = option(
-        1, "Recompute the first of every k blocks, and keep the others whole.", minimum=1
+        1,
+        "Recompute the first of every k blocks, and keep the activations of the others.",
+        minimum=1,
     )
     offload_to_cpu: bool = option(
-        False, "Keep the inputs of recomputed blocks in (pinned) host memory."
+        False, "Keep the inputs of recomputed blocks in pinned host memory."
     )
     partition_across_tensor_ranks: bool = option(
-        False, "Keep of them a slice on each tensor-parallel rank, gathered when needed."
+        False,
+        "Partition the inputs of recomputed blocks over the tensor-parallel ranks, and gather "
+        "them when needed.",
     )
 
 

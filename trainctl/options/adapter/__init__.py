@@ -28,34 +28,38 @@ class BaseWeights(Enum):
 class LowRank(AdapterConfig):
     """Keys of an adapter that adds a product of two narrow matrices."""
 
-    rank: int = option(8, "Rows of A and columns of B.", minimum=1, maximum=65_536)
+    rank: int = option(
+        8, "Rank of the adapter: rows of A and columns of B.", minimum=1, maximum=65_536
+    )
     alpha: float = option(
         16.0,
-        "What is added is multiplied by alpha / rank; by alpha / sqrt(rank) for rslora.",
+        "Scaling of the adapter: its output is multiplied by alpha / rank; by alpha / sqrt(rank) "
+        "for rslora.",
         above=0,
     )
     targets: list[str] = option(
         [],
-        "Linear layers of the blocks, by how their names end; empty: all of them.",
+        "Linear layers of the blocks that get an adapter, by the ends of their names; empty: all "
+        "of them.",
         example="[q_proj, v_proj]",
     )
     dropout: float = option(
         0.0,
-        "Share of an adapter's inputs that is zero in a training step; the layer's own are whole.",
+        "Dropout rate of the adapter's inputs; the frozen layer's inputs are unaffected.",
         minimum=0,
         maximum=0.9,
     )
     also_train: list[str] = option(
         [],
-        "Parameters of the model's own that train beside the adapter, as training.freeze names "
-        "what does not: the rows of new tokens, with all others of embeddings and head.",
+        "Parameters of the base model to train with the adapter, named as in training.freeze, "
+        "such as the rows of new tokens; embeddings and head train with all of their rows.",
         example="[embeddings, head]",
     )
     base_weights: BaseWeights = option(
         BaseWeights.compute,
-        "How the blocks' frozen linear layers are held: in the type that computes, in 8 bits, or "
-        "in 4 (QLoRA, arXiv:2305.14314), whose scales nf4_double holds in 8. They are expanded "
-        "where they are used.",
+        "Storage type of the frozen linear layers of the blocks: the compute type, int8, or nf4 "
+        "(QLoRA, arXiv:2305.14314), whose scales nf4_double stores in 8 bits. They are "
+        "dequantized where they are used.",
     )
 
     @property

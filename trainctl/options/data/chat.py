@@ -35,23 +35,24 @@ class ChatConfig(DataFromPaths):
 
     shape: Shape = option(
         Shape.auto,
-        "How a record has its conversation: messages, prompt (and completion), alpaca or "
-        "sharegpt; auto goes by its keys.",
+        "Format of a conversation record: messages, prompt (and completion), alpaca or sharegpt; "
+        "auto infers it from the record's keys.",
     )
     chat_template: str | None = option(
         None,
-        "File of the template, in Jinja, or the name of one of the tokenizer's; none is its own.",
+        "Jinja file with the chat template, or the name of one of the tokenizer's templates; "
+        "none is the tokenizer's default.",
         local=True,
     )
     template_arguments: dict[str, Any] = option(
         {},
-        "What the template is given beside the messages, by name.",
+        "Additional variables passed to the chat template, by name.",
         example="{enable_thinking: false}",
     )
     learn: Learn = option(
         Learn.assistant,
-        "Which tokens are learnt: what the assistant says, its last answer alone, or all of a "
-        "conversation.",
+        "Tokens that contribute to the loss: all assistant messages, only the last one, or the "
+        "whole conversation.",
     )
 
 

@@ -29,7 +29,7 @@ class CsvConfig(DataFromRecords):
 
     delimiter: str | None = option(
         None,
-        "Character between two fields; none is a tab in files that end in .tsv, and a comma.",
+        "Field delimiter; none is a tab in .tsv files and a comma in others.",
     )
 
 

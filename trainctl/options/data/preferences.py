@@ -26,13 +26,13 @@ class PreferencesConfig(DataFromPaths):
 
     chat_template: str | None = option(
         None,
-        "File of the template for messages, in Jinja, or the name of one of the tokenizer's; none "
-        "is its own.",
+        "Jinja file with the chat template, or the name of one of the tokenizer's templates; "
+        "none is the tokenizer's default.",
         local=True,
     )
     template_arguments: dict[str, Any] = option(
         {},
-        "What the template is given beside the messages, by name.",
+        "Additional variables passed to the chat template, by name.",
         example="{enable_thinking: false}",
     )
 

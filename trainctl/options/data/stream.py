@@ -14,22 +14,22 @@ class StreamConfig(DataConfig):
     """Keys of a streamed corpus."""
 
     url: str | None = option(
-        None, "URL or folder that `trainctl data prepare --to` wrote it to; required."
+        None, "URL or folder that `trainctl data prepare --to` wrote the corpus to; required."
     )
     cache_bytes: int = option(
         1 << 36,
-        "What of it is on a node at a time: at least two windows of shards, and one of what is "
-        "held out.",
+        "Maximum size of the corpus cached on a node: at least two windows of shards and one "
+        "held-out window.",
         unit="bytes",
         minimum=1,
     )
     cache_folder: str | None = option(
-        None, "Where that is, on a disk of each node; none is TRAINCTL_CACHE_DIR."
+        None, "Cache folder, on a local disk of each node; none is TRAINCTL_CACHE_DIR."
     )
     shuffle_shards: int | None = option(
         None,
-        "Shuffle so many shards of 64 Mi tokens at a time; none shuffles all of it, which then has "
-        "to have room.",
+        "Shuffle window, in shards of 64 Mi tokens; none shuffles the whole corpus, for which "
+        "the cache must have room.",
         unit="shards",
         minimum=1,
     )

@@ -31,12 +31,14 @@ class TokensConfig(DataFromPaths):
     """Keys of token ids."""
 
     id_type: IdType | None = option(
-        None, "Of ids in a file that does not tell; none needs an index or a header that does."
+        None,
+        "Integer type of the token ids in files without an index or header; none requires one "
+        "that states it.",
     )
     made_with: str | None = option(
         None,
-        "Name that the files' maker has left of the tokenizer, where it is that of this run and "
-        "tokenizer.path does not show it.",
+        "Tokenizer name recorded in the files, if it denotes this run's tokenizer and "
+        "tokenizer.path does not show that.",
     )
 
 

@@ -45,7 +45,7 @@ class WebDatasetConfig(DataFromRecords):
     )
     member: str = option(
         "txt",
-        "Ending of the members that have the texts, after the first dot of their names; of json "
+        "Suffix of the tar members with the text, after the first dot of their names; for json, "
         "the text is under `text_key`.",
     )
 

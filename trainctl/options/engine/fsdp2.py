@@ -25,8 +25,8 @@ class Fsdp2Config(EngineConfig):
 
     reduce_every_micro_batch: bool = option(
         True,
-        "Reduce gradients after each micro-batch; off does so once a step, and keeps them whole "
-        "until then.",
+        "Reduce gradients after each micro-batch; false reduces them once per step, and keeps "
+        "them unsharded until then.",
     )
 
 

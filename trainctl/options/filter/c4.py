@@ -12,16 +12,20 @@ from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
 class C4Config(FilterConfig):
     """Thresholds of C4's rules."""
 
-    min_sentences: int | None = option(5, "Fewest sentences of a document.", minimum=0)
+    min_sentences: int | None = option(5, "Minimum number of sentences in a document.", minimum=0)
     min_lines: float | None = option(
         None,
-        "Smallest share of lines that C4 would keep: of three words, ended as a sentence is, "
-        "without javascript, cookies and the like.",
+        "Minimum fraction of lines that C4 would keep: at least three words, terminal "
+        "punctuation, and no javascript, cookie notice and the like.",
         minimum=0,
         maximum=1,
     )
-    max_curly_brackets: int | None = option(0, "Most opening curly brackets.", minimum=0)
-    max_lorem_ipsum: int | None = option(0, "How often it has «lorem ipsum».", minimum=0)
+    max_curly_brackets: int | None = option(
+        0, "Maximum number of opening curly brackets.", minimum=0
+    )
+    max_lorem_ipsum: int | None = option(
+        0, "Maximum number of occurrences of «lorem ipsum».", minimum=0
+    )
 
 
 SPEC = Filter(

@@ -13,19 +13,20 @@ class FineWebConfig(FilterConfig):
     """Thresholds of FineWeb's rules."""
 
     min_terminated_lines: float | None = option(
-        0.12, "Smallest share of lines that end as a sentence does.", minimum=0, maximum=1
+        0.12, "Minimum fraction of lines that end with terminal punctuation.", minimum=0, maximum=1
     )
     max_short_lines: float | None = option(
-        0.67, "Largest share of lines below 30 characters.", minimum=0, maximum=1
+        0.67, "Maximum fraction of lines shorter than 30 characters.", minimum=0, maximum=1
     )
     max_repeated_lines: float | None = option(
         0.1,
-        "Largest share of characters in lines that the document has already; FineWeb's paper has "
-        "0.1, its code 0.01.",
+        "Maximum fraction of characters in repeated lines; FineWeb's paper has 0.1, its code 0.01.",
         minimum=0,
         maximum=1,
     )
-    max_lines_per_word: float | None = option(0.3, "Most line feeds for each word.", minimum=0)
+    max_lines_per_word: float | None = option(
+        0.3, "Maximum ratio of line feeds to words.", minimum=0
+    )
 
 
 SPEC = Filter(

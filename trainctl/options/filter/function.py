@@ -13,10 +13,13 @@ class FunctionConfig(FilterConfig):
     """The function, and the range of accepted scores."""
 
     call: str = option(
-        "", "`module:function`, called with a text; gives a number.", example="mine.quality:score"
+        "",
+        "Your own scoring function, as `module:function`; it is called with a document's text "
+        "and returns a number.",
+        example="mine.quality:score",
     )
-    minimum: float | None = option(None, "Documents of less go.")
-    maximum: float | None = option(None, "Documents of more go.")
+    minimum: float | None = option(None, "Minimum score; documents below it are dropped.")
+    maximum: float | None = option(None, "Maximum score; documents above it are dropped.")
 
 
 SPEC = Filter(

@@ -12,27 +12,30 @@ from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
 class GopherQualityConfig(FilterConfig):
     """Thresholds of Gopher's quality rules; words are separated by white space."""
 
-    min_words: int | None = option(50, "Fewest words of a document.", minimum=0)
-    max_words: int | None = option(100_000, "Most words of a document.", minimum=1)
+    min_words: int | None = option(50, "Minimum number of words in a document.", minimum=0)
+    max_words: int | None = option(100_000, "Maximum number of words in a document.", minimum=1)
     min_mean_word_length: float | None = option(
-        3.0, "Smallest mean length of its words.", unit="characters", minimum=0
+        3.0, "Minimum mean word length.", unit="characters", minimum=0
     )
     max_mean_word_length: float | None = option(
-        10.0, "Largest mean length of its words.", unit="characters", above=0
+        10.0, "Maximum mean word length.", unit="characters", above=0
     )
-    max_hashes: float | None = option(0.1, "Most signs # for each word.", minimum=0)
-    max_ellipses: float | None = option(0.1, "Most ellipses for each word.", minimum=0)
+    max_hashes: float | None = option(0.1, "Maximum ratio of hash signs (#) to words.", minimum=0)
+    max_ellipses: float | None = option(0.1, "Maximum ratio of ellipses to words.", minimum=0)
     max_bullet_lines: float | None = option(
-        0.9, "Largest share of lines that begin with a bullet point.", minimum=0, maximum=1
+        0.9, "Maximum fraction of lines that begin with a bullet point.", minimum=0, maximum=1
     )
     max_ellipsis_lines: float | None = option(
-        0.3, "Largest share of lines that end with an ellipsis.", minimum=0, maximum=1
+        0.3, "Maximum fraction of lines that end with an ellipsis.", minimum=0, maximum=1
     )
     min_words_with_letters: float | None = option(
-        0.8, "Smallest share of words with a letter in them.", minimum=0, maximum=1
+        0.8, "Minimum fraction of words that contain a letter.", minimum=0, maximum=1
     )
     min_stop_words: int | None = option(
-        2, "How many of the, be, to, of, and, that, have, with it has.", minimum=0, maximum=8
+        2,
+        "Minimum number of distinct stop words among the, be, to, of, and, that, have, with.",
+        minimum=0,
+        maximum=8,
     )
 
 

@@ -14,11 +14,12 @@ class UrlsConfig(FilterConfig):
 
     file: str = option(
         "",
-        "A text file of hosts (with those below them) and addresses (with those that go on from "
-        "them), one a line.",
+        "Text file with one blocked entry per line: a host (with its subdomains) or a URL prefix.",
         example="blocked.txt",
     )
-    max_matches: int | None = option(0, "Most entries that an address may match.", minimum=0)
+    max_matches: int | None = option(
+        0, "Maximum number of entries that a document's URL may match.", minimum=0
+    )
 
 
 SPEC = Filter(

@@ -14,12 +14,12 @@ class WordsConfig(FilterConfig):
 
     file: str = option(
         "",
-        "A text file of words, one a line; upper and lower case are the same.",
+        "Text file with one word per line; case is ignored.",
         example="bad.txt",
     )
-    max_words: int | None = option(0, "Most words of the list in a document.", minimum=0)
+    max_words: int | None = option(0, "Maximum number of listed words in a document.", minimum=0)
     max_share: float | None = option(
-        None, "Largest share of the document's words.", minimum=0, maximum=1
+        None, "Maximum fraction of a document's words that are in the list.", minimum=0, maximum=1
     )
 
 

@@ -22,24 +22,27 @@ class KubernetesConfig(LauncherConfig):
     """Keys of Kubernetes."""
 
     kubernetes_api: KubernetesApi = option(
-        KubernetesApi.jobset, "Which controller the manifest is for."
+        KubernetesApi.jobset, "Controller that the Kubernetes manifest is written for."
     )
     kubernetes_image: str | None = option(
-        None, "Container image that has trainctl; required for launcher=kubernetes."
+        None, "Container image with trainctl installed; required for launcher=kubernetes."
     )
-    kubernetes_namespace: str | None = option(None, "Namespace; none is kubectl's current one.")
-    kubernetes_queue: str | None = option(None, "Kueue's local queue that admits the job.")
+    kubernetes_namespace: str | None = option(
+        None, "Kubernetes namespace; none is kubectl's current one."
+    )
+    kubernetes_queue: str | None = option(None, "Local queue of Kueue that admits the job.")
     kubernetes_claims: dict[str, str] = option(
-        {}, "Persistent volume claims and where each is mounted; the run's folder must be on one."
+        {},
+        "Persistent volume claims and their mount paths; the run directory must be on one of them.",
     )
     kubernetes_shared_memory: str | None = option(
-        "16Gi", "Size of /dev/shm, in memory; none leaves the 64 MiB of the container runtime."
+        "16Gi", "Size of /dev/shm, counted as memory; none keeps the container runtime's 64 MiB."
     )
-    kubernetes_node_selector: dict[str, str] = option({}, "Labels that the nodes must have.")
+    kubernetes_node_selector: dict[str, str] = option({}, "Node labels required by the pods.")
     kubernetes_service_account: str | None = option(None, "Service account of the pods.")
-    kubernetes_python: str = option("python", "The interpreter inside the image.")
+    kubernetes_python: str = option("python", "Python interpreter inside the image.")
     kubernetes_secret: str | None = option(
-        None, "Secret of Kubernetes with the variables that `${oc.env:NAME}` names in a pod."
+        None, "Kubernetes Secret with the variables that `${oc.env:NAME}` refers to in a pod."
     )
 
 

@@ -21,16 +21,16 @@ class MpiFlavor(Enum):
 class MpiConfig(LauncherConfig):
     """Keys of MPI."""
 
-    mpi_program: str = option(
-        "mpirun", "The program that starts processes: a name or a path.", local=True
+    mpi_program: str = option("mpirun", "Name or path of the MPI launcher.", local=True)
+    mpi_flavor: MpiFlavor = option(
+        MpiFlavor.openmpi, "MPI implementation whose command-line options mpi_program accepts."
     )
-    mpi_flavor: MpiFlavor = option(MpiFlavor.openmpi, "Whose command line it understands.")
     mpi_hostfile: str | None = option(
         None,
-        "File of the hosts, as that program reads it; none leaves them to a scheduler.",
+        "Hostfile, in the format of mpi_program; none leaves the hosts to a scheduler.",
         local=True,
     )
-    mpi_options: list[str] = option([], "Further options of mpirun, each one word.")
+    mpi_options: list[str] = option([], "Additional options of mpirun, one word per entry.")
 
 
 SPEC = Launcher(

@@ -15,34 +15,37 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 class SlurmConfig(LauncherConfig):
     """Keys of Slurm."""
 
-    slurm_partition: str | None = option(None, "Partitions of the job; none is the cluster's own.")
+    slurm_partition: str | None = option(
+        None, "Partitions to submit the job to; none is the cluster's default."
+    )
     slurm_account: str | None = option(None, "Account that the job is charged to.")
     slurm_qos: str | None = option(None, "Quality of service.")
-    slurm_constraint: str | None = option(None, "Features that the nodes must have.")
+    slurm_constraint: str | None = option(None, "Node features required by the job.")
     slurm_time_minutes: int | None = option(
         None,
-        "Time limit of the job; stop_grace_seconds before it the run saves and is requeued.",
+        "Time limit of the job; the run saves stop_grace_seconds before it and is requeued.",
         unit="minutes",
         minimum=1,
     )
     slurm_cpus_per_node: int | None = option(
-        None, "Processors of each node; none asks for whole nodes.", minimum=1
+        None, "CPUs requested per node; none requests whole nodes.", minimum=1
     )
     slurm_gres: str | None = option(
-        None, "Generic resources of each node; none asks for the planned GPUs."
+        None, "Generic resources requested per node; none requests the planned GPUs."
     )
     slurm_dependency: str | None = option(
-        None, "What the job waits for, such as afterok:4711, in Slurm's own words."
+        None, "Job dependency in Slurm's syntax, such as afterok:4711."
     )
-    slurm_requeue: bool = option(True, "Start again after a preemption or at the time limit.")
-    slurm_modules: list[str] = option([], "Environment modules that are loaded first.")
-    slurm_options: list[str] = option([], "Further options of sbatch, such as --exclude=node7.")
+    slurm_requeue: bool = option(True, "Requeue the job after a preemption or at the time limit.")
+    slurm_modules: list[str] = option([], "Environment modules to load before the run.")
+    slurm_options: list[str] = option([], "Additional options of sbatch, such as --exclude=node7.")
     slurm_container: str | None = option(
-        None, "Container image that agents and ranks run in, by Slurm's plugin pyxis."
+        None, "Container image for agents and ranks, run by Slurm's pyxis plugin."
     )
     slurm_container_mounts: list[str] = option(
         [],
-        "Folders in the container, as SOURCE:TARGET; the run's own is always there.",
+        "Directories mounted in the container, as SOURCE:TARGET; the run directory is always "
+        "mounted.",
         needs=(lambda section: section.slurm_container is not None, "launcher.slurm_container"),
     )
 

@@ -17,44 +17,53 @@ RESTARTS = (lambda section: section.max_restarts > 0, "launcher.max_restarts abo
 class SshConfig(LauncherConfig):
     """Keys of ssh."""
 
-    hosts: list[str] = option([], "Host names, for ssh.")
-    hostfile: str | None = option(None, "File of `host slots=n` lines, for ssh.", local=True)
+    hosts: list[str] = option([], "Host names to connect to, for ssh.")
+    hostfile: str | None = option(None, "Hostfile of `host slots=n` lines, for ssh.", local=True)
     include: str | None = option(
-        None, "Hosts, and devices of each, to use, as in `node1@node2:0,2`; for ssh."
+        None, "Hosts, and devices on each, to use, as in `node1@node2:0,2`; for ssh."
     )
     exclude: str | None = option(
-        None, "Hosts, or devices of them, to leave out, as in `node1@node2:0,2`; for ssh."
+        None, "Hosts, or devices on them, to exclude, as in `node1@node2:0,2`; for ssh."
     )
     interface: str | None = option(
-        None, "Network interface of every host; none takes the one that reaches the others."
+        None, "Network interface on every host; none uses the one that reaches the other hosts."
     )
-    interfaces: dict[str, str] = option({}, "Interface of a host that has another, by its name.")
+    interfaces: dict[str, str] = option(
+        {}, "Network interfaces of hosts that differ from `interface`, by host name."
+    )
     python: str | None = option(
-        None, "Python of every host, for ssh; none is the path of this one.", local=True
+        None,
+        "Python interpreter on every host, for ssh; none is the path of this process's "
+        "interpreter.",
+        local=True,
     )
     ssh_config: str | None = option(
         None,
-        "File of ssh's own settings (`ssh -F`): ports, users, keys; none is the user's.",
+        "ssh configuration file (`ssh -F`) with ports, users and keys; none is the user's own.",
         local=True,
     )
     preflight_seconds: float = option(
-        60.0, "Time for all hosts to answer before the start, for ssh.", unit="seconds", above=0
+        60.0,
+        "Time within which all hosts must answer before the start, for ssh.",
+        unit="seconds",
+        above=0,
     )
     node_timeout_seconds: float = option(
         60.0,
-        "A node that is not heard for so long is lost; one that does not hear its launcher ends.",
+        "Time without contact after which a node counts as lost; a node that loses contact with "
+        "its launcher stops.",
         unit="seconds",
         minimum=3,
     )
     min_nodes: int | None = option(
         None,
-        "After losing nodes, go on with the others if there are so many; none waits for all.",
+        "Minimum number of nodes to continue with after nodes are lost; none waits for all.",
         minimum=1,
         needs=RESTARTS,
     )
     node_wait_seconds: float = option(
         600.0,
-        "How long to wait for nodes before a restart.",
+        "Maximum time to wait for nodes before a restart.",
         unit="seconds",
         minimum=0,
         needs=RESTARTS,

@@ -32,11 +32,14 @@ class MlflowConfig(LoggerConfig):
 
     tracking_uri: str | None = option(
         None,
-        "Server or database; none is MLFLOW_TRACKING_URI, else `mlflow.db` in the runs' folder.",
+        "MLflow tracking server or database; none is MLFLOW_TRACKING_URI, else `mlflow.db` in "
+        "the folder of runs.",
         example="http://mlflow:5000",
     )
-    experiment: str = option("trainctl", "The experiment; made if there is none of the name.")
-    tags: dict[str, str] = option({}, "Tags.", example="{team: speech}")
+    experiment: str = option(
+        "trainctl", "Name of the MLflow experiment; created if it does not exist."
+    )
+    tags: dict[str, str] = option({}, "Tags of the MLflow run.", example="{team: speech}")
 
 
 SPEC = Logger(

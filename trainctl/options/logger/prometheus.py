@@ -22,8 +22,7 @@ class PrometheusConfig(LoggerConfig):
 
     folder: str | None = option(
         None,
-        "Folder of the file `trainctl-ID.prom`, which the collector reads; none is "
-        "RUN/prometheus/.",
+        "Directory of `trainctl-ID.prom`, from which the collector reads; none is RUN/prometheus/.",
         example="/var/lib/node_exporter/textfile",
         local=True,
     )

@@ -23,10 +23,11 @@ from trainctl.options.logger._tracker import Tracker, flat
 class TrackioConfig(LoggerConfig):
     """Keys of Trackio."""
 
-    project: str = option("trainctl", "The project.")
+    project: str = option("trainctl", "Name of the Trackio project.")
     folder: str | None = option(
         None,
-        "Where its databases lie; none is TRACKIO_DIR, else Trackio's own folder in the cache.",
+        "Directory of Trackio's databases; none is TRACKIO_DIR, else Trackio's own cache "
+        "directory.",
         example="runs/trackio",
         local=True,
     )

@@ -39,13 +39,17 @@ class WandbConfig(LoggerConfig):
 
     mode: Mode = option(
         Mode.online,
-        "Whether it is sent while the run goes on; `offline` writes RUN/wandb/ at its end, for "
-        "`wandb sync`.",
+        "online sends metrics during the run; offline writes RUN/wandb/ at its end, for `wandb "
+        "sync`.",
     )
-    project: str = option("trainctl", "The project.")
-    entity: str | None = option(None, "User or team; none is the default of who is logged in.")
-    group: str | None = option(None, "Group of the run and its branches; none is the run's name.")
-    tags: list[str] = option([], "Tags.", example="[ablation,125m]")
+    project: str = option("trainctl", "Name of the W&B project.")
+    entity: str | None = option(
+        None, "W&B user or team; none is the default of the logged-in user."
+    )
+    group: str | None = option(
+        None, "W&B group of the run and its branches; none is the run's name."
+    )
+    tags: list[str] = option([], "Tags of the W&B run.", example="[ablation,125m]")
 
 
 SPEC = Logger(

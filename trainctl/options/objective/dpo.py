@@ -23,16 +23,16 @@ class DpoConfig(ObjectiveConfig):
     """Keys of DPO."""
 
     beta: float = option(
-        0.1, "How much leaving the reference costs: reward for each nat of difference.", above=0
+        0.1, "Strength of the KL constraint to the reference: reward per nat of log-ratio.", above=0
     )
     loss: PreferenceLoss = option(
         PreferenceLoss.sigmoid,
-        "Of the margin: sigmoid (arXiv:2305.18290), hinge (arXiv:2305.10425), or ipo "
+        "Loss on the reward margin: sigmoid (arXiv:2305.18290), hinge (arXiv:2305.10425), or ipo "
         "(arXiv:2310.12036, per token).",
     )
     label_smoothing: float = option(
         0.0,
-        "Share of the pairs that are taken to be the wrong way round (cDPO).",
+        "Assumed fraction of pairs whose preference is reversed (cDPO).",
         minimum=0,
         maximum=0.5,
         needs=(lambda s: s.loss is PreferenceLoss.sigmoid, "objective.loss=sigmoid"),

@@ -14,7 +14,10 @@ class OrpoConfig(ObjectiveConfig):
     """Keys of ORPO."""
 
     weight: float = option(
-        0.1, "Of the odds ratio, beside the chosen answer's own loss: lambda of the paper.", above=0
+        0.1,
+        "Weight of the odds-ratio loss relative to the loss of the chosen answer: lambda of the "
+        "paper.",
+        above=0,
     )
 
 

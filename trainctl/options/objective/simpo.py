@@ -13,9 +13,9 @@ from trainctl.options.objective import REWARDS, Objective
 class SimpoConfig(ObjectiveConfig):
     """Keys of SimPO."""
 
-    beta: float = option(2.0, "Reward for each nat of an answer's mean log-probability.", above=0)
+    beta: float = option(2.0, "Reward per nat of an answer's mean log-probability.", above=0)
     gamma_ratio: float = option(
-        0.5, "Margin that the rewards shall have, over beta: gamma / beta of the paper.", minimum=0
+        0.5, "Target reward margin divided by beta: gamma / beta of the paper.", minimum=0
     )
 
 

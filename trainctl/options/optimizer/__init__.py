@@ -217,15 +217,15 @@ def spec_of(section: OptimizerConfig) -> Optimizer:
 class WithBetas(OptimizerConfig):
     """Keys of an optimizer with two moving averages."""
 
-    beta1: float = option(0.9, "Decay of the first moment.", minimum=0, maximum=0.999999)
-    beta2: float = option(0.95, "Decay of the second moment.", minimum=0, maximum=0.999999)
+    beta1: float = option(0.9, "Decay rate of the first moment.", minimum=0, maximum=0.999999)
+    beta2: float = option(0.95, "Decay rate of the second moment.", minimum=0, maximum=0.999999)
 
 
 @dataclass
 class WithMoments(WithBetas):
     """Keys of an optimizer with Adam's two moments."""
 
-    epsilon: float = option(1e-8, "Added to the root of the second moment.", above=0)
+    epsilon: float = option(1e-8, "Epsilon, added to the root of the second moment.", above=0)
 
 
 HOST = (OffloadDevice.none, OffloadDevice.cpu)

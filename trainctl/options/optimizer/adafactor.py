@@ -21,7 +21,7 @@ from trainctl.options.optimizer import (
 class AdafactorConfig(OptimizerConfig):
     """Keys of Adafactor."""
 
-    epsilon: float = option(1e-8, "Smallest second moment.", above=0)
+    epsilon: float = option(1e-8, "Lower bound of the second moment.", above=0)
 
 
 SPEC = Optimizer(

@@ -29,8 +29,10 @@ from trainctl.options.optimizer import (
 class MuonConfig(WithMoments):
     """Keys of Muon."""
 
-    momentum: float = option(0.95, "Decay of the matrices' momentum.", minimum=0, maximum=0.999999)
-    matrix_lr: float | None = option(None, "Learning rate of the matrices; none means lr.", above=0)
+    momentum: float = option(0.95, "Momentum of the matrices.", minimum=0, maximum=0.999999)
+    matrix_lr: float | None = option(
+        None, "Peak learning rate of the matrices; none means lr.", above=0
+    )
 
 
 SPEC = Optimizer(

@@ -24,7 +24,7 @@ from trainctl.options.optimizer import (
 class SgdConfig(OptimizerConfig):
     """Keys of SGD."""
 
-    momentum: float = option(0.95, "Decay of the momentum.", minimum=0, maximum=0.999999)
+    momentum: float = option(0.95, "Momentum coefficient.", minimum=0, maximum=0.999999)
 
 
 SPEC = Optimizer(

@@ -20,31 +20,34 @@ class WithLossScale(PrecisionConfig):
     scaled up.
     """
 
-    loss_scale: float = option(0.0, "fp16: fixed loss scale; 0 adapts it.", minimum=0)
+    loss_scale: float = option(
+        0.0, "fp16: static loss scale; 0 uses dynamic loss scaling.", minimum=0
+    )
     initial_scale_power: int = option(
         16,
-        "fp16: first adaptive loss scale, as a power of two.",
+        "fp16: initial dynamic loss scale, as a power of two.",
         minimum=0,
         maximum=32,
         needs=ADAPTIVE,
     )
     loss_scale_window: int = option(
         1000,
-        "fp16: steps without overflow before the scale doubles.",
+        "fp16: steps without overflow after which the scale doubles.",
         unit="optimizer steps",
         minimum=1,
         needs=ADAPTIVE,
     )
     hysteresis: int = option(
         2,
-        "fp16: overflows until the scale halves; later ones halve it at once, until it doubles.",
+        "fp16: overflows before the scale is halved; later overflows halve it at once, until it "
+        "doubles again.",
         unit="overflows",
         minimum=1,
         needs=ADAPTIVE,
     )
     min_loss_scale: int = option(
         1,
-        "fp16: smallest adaptive scale; an overflow at it ends the run.",
+        "fp16: minimum dynamic loss scale; an overflow at it ends the run.",
         minimum=1,
         needs=ADAPTIVE,
     )

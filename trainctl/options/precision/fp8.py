@@ -14,7 +14,7 @@ class Fp8Config(PrecisionConfig):
     """Keys of fp8."""
 
     emulate_fp8: bool = option(
-        False, "fp8: round to fp8 but multiply in fp32, to try it on devices without fp8."
+        False, "fp8: round to fp8 but multiply in fp32, for devices without fp8."
     )
 
 

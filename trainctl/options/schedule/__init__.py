@@ -25,8 +25,8 @@ class WithFloor(ScheduleConfig):
 
     floor_ratio: float | None = option(
         None,
-        "Final, or lowest, learning rate over the peak; none is the kind's own, which the plan "
-        "shows: a tenth for cosine, 0 for step.",
+        "Final, or lowest, learning rate as a fraction of the peak; none is the default of the "
+        "kind, shown in the plan: 0.1 for cosine, 0 for step.",
         minimum=0,
         maximum=1,
     )
@@ -38,20 +38,21 @@ class WithDecay(WithFloor):
 
     decay_steps: int | None = option(
         None,
-        "Length of the decay of `wsd`; none derives it from decay_tokens or decay_fraction.",
+        "Length of the decay phase of `wsd`; none derives it from decay_tokens or decay_fraction.",
         unit="optimizer steps",
         minimum=0,
     )
     decay_tokens: int | None = option(
         None,
-        "Length of the decay of `wsd`, if decay_steps is none; rounded up to a whole step.",
+        "Length of the decay phase of `wsd`, if decay_steps is none; rounded up to a whole step.",
         unit="tokens",
         minimum=0,
         needs=(lambda s: s.decay_steps is None, "schedule.decay_steps=null, which replaces it"),
     )
     decay_fraction: float = option(
         0.2,
-        "Share of the run that `wsd` decays over, if neither is given.",
+        "Length of the decay phase of `wsd` as a fraction of the run, if neither decay_steps nor "
+        "decay_tokens is set.",
         minimum=0,
         maximum=1,
         needs=(
@@ -67,14 +68,15 @@ class WithInterval(WithFloor):
 
     step_every: int | None = option(
         None,
-        "Interval of `step`, period of `cyclic`, first cycle of `cosine_restarts`.",
+        "Interval between drops of `step`, period of `cyclic`, or first cycle of "
+        "`cosine_restarts`.",
         unit="optimizer steps",
         minimum=1,
         needs=(lambda s: s.unit is ScheduleUnit.steps, "schedule.unit=steps"),
     )
     step_every_tokens: int | None = option(
         None,
-        "The same in tokens, in place of step_every; needs unit=tokens.",
+        "Interval in tokens, in place of step_every; needs unit=tokens.",
         unit="tokens",
         minimum=1,
         needs=(lambda s: s.unit is ScheduleUnit.tokens, "schedule.unit=tokens"),
@@ -93,8 +95,8 @@ class WithDrops(WithFloor):
 
     step_factor: float = option(
         0.1,
-        "Factor of `step` at each interval, of `milestones` at each of them, of `plateau` at each "
-        "drop.",
+        "Factor applied to the learning rate at each interval of `step`, each milestone of "
+        "`milestones`, and each drop of `plateau`.",
         above=0,
         maximum=1,
     )
@@ -106,13 +108,13 @@ class WithMilestones(WithDrops):
 
     milestones: list[int] = option(
         [],
-        "Where `milestones` drops: numbers of updates since the start of the run, or tokens with "
-        "unit=tokens; empty takes milestone_fractions.",
+        "Points at which `milestones` drops the learning rate: updates since the start of the "
+        "run, or tokens with unit=tokens; empty uses milestone_fractions.",
         example="[8000,9000]",
     )
     milestone_fractions: list[float] = option(
         [0.8, 0.9],
-        "The same as shares of the run, if milestones is empty.",
+        "Milestones as fractions of the run, if milestones is empty.",
         example="[0.8,0.9]",
         needs=(lambda s: not s.milestones, "schedule.milestones empty, which replaces them"),
     )
@@ -124,13 +126,14 @@ class WithPatience(WithDrops):
 
     plateau_patience: int = option(
         3,
-        "`plateau` drops after so many evaluations in a row without a lower held-out loss.",
+        "Number of consecutive evaluations without a lower held-out loss before `plateau` drops "
+        "the learning rate.",
         unit="evaluations",
         minimum=1,
     )
     plateau_min_delta: float = option(
         0.0,
-        "plateau_patience: how much lower the held-out loss has to be to count; less does not.",
+        "`plateau`: minimum decrease of the held-out loss that counts as an improvement.",
         unit="nats",
         minimum=0,
     )

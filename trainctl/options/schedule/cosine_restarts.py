@@ -15,7 +15,7 @@ class CosineRestartsConfig(WithInterval):
     """Keys of cosine restarts."""
 
     restart_factor: int = option(
-        1, "Length of each cycle of `cosine_restarts` over that of the one before.", minimum=1
+        1, "Ratio of the length of each cycle of `cosine_restarts` to the cycle before.", minimum=1
     )
 
 

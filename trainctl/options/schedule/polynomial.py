@@ -12,7 +12,7 @@ from trainctl.options.schedule import Course, Schedule, WithFloor, between
 class PolynomialConfig(WithFloor):
     """Keys of polynomial decay."""
 
-    power: float = option(1.0, "Exponent of `polynomial`.", above=0)
+    power: float = option(1.0, "Exponent of the polynomial decay.", above=0)
 
 
 def shape(course: Course, step: int) -> float:

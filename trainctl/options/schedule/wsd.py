@@ -22,7 +22,9 @@ class DecayShape(Enum):
 class WsdConfig(WithDecay):
     """Keys of WSD."""
 
-    decay_shape: DecayShape = option(DecayShape.one_minus_sqrt, "Decay of `wsd`.")
+    decay_shape: DecayShape = option(
+        DecayShape.one_minus_sqrt, "Shape of the decay phase of `wsd`."
+    )
 
 
 def shape(course: Course, step: int) -> float:
