@@ -48,7 +48,8 @@ def preloaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prelo
 
 @pytest.fixture(scope="module")
 def preloaded(preloaded_server: PreloadedServer) -> Iterator[None]:
-    """Preload the processes of this module's launches, except the agent: they fork with all imports done.
+    """Preload the processes of this module's launches, except the agent: they fork with all imports
+    done.
 
     Imports are three quarters of the cost of a short run. Tests of how processes start, end and are
     found must not use this: preloaded processes are no children of their starter.

@@ -1,4 +1,5 @@
-"""Activation memory of decoder blocks whose code differs from transformers', operation by operation.
+"""Activation memory of decoder blocks whose code differs from transformers', operation by
+operation.
 
 `trainctl.memory.activations` has the closed forms of the models that trainctl trains. Published
 measurements include other models. Each is written here in the same terms, bytes per token and rank.

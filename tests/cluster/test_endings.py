@@ -175,7 +175,8 @@ def test_a_lost_node_without_the_others_leave_to_go_on_is_waited_for(
 def test_the_first_node_is_not_special_when_it_is_lost(
     cluster: Cluster, launch: Callable[..., Launch]
 ) -> None:
-    """The rendezvous is lost with node 0: the other node's ranks end too, and the run goes on there.
+    """The rendezvous is lost with node 0: the other node's ranks end too, and the run goes on
+    there.
 
     The remaining node becomes the first one. Losing it, with no restart left, ends the launch.
     """

@@ -95,8 +95,8 @@ def expected(
     settings: Sequence[str],
     users: Path | None = None,
 ) -> RunConfig:
-    """Compose the configuration by Hydra. The section of a chosen option is composed without the recipe,
-    unless the recipe has the same choice.
+    """Compose the configuration by Hydra. The section of a chosen option is composed without the
+    recipe, unless the recipe has the same choice.
     """
     own = hydra_choices(recipe or "base")
     assert chosen_options(search_folders(users), recipe or "base").items() <= own.items()

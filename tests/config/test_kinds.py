@@ -58,8 +58,8 @@ def test_the_chosen_kind_decides_whatever_came_before():
 
 @pytest.mark.parametrize(("extends", "severity"), [(True, "warning"), (False, "error")])
 def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_path, monkeypatch):
-    """A key that the chosen recipe sets itself is an error; a key inherited with another optimizer is
-    not.
+    """A key that the chosen recipe sets itself is an error; a key inherited with another optimizer
+    is not.
     """
     (tmp_path / "recipes").mkdir()
     first = "defaults: [tiny, {override /optimizer: adamw}, _self_]\noptimizer: {beta2: 0.9}\n"

@@ -128,8 +128,8 @@ def test_experts_are_read_and_what_their_routers_are_to_learn(
 def test_experts_are_those_that_the_code_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A `config.json` may leave out a default, use other names, say that there are no experts, or have
-    unused expert keys.
+    """A `config.json` may leave out a default, use other names, say that there are no experts, or
+    have unused expert keys.
     """
     for name, table, keys in (
         ("a", SPARSE, {}),

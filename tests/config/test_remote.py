@@ -29,8 +29,8 @@ LINES = "".join(json.dumps({"text": f"text {n} " * 20}) + "\n" for n in range(20
 class Server(ThreadingHTTPServer):
     """HTTP server of a folder's files by byte ranges, with faults.
 
-    `faults` holds what happens to the next requests for bytes: a status, "break" (within the answer)
-    or "silent". `asked` holds the requested ranges.
+    `faults` holds what happens to the next requests for bytes: a status, "break" (within the
+    answer) or "silent". `asked` holds the requested ranges.
     """
 
     daemon_threads = True

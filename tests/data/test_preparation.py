@@ -40,8 +40,8 @@ def section(texts):
 
 
 def everything(cache):
-    """Return all entries of a cache with their contents, without locks and the temporary files of killed
-    writers, which nobody reads.
+    """Return all entries of a cache with their contents, without locks and the temporary files of
+    killed writers, which nobody reads.
     """
     return {
         str(path.relative_to(cache)): path.read_bytes() if path.is_file() else path.is_symlink()
@@ -79,8 +79,8 @@ def finished(cache):
 
 
 def test_killed_at_any_moment_it_is_finished_as_if_undisturbed(texts, tmp_path, monkeypatch):
-    """Preparations are killed at random moments, then one finishes at once: nobody waits for the lease
-    of a dead process.
+    """Preparations are killed at random moments, then one finishes at once: nobody waits for the
+    lease of a dead process.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # processes die here, and no disk
     cache = tmp_path / "cache"  # the corpus says where it is, so all have one name

@@ -52,8 +52,8 @@ OF_A_RUN = (
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """Folder with a module named like each module of Python and of the installed packages, and with a
-    distribution that registers an option. A module that is run adds its name to `ran`.
+    """Folder with a module named like each module of Python and of the installed packages, and with
+    a distribution that registers an option. A module that is run adds its name to `ran`.
     """
     names = {*sys.stdlib_module_names, *packages_distributions()} - _before_ours(tmp_path)
     ran = tmp_path / "ran"

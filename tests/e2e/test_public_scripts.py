@@ -71,8 +71,8 @@ def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None:
-    """This is the path of GPUs, whose variables `test_program.py` compares with accelerate's. On a CPU
-    the script has to name the backend, otherwise accelerate takes each rank for the only one.
+    """This is the path of GPUs, whose variables `test_program.py` compares with accelerate's. On a
+    CPU the script has to name the backend, otherwise accelerate takes each rank for the only one.
     """
     run = tmp_path / "run"
     file = RunPaths(run).attempt(1).accelerate

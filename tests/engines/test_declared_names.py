@@ -141,7 +141,7 @@ def _inside(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _object(name: str, imported: dict[str, tuple[str, str]]) -> Any:
-    """Return the object that a dotted name refers to; None if it comes from none of the packages."""
+    """Return the object of a dotted name; None if it comes from none of the packages."""
     root, _, rest = name.partition(".")
     if root not in imported:
         return None

@@ -13,7 +13,7 @@ SHAPES = [((12, 8), 0, 1), ((8, 12), 1, 1), ((24,), 0, 1), ((4, 36), 1, 3), ((36
 
 
 def cut(whole: torch.Tensor, dim: int, count: int, index: int, fused: int) -> torch.Tensor:
-    """Return shard `index` of `count` by tensor operations; each fused piece is split separately."""
+    """Return shard `index` of `count` by tensor operations, split per fused piece."""
     pieces = whole.chunk(fused, dim=dim)
     return torch.cat([piece.chunk(count, dim=dim)[index] for piece in pieces], dim=dim)
 

@@ -94,8 +94,8 @@ def traced_bytes_per_token(
 
 
 def real_block(model: ModelConfig, attention: str, dtype_name: str):
-    """Return an input, transformers' block, the block's other arguments, and tensors that do not count
-    as activations.
+    """Return an input, transformers' block, the block's other arguments, and tensors that do not
+    count as activations.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -64,7 +64,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
-    """Model sections of all directories, composed as a command composes them with shipped traces."""
+    """Model sections of all directories, composed as commands do, with shipped traces."""
     found = {}
     for name in SIZES:
         folder = directory(name, tmp_path_factory.mktemp(name))

@@ -42,7 +42,7 @@ def layout(mesh: dict[str, int]) -> object | None:
 
 
 def optimizer_of(config: DeepSpeedConfig) -> str | None:
-    """Return the class that DeepSpeed makes of the optimizer block; None if it would compile one."""
+    """Return DeepSpeed's class for the optimizer block; None if it would compile one."""
     block = config.optimizer_params
     if block is None or config.optimizer_name in ("lion", "lamb"):
         return None

@@ -278,8 +278,8 @@ def typed(step, kind, **fields):
 
 
 def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
-    """Expected factors follow the definitions: powers of the factor, and the inverse square root of the
-    update's number. The default floor of decaying schedules does not apply.
+    """Expected factors follow the definitions: powers of the factor, and the inverse square root of
+    the update's number. The default floor of decaying schedules does not apply.
     """
     for step in range(400):
         hundreds, number = step // 100, step + 1

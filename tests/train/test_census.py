@@ -187,8 +187,8 @@ def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_states(world_size: int, tmp_path: Path) -> None:
-    """Ranks are summed because they share a host, and it is not foreseen which rank holds the tensors
-    that partitions cut. DeepSpeed compiles its CPU optimizer at its first use.
+    """Ranks are summed because they share a host, and it is not foreseen which rank holds the
+    tensors that partitions cut. DeepSpeed compiles its CPU optimizer at its first use.
     """
     plans = {name: plan(world_size, *case) for name, case in OFFLOADED.items()}
     ranks = counted(world_size, plans, tmp_path)

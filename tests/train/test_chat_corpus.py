@@ -138,7 +138,7 @@ def built(config):
 
 
 def learnt(config, corpus, tokenizer):
-    """Return one micro-batch of all samples, and the decoded text of the tokens that have a label."""
+    """Return one micro-batch of all samples, and the decoded text of labelled tokens."""
     data = PackedDataset(
         corpus,
         corpus.train,

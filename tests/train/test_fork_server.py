@@ -17,7 +17,7 @@ SEEN = []
 
 
 def remember(value):
-    """Add the value to this process's list; return the list, RANK and WORLD_SIZE. Ranks run this."""
+    """Add the value to this process's list; return the list, RANK and WORLD_SIZE."""
     SEEN.append(value)
     return SEEN, os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
 

@@ -210,7 +210,7 @@ def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
 
 
 def test_one_of_them_decides_what_is_clipped_at():
-    """Adaptive clipping replaces `optimizer.gradient_clipping` once the history has enough norms."""
+    """Adaptive clipping replaces `optimizer.gradient_clipping` once it has enough norms."""
     limits = {}
     for kind in AdaptiveClipping:
         config = RunConfig()

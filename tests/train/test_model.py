@@ -69,7 +69,7 @@ def attend(query, key, value, softmax_scale=None, **_):
 
 
 def attend_by_lengths(query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **options):
-    """Stand in for flash attention of variable lengths, on packed (tokens, heads, width) tensors."""
+    """Replace flash attention of variable lengths, on packed (tokens, heads, width) tensors."""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
     lengths = cu_seqlens_q.diff().tolist()
     assert max_seqlen_q == max(lengths)
@@ -79,7 +79,7 @@ def attend_by_lengths(query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seql
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flash_attention_keeps_to_the_documents_of_every_sample(family, monkeypatch):
-    """The model takes transformers' own path to the package, which only a machine with a GPU has."""
+    """The model takes transformers' path to the package, which only GPU machines have."""
     functions = (attend, attend_by_lengths, None, None, None)
     monkeypatch.setattr(
         modeling_flash_attention_utils,

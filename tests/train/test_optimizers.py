@@ -36,8 +36,8 @@ LEARNING_RATES = {
 
 
 def optimized(kind: str, stage: int = 0, **training: object) -> RunConfig:
-    """Build a tiny configuration with this optimizer. Matrices have at least 4096 elements, the minimum
-    for 8-bit states.
+    """Build a tiny configuration with this optimizer. Matrices have at least 4096 elements, the
+    minimum for 8-bit states.
     """
     own = {"muon": {"matrix_lr": 0.02}, "adafactor": {"epsilon": 1e-30}}.get(kind, {})
     return tiny_config(

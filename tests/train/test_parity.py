@@ -38,8 +38,8 @@ MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 
 @functools.cache
 def legal():
-    """Return the wanted combinations whose layout the planner allows. Legality does not depend on model
-    or precision.
+    """Return the wanted combinations whose layout the planner allows. Legality does not depend on
+    model or precision.
     """
     layouts = product(precision=["fp32"], model=["llama"])
     allowed = {places(c) for c in layouts if judge(c).plan is not None}

@@ -80,7 +80,8 @@ CASES = {
         [{f"{ZERO}.memory_efficient_linear": False}],  # the default replaces a function of torch's
     ),
 }
-"""Layouts by name, each with sets of passed-through keys. Each set trains beside a run without it."""
+"""Layouts by name, each with sets of passed-through keys to train with and without.
+"""
 TUNED = {
     "aio.block_size": 131_072,
     "aio.queue_depth": 4,

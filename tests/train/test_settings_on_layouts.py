@@ -272,8 +272,8 @@ def test_a_run_on_stages_ends_early_as_on_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_stable_phase_is_extended_on_another_layout(tmp_path):
-    """The checkpoint at the end of the stable phase, written by data ranks, resumes on tensor ranks and
-    on pipeline stages.
+    """The checkpoint at the end of the stable phase, written by data ranks, resumes on tensor ranks
+    and on pipeline stages.
     """
 
     def wsd(steps, **layout):

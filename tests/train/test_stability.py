@@ -278,8 +278,8 @@ def test_a_warning_goes_on_and_makes_the_update(tmp_path):
     "policy", [OnBadLoss.rewind, pytest.param(OnBadLoss.skip_batch, marks=pytest.mark.slow)]
 )
 def test_a_crash_between_interventions_leaves_the_same_run(tmp_path, policy):
-    """The attempt ends after the first intervention without a checkpoint, so the next attempt repeats
-    it.
+    """The attempt ends after the first intervention without a checkpoint, so the next attempt
+    repeats it.
     """
     made = plan(1, DataType.fp32, policy, checkpoint__at_end=False)
     whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")

@@ -95,8 +95,8 @@ def test_all_copies_go_and_the_one_of_the_first_source_stays(case: Case) -> None
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_near_copies_go(case: Case, threshold: float) -> None:
-    """At least 95 % of the copies above the threshold are removed, and only documents that resemble a
-    kept one.
+    """At least 95 % of the copies above the threshold are removed, and only documents that resemble
+    a kept one.
     """
     selection = select(case.corpus, Rules(near=threshold), case.same, case.pairs)
     near, originals = (case.ids(list(each)) for each in zip(*case.planted.near, strict=True))

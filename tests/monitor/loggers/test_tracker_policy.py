@@ -1,4 +1,4 @@
-"""Tests of what trackers receive that cannot take a step back, with their process killed anywhere."""
+"""Trackers that cannot take a step back, with their process killed anywhere."""
 
 from __future__ import annotations
 

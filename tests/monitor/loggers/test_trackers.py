@@ -92,8 +92,8 @@ def finished(run: RunPaths) -> None:
 
 
 def learnt(points: Iterator[Point]) -> Curves:
-    """Return the metrics of training and evaluation. Times are left out: where a replayed step repeats
-    its values, trackers that take no step twice keep the first times.
+    """Return the metrics of training and evaluation. Times are left out: where a replayed step
+    repeats its values, trackers that take no step twice keep the first times.
     """
     found: Curves = {}
     for point in points:
