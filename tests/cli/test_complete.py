@@ -78,7 +78,7 @@ def test_fish_shows_what_a_word_means() -> None:
             "_TYPER_COMPLETE_ARGS": "trainctl launch optimizer.beta1",
         },
     )
-    assert done.stdout == "optimizer.beta1=0.9\tDecay of the first moment.\n"
+    assert done.stdout == "optimizer.beta1=0.9\tDecay rate of the first moment.\n"
 
 
 def test_a_users_own_options_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def test_a_unit_is_found_by_its_name_and_adds_keys_to_those_of_all(group, name):
 def test_a_key_of_several_kinds_is_described_as_the_default_one_has_it():
     assert leaves()["optimizer.kind"].default == "adamw"
     assert (
-        leaves()["optimizer.epsilon"].metadata["doc"] == "Added to the root of the second moment."
+        leaves()["optimizer.epsilon"].metadata["doc"]
+        == "Epsilon, added to the root of the second moment."
     )
     assert leaves()["optimizer.momentum"].kinds == ("muon", "sgd")
 
