@@ -79,6 +79,21 @@ def test_a_saved_recipe_validates(batch: list[str], capsys: pytest.CaptureFixtur
     assert "is there already" in capsys.readouterr().err
 
 
+def test_what_an_option_replaced_stays_replaced_in_a_saved_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("recipes").mkdir()
+    arguments = ["recipe=7b-zero3", "schedule=linear", "--top", "1"]
+    assert run(["plan", *arguments, "--write", "recipes/mine.yaml"]) == 0
+    capsys.readouterr()
+    schedules = []
+    for chosen in (["recipe=7b-zero3", "schedule=linear"], ["recipe=mine"]):
+        assert run(["config", "show", *chosen, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        schedules.append(shown.get("config", shown)["schedule"])
+    assert schedules[0] == schedules[1]
+
+
 def test_a_recipe_of_several_machines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     Path("plans").mkdir()
     arguments = ["recipe=7b-zero2", "hardware=2x8xa100-80g", "--write", "plans/two.yaml"]

@@ -321,6 +321,11 @@ def _write(
                     settings[key] = _at(plain, key)
         elif name != "recipe":
             settings[name] = _at(plain, name)
+    for key, layers in composed.layers.items():
+        # The saved recipe extends the recipe, whose values a chosen option has replaced here.
+        is_replaced = any("recipes/" in layer.source for layer in layers[:-1])
+        if is_replaced and key.partition(".")[0] in choices and _has(plain, key):
+            settings.setdefault(key, _at(plain, key))
     settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
     comment = [f"{composed.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
     if show.rates_are_known:
@@ -331,6 +336,11 @@ def _write(
     base = composed.config.recipe or "base"
     path.write_text(recipe_text(comment, base, choices, settings) + "\n", encoding="utf-8")
     say(f"saved {path}; start it with: {_command(path, config_dir)}")
+
+
+def _has(plain: Any, key: str) -> bool:
+    *parents, name = key.split(".")
+    return name in _at(plain, ".".join(parents))
 
 
 def _at(plain: Any, key: str) -> Any:
