@@ -225,9 +225,10 @@ def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: Forwar
     """Refuse an encoder, whose tokens attend to the tokens that they should predict."""
     causal = [getattr(module, "is_causal", None) for module in seen.attention]
     if causal and all(each is False for each in causal):
+        what = f"{model.path}/config.json" if model.is_directory else model.factory
         raise TrainctlError(
-            f"{model.path}/config.json: {config.model_type} attends to later tokens too, and is no "
-            "causal language model",
+            f"{what}: {config.model_type} attends to later tokens too, and is no causal language "
+            "model",
             hint='a decoder; "is_decoder": true in config.json makes one of a BERT',
         )
 
