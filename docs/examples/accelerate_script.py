@@ -36,6 +36,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
     step, folder = 0, Path(arguments.output_dir, "checkpoint")
+    has_saved = arguments.resume_from_checkpoint is not None
     if arguments.resume_from_checkpoint:
         accelerator.load_state(arguments.resume_from_checkpoint)
         step = int(Path(arguments.resume_from_checkpoint, "step").read_text())
@@ -56,7 +57,9 @@ def main() -> None:
                 print(f"step {step} of {len(losses)} ranks: {told}", flush=True)
             if step >= arguments.steps:
                 break
-        if step >= 4 and not folder.with_name("done").exists():
+        # No rank may ask the file system here: it could see what another one has just written.
+        if step >= 4 and not has_saved:
+            has_saved = True
             accelerator.save_state(str(folder))
             if accelerator.is_main_process:
                 (folder / "step").write_text(str(step))
