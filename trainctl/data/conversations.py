@@ -16,7 +16,7 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.options.data.chat import ChatConfig
 
 
-def encoder_of(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
+def chat_encoder(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder of a source's conversations.
 
     Raises:

@@ -27,7 +27,7 @@ FORMAT = 1
 """Version of the encoding of pairs. Raising it has all pairs tokenized again."""
 
 
-def encoder_of(section: PreferencesConfig, tokenizer: Tokenizer) -> Encoder:
+def preference_encoder(section: PreferencesConfig, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder of a source's pairs."""
     return PreferenceEncoder(section, tokenizer)
 

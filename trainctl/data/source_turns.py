@@ -18,12 +18,11 @@ from functools import cache
 from math import floor, gcd, lcm
 
 import numpy as np
-import numpy.typing as npt
+
+from trainctl.data.permutation import Integers
 
 MOST_SLOTS = 10**6
 """Maximum slots of a period: weights that need more are rounded to this many parts."""
-
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

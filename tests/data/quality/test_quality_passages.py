@@ -19,7 +19,7 @@ from trainctl.data.quality.groups import MEMORY
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.passages import shared_passages
 from trainctl.data.quality.selection import SUBSTRING, Rules
-from trainctl.data.quality.winnowing import SHARED, WORDS, anchors, covered
+from trainctl.data.quality.winnowing import ANCHOR_WORDS, SHARED, anchors, covered
 
 
 def text(words: list[int]) -> str:
@@ -48,7 +48,7 @@ def test_what_two_documents_share(shared: int, sides: list[int], seed: int) -> N
     common = split[1] & split[2]
     if shared >= SHARED:
         assert common
-    if shared < WORDS:
+    if shared < ANCHOR_WORDS:
         assert not common
     for places in np.split(at, np.cumsum(counts)[:-1]):
         assert (np.diff(places) > 0).all()

@@ -206,12 +206,12 @@ def test_lists_of_words_and_addresses(tmp_path: Path) -> None:
         Entry(2, "", "http://fine.example/badness"),
         Entry(3, "boots"),
     ]
-    found = lists.words(DocumentBatch(given), file=str(words))
+    found = lists.word_list(DocumentBatch(given), file=str(words))
     assert found["listed"].tolist() == [3, 0, 0, 0]
     assert found["listed_share"][0] == pytest.approx(3 / 7)
-    assert lists.urls(DocumentBatch(given), file=str(urls))["matches"].tolist() == [1, 1, 0, 0]
+    assert lists.url_list(DocumentBatch(given), file=str(urls))["matches"].tolist() == [1, 1, 0, 0]
     with pytest.raises(TrainctlError, match="cannot be read"):
-        lists.words(DocumentBatch(given), file=str(tmp_path / "none.txt"))
+        lists.word_list(DocumentBatch(given), file=str(tmp_path / "none.txt"))
 
 
 def test_a_list_may_lie_at_home_and_begin_with_a_mark(
@@ -220,16 +220,16 @@ def test_a_list_may_lie_at_home_and_begin_with_a_mark(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "urls.txt").write_text("\ufeffspam.example\n")
     given = DocumentBatch([Entry(0, "Boo", "https://spam.example/x")])
-    assert lists.urls(given, file="~/urls.txt")["matches"].tolist() == [1]
+    assert lists.url_list(given, file="~/urls.txt")["matches"].tolist() == [1]
 
 
 def test_a_function_of_the_user_s() -> None:
     batch = DocumentBatch(entries(["abc", ""]))
-    assert lists.function(batch, call="builtins:len")["score"].tolist() == [3, 0]
+    assert lists.user_function(batch, call="builtins:len")["score"].tolist() == [3, 0]
     with pytest.raises(TrainctlError, match="failed with document 0: ValueError"):
-        lists.function(batch, call="builtins:float")
+        lists.user_function(batch, call="builtins:float")
     with pytest.raises(TrainctlError, match="cannot be imported"):
-        lists.function(batch, call="builtins:nothing")
+        lists.user_function(batch, call="builtins:nothing")
 
 
 def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:

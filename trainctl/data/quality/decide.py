@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.registry import load
+from trainctl.data.permutation import mix
 from trainctl.data.quality.corpus import Measured, MeasuredPart
-from trainctl.data.quality.hashing import I64, Bool, mix
+from trainctl.data.quality.hashing import I64, Bool
 from trainctl.data.quality.near_duplicates import Pairs
 from trainctl.data.quality.passages import Passages
 from trainctl.data.quality.selection import (

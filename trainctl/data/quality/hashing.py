@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.permutation import mix
+
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -24,15 +26,6 @@ differ in nearly all bits.
 
 _FOR_LENGTH = np.uint64(0x9E3779B97F4A7C15)
 """Added once per element, so that trailing zeros change the hash."""
-
-
-def mix(value: U64 | np.uint64) -> U64:
-    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014), a 64-bit bijection."""
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return cast(U64, mixed ^ (mixed >> np.uint64(31)))
 
 
 class Segments:

@@ -17,7 +17,7 @@ from trainctl.data.quality.statistics import Statistics
 from trainctl.errors import TrainctlError, describe_exception
 
 
-def words(batch: DocumentBatch, *, file: str) -> Statistics:
+def word_list(batch: DocumentBatch, *, file: str) -> Statistics:
     """Return the number and share of a document's words that are listed: `listed`, `listed_share`.
 
     An entry of several words matches consecutive words, and counts as one.
@@ -33,14 +33,14 @@ def words(batch: DocumentBatch, *, file: str) -> Statistics:
     return {"listed": found.astype(np.float32), "listed_share": share.astype(np.float32)}
 
 
-def urls(batch: DocumentBatch, *, file: str) -> Statistics:
+def url_list(batch: DocumentBatch, *, file: str) -> Statistics:
     """Return the number of list entries that match a document's URL, `matches`; 0 without a URL."""
     listed = _addresses(file)
     matches = [len(_above(entry.url) & listed) for entry in batch.entries]
     return {"matches": np.array(matches, dtype=np.float32)}
 
 
-def function(batch: DocumentBatch, *, call: str) -> Statistics:
+def user_function(batch: DocumentBatch, *, call: str) -> Statistics:
     """Return what a user's function gives for each text, `score`.
 
     Raises:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.permutation import mix
 from trainctl.data.quality.batches import DocumentBatch
-from trainctl.data.quality.hashing import I64, U64, Bool, mix
+from trainctl.data.quality.hashing import I64, U64, Bool
 
 U32 = npt.NDArray[np.uint32]
 

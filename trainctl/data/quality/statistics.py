@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.permutation import mix
 from trainctl.data.quality.batches import LETTER, SPACE, DocumentBatch, Spans
-from trainctl.data.quality.hashing import I64, U64, Bool, Segments, hash_of_word, mix
+from trainctl.data.quality.hashing import I64, U64, Bool, Segments, hash_of_word
 
 Statistics = dict[str, npt.NDArray[np.float32]]
 

@@ -2,7 +2,7 @@
 
 Of every `WINDOW` consecutive n-grams the one with the lowest hash is an anchor (Schleimer,
 Wilkerson and Aiken, "Winnowing", 2003). So two documents that share `SHARED` consecutive words
-share an anchor, wherever the words are, and documents that share fewer than `WORDS` share none.
+share an anchor, wherever the words are, and documents that share fewer than `ANCHOR_WORDS` share none.
 About 8 of 100 words have an anchor.
 """
 
@@ -13,11 +13,11 @@ import numpy as np
 from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.hashing import I64, U64
 
-WORDS = 25
+ANCHOR_WORDS = 25
 """Words per n-gram."""
 WINDOW = 26
 """Number of consecutive n-grams, one of which is an anchor."""
-SHARED = WORDS + WINDOW - 1
+SHARED = ANCHOR_WORDS + WINDOW - 1
 """Words of a shared passage that is always found."""
 
 
@@ -28,7 +28,7 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
         Hashes of the anchors, [anchors]; the word of the document at which each begins, ascending
         within a document, [anchors]; and their number in each document, [documents].
     """
-    hashes, begin = batch.ngrams(WORDS, short=False)
+    hashes, begin = batch.ngrams(ANCHOR_WORDS, short=False)
     document = batch.words.document[begin]
     chosen = np.empty(0, dtype=np.int64)
     if len(hashes) >= WINDOW:
@@ -48,4 +48,4 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
 
 def covered(words: I64) -> int:
     """Count the words in the n-grams that begin at `words` (ascending), each once."""
-    return int(np.minimum(np.diff(words), WORDS).sum()) + WORDS if len(words) else 0
+    return int(np.minimum(np.diff(words), ANCHOR_WORDS).sum()) + ANCHOR_WORDS if len(words) else 0

@@ -118,5 +118,5 @@ SPEC = DataSource(
     counts_lines=True,
     problem=problem,
     identity=lambda section: f"chat {section.shape.value}",
-    encoder="trainctl.data.conversations:encoder_of",
+    encoder="trainctl.data.conversations:chat_encoder",
 )
