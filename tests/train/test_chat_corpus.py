@@ -20,8 +20,8 @@ from trainctl.config.text.conversations import (
     as_text,
     conversation_of,
 )
-from trainctl.data.bins import bins_of, describe_packing, packed_token_count
 from trainctl.data.corpora import build_corpora, cached_corpora
+from trainctl.data.packing import bins_of, describe_packing, packed_token_count
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError

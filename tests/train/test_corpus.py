@@ -126,7 +126,7 @@ def test_how_much_is_tokenized_together_changes_nothing(texts, monkeypatch):
     config = files_config(texts)
     together = build_corpus(config, ByteTokenizer())
     shutil.rmtree(cache_folder())
-    monkeypatch.setattr("trainctl.data.encoding.AT_ONCE", 7)
+    monkeypatch.setattr("trainctl.data.tokenizer.AT_ONCE", 7)
     assert build_corpus(config, ByteTokenizer()) == together
 
 

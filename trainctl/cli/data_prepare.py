@@ -67,8 +67,8 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.data.bins import packed_token_count
     from trainctl.data.corpora import build_corpora, tokenize_shares
+    from trainctl.data.packing import packed_token_count
     from trainctl.data.prepare import TokenizingProgress, say
     from trainctl.data.progress import PreparationProgress
     from trainctl.data.tokenizer import load_tokenizer

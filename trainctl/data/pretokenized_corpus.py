@@ -17,7 +17,7 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.check import UNFIT_IDS
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
-from trainctl.data.assembly import Chunk
+from trainctl.data.corpus_folder import Chunk
 from trainctl.data.store import files_in_order
 from trainctl.data.token_spans import Span, fingerprint, places
 from trainctl.data.tokenized import Ends, Tokenized, ends_by_id

@@ -32,12 +32,11 @@ from trainctl.config.schema import DataConfig, Dedup
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
-from trainctl.data.assembly import held_out_of
+from trainctl.data.corpus_folder import held_out_of
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
-from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.hashing import Bool
-from trainctl.data.quality.measure import PartToMeasure
-from trainctl.data.quality.pipeline import judge
+from trainctl.data.quality.batches import Bool, Entry
+from trainctl.data.quality.columns import PartToMeasure
+from trainctl.data.quality.decide import judge
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
 from trainctl.data.task_workers import processes_for

@@ -34,10 +34,10 @@ def count_source_tokens(config: RunConfig) -> tuple[dict[str, Count], list[Findi
 
     Sources that are not in the cache are estimated, not tokenized.
     """
-    from trainctl.data.bins import packed_token_count
     from trainctl.data.corpora import with_source_key
     from trainctl.data.corpus import cached_corpus
     from trainctl.data.mixture import Count
+    from trainctl.data.packing import packed_token_count
     from trainctl.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.tokenizer)

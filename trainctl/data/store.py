@@ -27,7 +27,6 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import digest_of, order
 from trainctl.config.text.remote import File, RemoteFile
-from trainctl.data.encoding import Encoder
 from trainctl.data.part import (
     DamagedPart,
     Origin,
@@ -37,8 +36,8 @@ from trainctl.data.part import (
     write_part,
     writing,
 )
-from trainctl.data.task_claims import Claims
-from trainctl.data.tasks import FilePiece, Task, tasks_of
+from trainctl.data.tasks import Claims, FilePiece, Task, tasks_of
+from trainctl.data.tokenizer import Encoder
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.runs.atomic import write_json

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from functools import partial
 
 from trainctl.config.text.remote import say
-from trainctl.data.bins import bins_of
 from trainctl.data.corpora import bad_text, digests_of, unigram_entropy
+from trainctl.data.packing import bins_of
 from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of

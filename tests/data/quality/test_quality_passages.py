@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from planted_corpus import entries, parts_of
 
 from trainctl.data.quality.batches import DocumentBatch
-from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.columns import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
-from trainctl.data.quality.groups import MEMORY
+from trainctl.data.quality.duplicates import MEMORY, find_identical_texts, shared_passages
 from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.passages import shared_passages
+from trainctl.data.quality.minhash import ANCHOR_WORDS, SHARED, anchors, covered
 from trainctl.data.quality.selection import SUBSTRING, Rules
-from trainctl.data.quality.winnowing import ANCHOR_WORDS, SHARED, anchors, covered
 
 
 def text(words: list[int]) -> str:

@@ -65,6 +65,6 @@ SPEC = DataSource(
     counts_lines=True,
     problem=problem,
     identity=lambda section: "preferences",
-    encoder="trainctl.data.preferences:preference_encoder",
+    encoder="trainctl.data.conversations:preference_encoder",
     has_pairs=True,
 )
