@@ -21,7 +21,7 @@ from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import root_caches_are_protected
 from trainctl.plan.mixture import sources_of
 from trainctl.rules.resolve import resolve
-from trainctl.search.tokenizer_files import check_tokenizer_files
+from trainctl.search.input_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from trainctl.data.corpora import Corpora

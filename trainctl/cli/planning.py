@@ -29,9 +29,12 @@ from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.search.assess import Assessment, assess
-from trainctl.search.model_files import check_model_files
+from trainctl.search.input_files import (
+    check_corpus_is_meant,
+    check_model_files,
+    check_tokenizer_files,
+)
 from trainctl.search.suggest import Suggestion, suggest_fitting, suggest_for_slack
-from trainctl.search.tokenizer_files import check_corpus_is_meant, check_tokenizer_files
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import ModelConfig
-from trainctl.memory.activations import BlockActivations
-from trainctl.memory.trainable import TrainableBlock
+from trainctl.memory.activations import BlockActivations, TrainableBlock
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 

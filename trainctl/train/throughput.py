@@ -16,11 +16,11 @@ from trainctl.config.tracing import needs_trace
 from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.engines.process import Process
 from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.memory.traced import traced_already
 from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.runs.records import short
-from trainctl.search.traces import traced_already
 
 
 class Throughput:

@@ -8,9 +8,9 @@ from typing import Any
 from trainctl.config.tracing import needs_trace
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.memory.traced import traced_already
 from trainctl.plan.types import RunPlan
 from trainctl.runs.records import Event
-from trainctl.search.traces import traced_already
 
 MEASURED_AS = {
     "load": "load",

@@ -12,8 +12,7 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath
 from trainctl.plan.shapes import all_tensors
-from trainctl.search.model_files import check_model_files
-from trainctl.search.tokenizer_files import check_tokenizer_files
+from trainctl.search.input_files import check_model_files, check_tokenizer_files
 
 SHAPES = {tensor.name: tensor.shape for tensor in all_tensors(ModelConfig())}
 
