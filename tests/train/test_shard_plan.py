@@ -7,7 +7,7 @@ from parity_cases import TOLERANCE, Difference
 from rank_processes import Case, curve, train_cases
 
 from trainctl.config.anatomy import anatomy_of
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.build import whole_pieces

@@ -63,7 +63,7 @@ def _import(plan: RunPlan) -> None:
     with suppress(TrainctlError), gc_disabled():
         import trainctl.train.rank  # noqa: F401
         from trainctl.engines import patch_checks as declared
-        from trainctl.engines.choose import engine_backend
+        from trainctl.engines.protocol import engine_backend
 
         engine_backend(plan)
         declared.require_unchanged(plan.config)

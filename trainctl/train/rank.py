@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from trainctl.engines import patch_checks as declared
-from trainctl.engines.choose import engine_backend
 from trainctl.engines.process import not_deterministic, stop_process
+from trainctl.engines.protocol import engine_backend
 from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.imports import gc_disabled

@@ -13,8 +13,8 @@ import torch
 
 from trainctl.config.schema import Accelerator, DataType
 from trainctl.config.tracing import needs_trace
-from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.engines.process import Process
+from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import traced_already
 from trainctl.plan.batches import Batch

@@ -12,7 +12,7 @@ from functools import partial
 from trainctl.config.text.remote import say
 from trainctl.data.corpora import bad_text, digests_of, unigram_entropy
 from trainctl.data.packing import bins_of
-from trainctl.engines.phase_memory import PhaseMemory
+from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
 from trainctl.plan.average import METRIC

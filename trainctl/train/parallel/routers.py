@@ -17,9 +17,8 @@ from torch import nn
 
 from trainctl.config.anatomy import ROUTER_BIAS
 from trainctl.config.schema import RunConfig
-from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.engines.process import Process
+from trainctl.engines.process import Process, ProcessMesh
 from trainctl.errors import TrainctlError
 from trainctl.plan.experts import auxiliary_loss
 from trainctl.train.models.recompute import is_recomputing
