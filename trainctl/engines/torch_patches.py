@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from trainctl.engines.patches import (
+from trainctl.engines.patch_conditions import (
     ADAPTED,
     EIGHT_BIT_MOMENTS,
     FSDP2,
     LIGER_LOSS,
     SELECTIVE,
     TENSOR,
-    At,
-    How,
-    Table,
-    Use,
 )
+from trainctl.engines.patches import At, How, Table, Use
 
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.patches import (
+from trainctl.engines.patch_conditions import (
     ADAPTED,
     CHAT,
     EXPERTS,
@@ -10,11 +10,8 @@ from trainctl.engines.patches import (
     RECOMPUTED,
     SPARSE,
     TENSOR,
-    At,
-    How,
-    Table,
-    Use,
 )
+from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
 _ATTENTION = (

@@ -31,7 +31,7 @@ _END_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostReport:
+class Report:
     """Result of probing one host."""
 
     host: Host
@@ -49,9 +49,9 @@ class HostReport:
     """Output of ssh, or of the host, on stderr."""
 
 
-def probe_hosts(
+def survey(
     hosts: Sequence[Host], plan: RunPlan, folder: Path, files: Sequence[str] = ()
-) -> tuple[HostReport, ...]:
+) -> tuple[Report, ...]:
     """Probe every host, in parallel, within `launcher.preflight_seconds`.
 
     Args:
@@ -76,7 +76,7 @@ def probe_hosts(
             peers = {"peers": {"addresses": addresses, "marks": list(seen)}}
             found = probes.ask(dict.fromkeys(asked, peers), deadline)
             return tuple(
-                HostReport(
+                Report(
                     host=host,
                     facts=facts[node] if node in found or node not in asked else None,
                     clock_seconds=facts[node]["skew"],
@@ -92,9 +92,7 @@ def probe_hosts(
                     else (),
                 )
                 if node in facts
-                else HostReport(
-                    host=host, return_code=probes.return_code(node), said=probes.said(node)
-                )
+                else Report(host=host, return_code=probes.return_code(node), said=probes.said(node))
                 for node, host in enumerate(hosts)
             )
     finally:

@@ -25,7 +25,7 @@ class UrlsConfig(FilterConfig):
 SPEC = Filter(
     name="urls",
     keys=UrlsConfig,
-    build="trainctl.data.quality.statistics:url_list",
+    build="trainctl.data.quality.lists:urls",
     bounds=at_most(max_matches="matches"),
     settings=("file",),
 )
