@@ -1,7 +1,6 @@
-"""Write docs/rules.md, docs/troubleshooting/ and docs/records.md; `--check` only compares.
+"""Write docs/rules.md and the rules' pages of docs/troubleshooting/; `--check` only compares.
 
-Also what `trainctl explain` prints of each rule (`trainctl/explanations/shown.json`). With
-`--all` the example of every rule is run again, not only what changed: half a minute.
+With `--all` the example of every rule is run again, not only what changed: half a minute.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from explanation_pages import pages
-from rule_examples import DEEPSPEED, PLAN, READING, shown, text
+from rule_examples import meanings
 
-from trainctl.explanations.shown import FILE, ShownRule, rules
 from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
 from trainctl.rules.deepspeed_schema import load
+from trainctl.rules.handbook import JSON_RULES, PLAN_RULES, READING_RULES, Meaning
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "rules.md"
@@ -41,14 +40,14 @@ COLUMNS = {
 }
 
 
-def page(rules: Mapping[str, ShownRule]) -> str:
+def page(rules: Mapping[str, Meaning]) -> str:
     """The whole page of tables, as Markdown."""
     parts = [
         INTRODUCTION,
         "## The configuration and the plan\n| rule | what must hold |\n|---|---|",
-        "\n".join(_rows(rules, PLAN)),
+        "\n".join(_rows(rules, PLAN_RULES)),
         "\n## While reading, and on this machine\n| rule | what is found |\n|---|---|",
-        "\n".join(_rows(rules, READING)),
+        "\n".join(_rows(rules, READING_RULES)),
         "",
         "\n".join(_deepspeed()),
         "",
@@ -69,7 +68,7 @@ def _deepspeed() -> Iterator[str]:
         cells = (
             rule.identifier,
             rule.severity,
-            f"[{rule.title}]({DEEPSPEED}.md#{rule.identifier.lower()})",
+            f"[{rule.title}]({JSON_RULES}.md#{rule.identifier.lower()})",
             rule.meets,
             f"`{rule.file}`",
             rule.fix,
@@ -94,10 +93,10 @@ def _comparison() -> Iterator[str]:
     yield "settings that two CPU processes cannot show: GPU kernels, NVMe, real models, services."
 
 
-def _rows(rules: Mapping[str, ShownRule], page: str) -> Iterator[str]:
+def _rows(rules: Mapping[str, Meaning], page: str) -> Iterator[str]:
     for name, rule in rules.items():
         if rule.page == page:
-            yield f"| {name} | [{_cell(rule.title)}]({page}.md#{name.lower()}) |"
+            yield f"| {name} | [{_cell(rule.meaning)}]({page}.md#{name.lower()}) |"
 
 
 def _cell(text: str) -> str:
@@ -106,9 +105,8 @@ def _cell(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the pages, or with `--check` say whether they are up to date."""
-    known = {} if "--all" in arguments or not FILE.is_file() else dict(rules())
-    found = shown(known)
-    written = {FILE: text(found), TARGET: page(found), **pages(found)}
+    found = meanings(all_again="--all" in arguments)
+    written = {TARGET: page(found), **pages(found)}
     stale = [path for path, text in written.items() if not _is(path, text)]
     if "--check" in arguments:
         for path in stale:

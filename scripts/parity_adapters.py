@@ -3,8 +3,9 @@
     python scripts/parity_adapters.py [--steps N] [--only NAME...]
 
 Trains a tiny model on real processes, in fp32: what trains, over layouts, ZeRO stages,
-recomputation and an optimizer in host memory. What the plan refuses is a dash in the table. With
-`--only` the rows of others stay as they are.
+recomputation and an optimizer in host memory. All numbers go to `docs/adapters.csv`, where a cell
+is empty if the plan refuses the combination, and the largest of each layout to `docs/adapters.md`.
+With `--only` the rows of others stay as they are.
 `tests/train/test_adapters.py` does a part of it.
 """
 
@@ -14,7 +15,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,10 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 
 from adapter_cases import TRAINED, Adapting, everything, judged, train
 from fork_server import RanksFailed
+from page_tables import read_rows, replace_part, table, write_rows
 from parity_cases import TOLERANCE, Curve, Difference
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "adapters.md"
-BEGIN, END = "<!-- parity of adapters -->", "<!-- end of it -->"
+MARKS = "<!-- parity of adapters -->", "<!-- end of it -->"
+HEADS = ("trains", "layout", "stage", "plain", "recomputed", "offloaded")
 WAYS = (("none", "none"), ("full", "none"), ("none", "cpu"))
 """Columns: recomputation, and where the optimizer is."""
 
@@ -55,46 +57,39 @@ def measured(cases: list[Adapting], steps: int) -> dict[Adapting, Difference | N
 
 
 Row = tuple[str, str, str]
-"""What trains, the layout and the stage: what a row of the table is of."""
+"""What trains, the layout and the stage."""
 
 
 def rows_of(found: dict[Adapting, Difference | None]) -> dict[Row, list[str]]:
-    """Cells of the table, without rows of dashes."""
+    """Cells of the file, without rows of which all are empty."""
     rows = dict.fromkeys((case.trained, case.layout, case.stage) for case in found)
     cells = {row: [_cell(found.get(Adapting(*row, *way))) for way in WAYS] for row in rows}
-    return {row: each for row, each in cells.items() if any(cell != "–" for cell in each)}
+    return {row: each for row, each in cells.items() if any(each)}
 
 
-def read_rows(text: str) -> dict[Row, list[str]]:
-    """Those of a page."""
-    rows = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and len(cells) == 3 + len(WAYS) and cells[2].isdecimal():
-            rows[cells[0], cells[1], cells[2]] = cells[3:]
-    return rows
+def page_part(rows: dict[Row, list[str]], steps: int) -> str:
+    """Return a table of the largest difference of each layout."""
+    cells = [float(cell) for each in rows.values() for cell in each if cell]
+    good = sum(cell <= TOLERANCE for cell in cells)
+    layouts = list(dict.fromkeys(layout for _, layout, _ in rows))
 
+    def largest(trained: str, layout: str) -> str:
+        found = [each for row, each in rows.items() if row[:2] == (trained, layout)]
+        return max((cell for each in found for cell in each if cell), key=float, default="–")
 
-def table(rows: dict[Row, list[str]], steps: int) -> Iterator[str]:
-    """Lines of the page."""
-    cells = [cell for each in rows.values() for cell in each if cell != "–"]
-    good = sum(not cell.startswith("**") for cell in cells)
-    yield (
+    lines = [
+        (trained, *(largest(trained, layout) for layout in layouts))
+        for trained in dict.fromkeys(trained for trained, _, _ in rows)
+    ]
+    return (
         f"{steps} steps with torch {version('torch')}, deepspeed {version('deepspeed')}: "
-        f"{len(cells)} combinations, of which {good} agree."
+        f"{len(cells)} combinations, of which {good} agree.\n\n"
+        f"{table(('trains', *layouts), lines)}"
     )
-    yield ""
-    yield "| trains | layout | ZeRO | plain | recomputed | optimizer in host memory |"
-    yield "|---|---|---|---|---|---|"
-    for row, each in rows.items():
-        yield f"| {' | '.join((*row, *each))} |"
 
 
 def _cell(difference: Difference | None) -> str:
-    if difference is None:
-        return "–"
-    largest = max(difference.loss, difference.norm)
-    return f"{largest:.1e}" if largest <= TOLERANCE else f"**{largest:.1e}**"
+    return "" if difference is None else f"{max(difference.loss, difference.norm):.1e}"
 
 
 def main() -> int:
@@ -105,13 +100,14 @@ def main() -> int:
     steps = arguments.steps
     cases = [case for case in everything() if case.trained in (arguments.only or TRAINED)]
     found = measured(cases, steps)
-    before, rest = PAGE.read_text().split(BEGIN)
-    old, after = rest.split(END)
-    rows = {row: cells for row, cells in read_rows(old).items() if row[0] not in arguments.only}
-    rows = {**rows, **rows_of(found)} if arguments.only else rows_of(found)
+    old = {(row[0], row[1], row[2]): row[3:] for row in read_rows(PAGE.with_suffix(".csv"))}
+    kept = {row: cells for row, cells in old.items() if row[0] not in arguments.only}
+    rows = {**kept, **rows_of(found)} if arguments.only else rows_of(found)
     order = list(dict.fromkeys(case.trained for case in everything()))
     rows = dict(sorted(rows.items(), key=lambda item: order.index(item[0][0])))
-    PAGE.write_text(f"{before}{BEGIN}\n{chr(10).join(table(rows, steps))}\n{END}{after}")
+    lines = [[*row, *cells] for row, cells in rows.items()]
+    write_rows(PAGE.with_suffix(".csv"), HEADS, lines)
+    replace_part(PAGE, MARKS, page_part(rows, steps))
     limit = Difference(TOLERANCE, TOLERANCE)
     return 0 if all(each is None or each.within(limit) for each in found.values()) else 1
 

@@ -3,8 +3,9 @@
     python scripts/parity_experts.py [--steps 30] [--output docs/experts.md]
 
 Trains on real processes, some seconds each; `tests/train/test_experts.py` does a part of it. The
-table between the two marks of the output file is replaced; without a file it is printed. An expert
-size of 1 beside it is the same layout without the axis.
+rows go to a CSV file beside the output file, and the largest difference of each expert size goes
+between its two marks; without a file both are printed. An expert size of 1 is the same layout
+without the axis.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from expert_cases import MIXTURES, Trial
+from page_tables import replace_part, table, write_rows
 from parity_cases import STEPS, TOLERANCE, Difference, clips_enough
 
-BEGIN, END = "<!-- expert tables -->", "<!-- end of expert tables -->"
+MARKS = "<!-- expert tables -->", "<!-- end of expert tables -->"
 PACKAGES = ("torch", "deepspeed", "transformers")
 LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 """Processes, and the size of the expert axis."""
 STAGES = (0, 1, 2, 3)
+HEADS = ("model", "processes", "expert", *(f"zero_{stage}" for stage in STAGES))
 
 ROUTED = (
     *((kind, kind, ()) for kind in MIXTURES),
@@ -56,25 +59,34 @@ def main() -> int:
                     largest = max(difference.loss, difference.norm)
                     wrong += not largest < TOLERANCE
                     cells.append(f"{largest:.1e}")
-                rows.append(f"| {title} | {processes} | {expert} | {' | '.join(cells)} |")
-                print(rows[-1], file=sys.stderr, flush=True)
-    heads = " | ".join(f"ZeRO {stage}" for stage in STAGES)
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    lines = [
-        f"{arguments.steps} steps each, with {versions}.",
-        "",
-        f"| model | processes | expert | {heads} |",
-        "|---" * (3 + len(STAGES)) + "|",
-        *rows,
-    ]
-    table = "\n".join(lines)
+                rows.append([title, str(processes), str(expert), *cells])
+                print(*rows[-1], sep=", ", file=sys.stderr, flush=True)
     if arguments.output is None:
-        print(table)
+        print("\n".join(map(",".join, rows)), summary(rows, arguments.steps), sep="\n")
     else:
-        text = arguments.output.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.output.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        write_rows(arguments.output.with_suffix(".csv"), HEADS, rows)
+        replace_part(arguments.output, MARKS, summary(rows, arguments.steps))
     return int(wrong > 0)
+
+
+def summary(rows: list[list[str]], steps: int) -> str:
+    """Return a table of the largest difference of each model and expert size."""
+    sizes = sorted({row[2] for row in rows})
+    largest = {
+        (row[0], size): max(
+            (cell for each in rows if each[0] == row[0] and each[2] == size for cell in each[3:]),
+            key=float,
+        )
+        for row in rows
+        for size in sizes
+    }
+    lines = [
+        (model, *(largest[model, size] for size in sizes))
+        for model in dict.fromkeys(row[0] for row in rows)
+    ]
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    heads = ("model", *(f"`expert` {size}" for size in sizes))
+    return f"{steps} steps each, with {versions}.\n\n{table(heads, lines)}"
 
 
 if __name__ == "__main__":

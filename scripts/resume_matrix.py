@@ -3,8 +3,9 @@
     python scripts/resume_matrix.py [--output docs/resume.md]
 
 Trains a tiny model in fp32 on real processes, some hundred attempts in all, so it takes a while;
-`tests/train/test_resume_elsewhere.py` and `test_resume_layouts.py` do a part of it. The table
-between the two marks of the output file is replaced; without a file it is printed.
+`tests/train/test_resume_elsewhere.py` and `test_resume_layouts.py` do a part of it. The rows go to
+a CSV file beside the output file, and their summary between its two marks; without a file both are
+printed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 
 import elsewhere
 from elsewhere import Journey, Leg
+from page_tables import replace_part, table, write_rows
 
-BEGIN, END = "<!-- resume matrix -->", "<!-- end of resume matrix -->"
+MARKS = "<!-- resume matrix -->", "<!-- end of resume matrix -->"
+HEADS = ("processes", "stage", "offload", "cut", "loss", "every_sample_once", "replayed_steps")
 TOLERANCE = 1e-5
+Row = list[str]
 
 
 def main() -> int:
@@ -48,39 +52,56 @@ def main() -> int:
             compared = elsewhere.replayed_steps(run)
             wrong += not (once and difference < TOLERANCE)
             rows.append(_row(journey, difference, once, compared))
-    table = "\n".join(
-        [
-            "| processes | ZeRO stage | optimizer offload | model cut | largest loss difference "
-            "| every sample once | replayed steps compared |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
     if arguments.output is None:
-        print(table)
+        print("\n".join(map(",".join, rows)), summary(rows), sep="\n")
     else:
-        text = arguments.output.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.output.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        write_rows(arguments.output.with_suffix(".csv"), HEADS, rows)
+        replace_part(arguments.output, MARKS, summary(rows))
     print(f"{len(journeys)} journeys, {wrong} wrong")
     return int(wrong > 0)
 
 
-def _row(journey: Journey, difference: float, once: bool, compared: int) -> str:
-    cells = (
+def _row(journey: Journey, difference: float, once: bool, compared: int) -> Row:
+    return [
         _way(journey, lambda leg: str(leg.processes)),
         _way(journey, lambda leg: str(leg.stage)),
         _way(journey, lambda leg: leg.offload),
         _way(journey, lambda leg: leg.cut),
         f"{difference:.1e}",
-        "yes" if once else "**no**",
+        "yes" if once else "no",
         str(compared),
+    ]
+
+
+def summary(rows: list[Row]) -> str:
+    """Return a table of the largest difference of each kind of journey."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(_kind(row), []).append(row)
+    return table(
+        ("change", "journeys", "largest loss difference", "every sample once"),
+        [
+            (
+                kind,
+                str(len(each)),
+                max((row[4] for row in each), key=float),
+                "yes" if all(row[5] == "yes" for row in each) else "**no**",
+            )
+            for kind, each in kinds.items()
+        ],
     )
-    return f"| {' | '.join(cells)} |"
+
+
+def _kind(row: Row) -> str:
+    if set(row[3].split(" -> ")) != {"none"}:
+        return row[3].replace("none", f"ZeRO {row[1].split(' -> ')[1]}").replace("->", "→")
+    if "cpu" in row[2]:
+        return "the same, with the optimizer in host memory on the way"
+    return "processes 1, 2 and 4, ZeRO stages"
 
 
 def _way(journey: Journey, of: Callable[[Leg], str]) -> str:
-    return " → ".join(map(of, journey))
+    return " -> ".join(map(of, journey))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What every rule says of itself and prints for its example, by running it.
+"""Explanations of all rules, with what their examples print, as they stand on their pages.
 
 An example is what is typed after `trainctl validate` in an empty folder, or a JSON of DeepSpeed's.
-Where neither brings a rule about (it needs a machine, a host, weights), its entry says what is
+Where neither brings a rule about (it needs a machine, a host, weights), its text says what is
 printed, and `tests/test_explanations.py` finds these words in the code.
 """
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,22 @@ from trainctl.cli.deepspeed_file import check_file, json_context
 from trainctl.cli.planning import compose_target, plan
 from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.explanations.entry import RuleText
 from trainctl.explanations.rules import ENTRIES
-from trainctl.explanations.shown import ShownRule
 from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
 from trainctl.rules.deepspeed import Enforcement, JsonContext, Rule, check
-from trainctl.rules.plan import RULES as PLAN_RULES
+from trainctl.rules.handbook import (
+    JSON_RULES,
+    PLAN_RULES,
+    READING_RULES,
+    RULE,
+    Meaning,
+    everything,
+)
+from trainctl.rules.plan import RULES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from sampler import BREAKS, around, broken  # noqa: E402
-
-PLAN, READING, DEEPSPEED = (
-    f"troubleshooting/{name}"
-    for name in ("rules-of-the-plan", "rules-of-reading", "deepspeed-json")
-)
-"""The pages that rules are on."""
 
 JSON_FILE = "ds_config.json"
 PLAIN: dict[str, Any] = {
@@ -76,62 +76,74 @@ OTHERS: dict[str, tuple[dict[str, Any], JsonContext, str]] = {
     ),
 }
 """What the sampler's JSONs do not show: keys on top of a plain one, what it meets, in words too."""
+LONG = {
+    "TC138": {"a.txt": "\x7fELF" + "\x00" * 9000},
+    "TC139": {"a.jsonl": '{"content": "some text"}\n' * 900},
+    "TC140": {"texts/a.rst": "Some text.\n" * 2000},
+    "TC142": {"a.jsonl": '{"text": "whole"}\n{"text": "cut off\n' + '{"text": "whole"}\n' * 900},
+    "TC359": {f"src/{name}.py": "print('hello')\n" * 900 for name in "abcd"},
+}
+"""Files of examples that are cut on the page of what is read."""
+
 EXIT = "  # exit "
 _LONG_TEXT = 400
 
 
-def shown(known: Mapping[str, ShownRule]) -> dict[str, ShownRule]:
-    """Every rule by its identifier.
+def meanings(*, all_again: bool) -> dict[str, Meaning]:
+    """Return the explanation of every rule by its identifier.
 
-    Args:
-        known: What examples printed before: one that is typed as it was then is not run again.
+    What an example printed before is kept if it is typed as it was then; `all_again` runs each.
     """
-    titles = {name: _title(rule) for name, rule in PLAN_RULES}
-    found = {
-        name: _of_entry(name, entry, titles, known.get(name)) for name, entry in ENTRIES.items()
-    }
-    # `tests/test_explanations.py` asks for what is missing; the tables name every rule meanwhile.
-    missing = {name: RuleText("", "") for name in titles if name not in ENTRIES}
-    found |= {name: _of_entry(name, text, titles, None) for name, text in missing.items()}
+    known = {each.word: each for each in everything() if each.kind.startswith(RULE)}
+    titles = {name: _title(rule) for name, rule in RULES}
+    found = {}
+    for name, text in ((name, ENTRIES[name]) for name in titles):
+        files = {path: _short(content) for path, content in text.files.items() if content}
+        asked = Meaning(
+            word=name,
+            kind=RULE,
+            page=PLAN_RULES,
+            meaning=titles[name].rstrip("."),
+            cause=text.cause,
+            cure=text.cure,
+            situation=text.situation,
+            typed=f"trainctl validate {text.example}" if text.example else "",
+            files=files,
+            printed=() if text.example else (text.message,),
+        )
+        before = None if all_again else known.get(name)
+        found[name] = _with_output(asked, text.files, before)
+    for name, each in known.items():
+        if each.page == READING_RULES:
+            found[name] = _with_output(
+                each, LONG.get(name) or each.files, None if all_again else each
+            )
     found |= {rule.identifier: _of_deepspeed(rule) for rule in DEEPSPEED_RULES}
     return dict(sorted(found.items()))
 
 
-def text(found: Mapping[str, ShownRule]) -> str:
-    """What is written to `shown.json`."""
-    plain = {name: asdict(each) for name, each in found.items()}
-    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+def _with_output(asked: Meaning, files: Mapping[str, str], before: Meaning | None) -> Meaning:
+    """Return the explanation with what its example prints and the code that it ends with.
+
+    Args:
+        files: Files of the example, whole.
+        before: The explanation as it stands on its page, if its output may be taken over.
+    """
+    typed = asked.typed.partition(EXIT)[0]
+    if not typed:
+        return asked
+    if before and (before.typed.partition(EXIT)[0], before.files) == (typed, asked.files):
+        return replace(asked, severity=before.severity, typed=before.typed, printed=before.printed)
+    with _folder(files) as folder:
+        command = typed.removeprefix("trainctl validate ")
+        found = [each for each in _findings(command) if each.rule == asked.word]
+        assert found, f"the example of {asked.word} does not bring it about: {typed}"
+        printed = tuple(_lines(found[:1], folder))
+        severity = found[0].severity.value
+        return replace(asked, severity=severity, typed=_typed(typed, found), printed=printed)
 
 
-def _of_entry(
-    name: str, entry: RuleText, titles: Mapping[str, str], before: ShownRule | None
-) -> ShownRule:
-    severity, typed, printed = "", f"trainctl validate {entry.example}", [entry.message]
-    files = {path: _short(content) for path, content in entry.files.items() if content}
-    if not entry.example:
-        typed = ""
-    elif before and (before.typed.partition(EXIT)[0], before.files) == (typed, files):
-        severity, typed, printed = before.severity, before.typed, before.printed
-    else:
-        with _folder(entry.files) as folder:
-            found = [each for each in _findings(entry.example) if each.rule == name]
-            assert found, f"the example of {name} does not bring it about: {entry.example}"
-            severity, printed = found[0].severity.value, _lines(found[:1], folder)
-            typed = _typed(typed, found)
-    return ShownRule(
-        title=(titles.get(name) or entry.title).rstrip("."),
-        severity=severity,
-        page=PLAN if name in titles else READING,
-        cause=entry.cause,
-        cure=entry.cure,
-        situation=entry.situation,
-        typed=typed,
-        files=files,
-        printed=printed,
-    )
-
-
-def _of_deepspeed(rule: Rule) -> ShownRule:
+def _of_deepspeed(rule: Rule) -> Meaning:
     if rule.identifier in OTHERS:
         changes, met, situation = OTHERS[rule.identifier]
     else:
@@ -153,16 +165,18 @@ def _of_deepspeed(rule: Rule) -> ShownRule:
         assert own, f"the JSON of {rule.identifier} does not break it: {written}"
         found = _lines(own[:1])
         situation = situation or _in_words(met)
-    return ShownRule(
-        title=rule.title,
+    return Meaning(
+        word=rule.identifier,
+        kind=RULE,
+        page=JSON_RULES,
+        meaning=rule.title,
         severity=rule.severity.value,
-        page=DEEPSPEED,
         cause=f"{MEETS[rule.meets]} ({rule.file}).",
         cure=rule.fix,
         situation="" if typed else situation,
         typed=typed,
         files={JSON_FILE: written},
-        printed=found,
+        printed=tuple(found),
     )
 
 

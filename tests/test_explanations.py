@@ -16,16 +16,30 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.config.schema import OnBadLoss
 from trainctl.errors import ExitCode
-from trainctl.explanations.causes import FAILURES, INTERVENTIONS, POLICIES
-from trainctl.explanations.exit_codes import EXIT_CODES
-from trainctl.explanations.lookup import SITE, address, everything, explain, hint_line
-from trainctl.explanations.records import COMMON, RECORDS
-from trainctl.explanations.rules import ENTRIES
-from trainctl.explanations.shown import FILE, rules
+from trainctl.rules.handbook import (
+    EXIT_CODE,
+    FAILURE,
+    INTERVENTION,
+    JSON_RULES,
+    POLICY,
+    RECORD,
+    RULE,
+    SITE,
+    Meaning,
+    address,
+    everything,
+    explain,
+    hint_line,
+)
 from trainctl.runs.causes import Cause
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for path in (ROOT / "trainctl").rglob("*.py") if "explanations" not in path.parts]
+
+
+def of_kind(kind: str) -> dict[str, Meaning]:
+    """Return the explanations of one kind by their words."""
+    return {each.word: each for each in everything() if each.kind.startswith(kind)}
 
 
 @functools.cache
@@ -36,10 +50,10 @@ def trees() -> list[ast.Module]:
 
 def test_every_word_has_an_entry_and_nothing_else_has() -> None:
     used = {name for path in SOURCES for name in re.findall(r'"(TC\d{3})"', path.read_text())}
-    assert set(rules()) == used
-    assert set(EXIT_CODES) == set(ExitCode)
-    assert set(FAILURES) == {cause.value for cause in Cause}
-    assert set(POLICIES) == {policy.value for policy in OnBadLoss}
+    assert set(of_kind(RULE)) == used
+    assert set(of_kind(EXIT_CODE)) == {str(int(code)) for code in ExitCode}
+    assert set(of_kind(FAILURE)) == {cause.value for cause in Cause}
+    assert set(of_kind(POLICY)) == {policy.value for policy in OnBadLoss}
     kinds = next(
         node
         for tree in trees()
@@ -49,19 +63,24 @@ def test_every_word_has_an_entry_and_nothing_else_has() -> None:
         and "loss" in ast.dump(node)
     )
     named = {item.targets[0].id for item in kinds.body if isinstance(item, ast.Assign)}
-    assert set(INTERVENTIONS) == named
+    assert set(of_kind(INTERVENTION)) == named
 
 
 def test_every_word_stands_for_one_thing() -> None:
-    count = sum(map(len, (rules(), RECORDS, FAILURES, INTERVENTIONS, POLICIES, EXIT_CODES)))
-    assert len(everything()) == count
+    words = [each.word.lower() for each in everything()]
+    assert len(set(words)) == len(words)
 
 
 def test_every_entry_says_why_what_and_what_to_do() -> None:
-    for name, rule in rules().items():
-        assert rule.title and rule.cause and rule.cure and all(rule.printed), name
+    for name, rule in of_kind(RULE).items():
+        assert rule.meaning and rule.cause and rule.cure and all(rule.printed), name
         assert rule.typed or rule.situation, name
-        assert not rule.title.endswith("."), name
+        assert not rule.meaning.endswith("."), name
+    for kind in (FAILURE, INTERVENTION, POLICY, EXIT_CODE):
+        for word, found in of_kind(kind).items():
+            assert found.meaning and found.cause and found.printed and found.cure, word
+    for word, found in of_kind(RECORD).items():
+        assert found.meaning and found.fields is not None, word
 
 
 def written_records() -> Iterator[tuple[str, set[str]]]:
@@ -80,9 +99,10 @@ def written_records() -> Iterator[tuple[str, set[str]]]:
 
 def test_every_kind_of_record_and_field_that_is_written_is_explained() -> None:
     found = list(written_records())
-    assert {kind for kind, _ in found} == set(RECORDS)
+    explained = of_kind(RECORD)
+    assert {kind for kind, _ in found} == set(explained)
     for kind, fields in found:
-        assert fields <= set(RECORDS[kind].fields), kind
+        assert fields <= set(explained[kind].fields or {}), kind
 
 
 def pieces() -> set[tuple[str, ...]]:
@@ -109,10 +129,11 @@ def own_letters(piece: tuple[str, ...], message: str) -> int:
 
 def test_what_is_said_in_situations_is_what_the_code_says() -> None:
     known = pieces()
-    for name, entry in ENTRIES.items():
-        if not entry.example:
-            own = max((own_letters(each, entry.message) for each in known), default=0)
-            assert own >= len(entry.message) / 5, (name, entry.message)
+    for name, rule in of_kind(RULE).items():
+        if not rule.typed and rule.page != JSON_RULES:
+            (message,) = rule.printed
+            own = max((own_letters(each, message) for each in known), default=0)
+            assert own >= len(message) / 5, (name, message)
 
 
 @pytest.mark.slow
@@ -167,16 +188,15 @@ def test_a_message_names_the_page_of_a_site(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_address_is_a_heading_of_its_page() -> None:
-    for found in everything().values():
+    for found in everything():
         path, _, anchor = address(found).partition("#")
         headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
         slugs = {heading.lower().replace(" ", "-") for heading in headings}
         assert anchor in slugs, found.word
 
 
-def test_the_file_that_is_read_is_small() -> None:
-    assert FILE.stat().st_size < 400_000
-
-
 def test_common_fields_are_no_fields_of_a_kind() -> None:
-    assert not any(set(COMMON) & set(record.fields) for record in RECORDS.values())
+    page = (ROOT / "docs" / "records.md").read_text().partition("\n## ")[0]
+    common = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert len(common) == 4
+    assert not any(common & set(record.fields or {}) for record in of_kind(RECORD).values())

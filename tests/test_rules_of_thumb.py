@@ -1,4 +1,4 @@
-"""`docs/from-the-seeds.md`: what each rule of thumb comes to, and what the command says.
+"""`tests/data/rules_of_thumb.md`: the result of each rule of thumb, and of the command.
 
 `TRAINCTL_UPDATE_GOLDEN=1` writes the figures anew; look at the difference.
 """
@@ -18,7 +18,7 @@ import pytest
 
 from trainctl.cli.main import run
 
-PAGE = Path(__file__).parents[1] / "docs" / "from-the-seeds.md"
+PAGE = Path(__file__).parent / "data" / "rules_of_thumb.md"
 COMMAND = "$ trainctl estimate-memory "
 OPERATIONS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,

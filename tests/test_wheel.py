@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.rules.handbook import PAGES
+
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
@@ -57,6 +59,7 @@ def test_configuration_is_inside(wheel: Path) -> None:
     for folder in ("conf", "recipes"):
         for path in (ROOT / folder).rglob("*.yaml"):
             assert f"trainctl/_shipped/{path.relative_to(ROOT).as_posix()}" in names
+    assert {f"trainctl/_shipped/docs/{page}.md" for page in PAGES} <= names
     for path in (ROOT / "trainctl").rglob("assets/**/*"):
         assert path.is_dir() or path.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/"))]

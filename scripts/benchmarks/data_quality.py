@@ -25,18 +25,16 @@ from pathlib import Path
 import numpy as np
 
 from trainctl.config.registry import function_of, load, names
+from trainctl.data.permutation import mix
 from trainctl.data.quality import minhash
 from trainctl.data.quality.batches import DocumentBatch, Entry, batches
+from trainctl.data.quality.columns import Measured, PartToMeasure
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
-from trainctl.data.quality.hashing import mix
-from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure, text_hashes
-from trainctl.data.quality.near_duplicates import near_pairs
-from trainctl.data.quality.passages import shared_passages
+from trainctl.data.quality.duplicates import find_identical_texts, near_pairs, shared_passages
+from trainctl.data.quality.measure import WantedColumns, measure, text_hashes
+from trainctl.data.quality.minhash import anchors
 from trainctl.data.quality.selection import Contamination, Rules
-from trainctl.data.quality.winnowing import anchors
 
 PARTS = 4
 

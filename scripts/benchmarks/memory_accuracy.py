@@ -23,7 +23,7 @@ from memory_kernels import is_kernel, kernel_bytes
 from memory_rows import GIB, Metric, NotExpressible, Row, read_rows
 
 from trainctl.config.schema import RunConfig
-from trainctl.memory.runtime import band, fits
+from trainctl.memory.budget import band, fits
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 MEASURED = tuple(DATA / f"memory_{name}.csv" for name in ("measurements", "frameworks", "adapters"))

@@ -42,12 +42,11 @@ from trainctl.config.schema import (
 from trainctl.hardware import Hardware
 from trainctl.memory import constants
 from trainctl.memory.activations import stage_activations, tokens_per_rank
-from trainctl.memory.components import Components
+from trainctl.memory.budget import band, fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.constants import Fragmentation, LogitBytes, Range
 from trainctl.memory.engine import EngineMemory, read_engine
-from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
-from trainctl.memory.runtime import band, fragmentation_of, reserved_bytes, runtime_of
+from trainctl.memory.rank import Components, loss_tokens
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import KERNEL
 from trainctl.plan.types import Batch, LayoutPlan, Mesh
@@ -157,7 +156,7 @@ def estimate(case: Case, tensors: Tensors | None = None) -> Estimate:
 
 def bounds(case: Case, tensors: Tensors) -> tuple[float, float]:
     """The least and most that the figure of a row may be, by the budget's own doubts
-    (`trainctl.memory.runtime.band`): of tensors alone, with the allocator's waste, or with all.
+    (`trainctl.memory.budget.band`): of tensors alone, with the allocator's waste, or with all.
     """
     metric, none = case.row.metric, Range(low=0, usual=0, high=0)
     waste, outside = Fragmentation(low=0, usual=0, high=0), none

@@ -28,7 +28,7 @@ from memory_metrics import NotExpressible
 from memory_rows import GIB, Metric, Row, read_rows
 
 from trainctl.memory import constants
-from trainctl.memory.runtime import runtime_of
+from trainctl.memory.budget import runtime_of
 
 MIB = 2**20
 SHIPPED_REMAINDER = memory_megatron.REMAINDER

@@ -24,7 +24,7 @@ from memory_settings import (
 )
 
 from trainctl.config.schema import OffloadDevice
-from trainctl.memory.components import Components
+from trainctl.memory.rank import Components
 
 FACTS = Path(__file__).parents[2] / "tests" / "data" / "megatron_cases.csv"
 MIB = 2**20

@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainctl.data.corpus import Corpus
-from trainctl.engines.deepspeed.process import start_process
+from trainctl.engines.deepspeed.entry import start_process
 from trainctl.engines.process import Process, stop_process
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan

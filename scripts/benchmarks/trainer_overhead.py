@@ -76,7 +76,7 @@ def _rank(rank: int, plan: RunPlan, run: RunPaths, port: int, pairs: int, steps:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    from trainctl.engines.deepspeed.process import start_process
+    from trainctl.engines.deepspeed.entry import start_process
     from trainctl.engines.process import stop_process
     from trainctl.runs.records import EventWriter
     from trainctl.train.session import assemble

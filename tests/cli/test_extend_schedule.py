@@ -10,7 +10,7 @@ import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
@@ -36,7 +36,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.chdir(tmp_path)
     numbers: list[int] = []
 
-    def record(launch: Launch) -> Outcome:
+    def record(launch: LaunchRequest) -> Outcome:
         numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 

@@ -14,7 +14,7 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.cli.planning import compose
 from trainctl.errors import ExitCode
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
@@ -47,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the attempts that were started, none of which really runs."""
     numbers: list[int] = []
 
-    def record(launch: Launch) -> Outcome:
+    def record(launch: LaunchRequest) -> Outcome:
         numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 

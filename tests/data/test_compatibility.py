@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.data.compatibility import changes_of_past
-from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.data.order import Order, OrderedSource, OrderedStage, changes_of_past
 
 SOURCES = [OrderedSource("a", 900), OrderedSource("b", 5000, 2)]
 STAGES = [

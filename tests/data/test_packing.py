@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.data.loss_marks import LearntTokens
 from trainctl.data.packing import conversations_of, pack, pieces_of
+from trainctl.data.token_spans import LearntTokens
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.data.source_turns import MOST_SLOTS, quotas_of, turns_of
+from trainctl.data.order import MOST_SLOTS, quotas_of, turns_of
 
 quotas = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(sum).map(tuple)
 

@@ -15,20 +15,20 @@ from small_texts import CONFIGS, make_texts
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
-from trainctl.data import budget, tasks
+from trainctl.config.text import plain
+from trainctl.config.text.documents import Reader, sides
+from trainctl.config.text.files import split_files
+from trainctl.data import task_workers, tasks
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, cache_folder, tokenize_share
 from trainctl.data.corpus_folder import chunks_of, write_corpus
 from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import Store
-from trainctl.data.task_claims import Claims
 from trainctl.data.task_workers import do_tasks
+from trainctl.data.tasks import Claims
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.readers import plain
-from trainctl.readers.documents import Reader, sides
-from trainctl.readers.files import split_files
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
 
@@ -329,19 +329,19 @@ def test_who_has_slept_while_another_did_its_task_is_done_too(texts):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(texts, monkeypatch):
-    monkeypatch.setattr(budget, "_free", lambda folder: 100_000)
+    monkeypatch.setattr(task_workers, "_free", lambda folder: 100_000)
     with pytest.raises(TrainctlError, match=r"0\.00 GB free, .* about 0\.00 GB") as caught:
         build_corpus(section("mixed"), ByteTokenizer())
     assert caught.value.exit_code == ExitCode.environment
     assert not list(cache_folder().glob("store-*/parts/*"))
-    monkeypatch.setattr(budget, "_free", lambda folder: 10**7)
+    monkeypatch.setattr(task_workers, "_free", lambda folder: 10**7)
     build_corpus(section("mixed"), ByteTokenizer())
 
 
 def test_the_space_that_is_asked_for_is_about_what_is_taken(texts):
     config = section("mixed")
     store, todo = store_of(config)
-    needed = budget.space_needed(store, todo, todo)
+    needed = task_workers.space_needed(store, todo, todo)
     corpus = build_corpus(config, ByteTokenizer())
     folders = [Path(corpus.folder), *cache_folder().glob("store-*/parts/*")]
     taken = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
@@ -355,7 +355,7 @@ def test_a_packed_text_is_longer_than_its_file(tmp_path):
     needed = []
     for file in files:
         store, todo = store_of(new_section("data", "files", paths=[str(file)]))
-        needed.append(budget.space_needed(store, todo, todo) / file.stat().st_size)
+        needed.append(task_workers.space_needed(store, todo, todo) / file.stat().st_size)
     assert needed[1] == pytest.approx(3 * needed[0], rel=0.01)
 
 
@@ -428,7 +428,7 @@ def test_a_claim_is_one_process_s_and_given_back(tmp_path):
 
 def test_a_claim_is_taken_over_from_who_is_gone_and_from_who_has_not_stirred(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("trainctl.data.task_claims.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainctl.data.tasks.time.monotonic", lambda: now[0])
     claims = Claims(tmp_path)
     here = claims._here
     (tmp_path / "dead").symlink_to(json.dumps([here, 2**22 + 1, "a", 0]))

@@ -13,7 +13,8 @@ import pytest
 from commands import TINY, finish, start, trainctl
 
 from trainctl.cli.commands import COMMANDS
-from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
+from trainctl.data.quality.columns import PartToMeasure
+from trainctl.data.quality.measure import WantedColumns, measure_all
 
 PACKAGE = Path(__file__).parents[2] / "trainctl"
 

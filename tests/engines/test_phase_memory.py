@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainctl.engines.phase_memory import LOAD, PhaseMemory
+from trainctl.engines.stopwatch import LOAD, PhaseMemory
 from trainctl.train.throughput import peak_bytes
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import FOLDER_VARIABLE
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import kubernetes
-from trainctl.launch.launch_request import Start
+from trainctl.launch.launch_request import AttemptRequest
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
@@ -48,7 +48,7 @@ def make_plan(*overrides: str) -> RunPlan:
 
 
 def manifest(plan: RunPlan, run: RunPaths = RUN) -> Any:
-    start = Start(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=8)
+    start = AttemptRequest(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=8)
     rendered = kubernetes.render(start)
     return yaml.safe_load(rendered.files[kubernetes.MANIFEST])
 
@@ -82,7 +82,7 @@ def test_pods_and_agents_are_told_where_the_users_options_are(
     (node,) = manifest(plan)["spec"]["replicatedJobs"]
     (pod,) = node["template"]["spec"]["template"]["spec"]["containers"]
     assert {"name": FOLDER_VARIABLE, "value": "/data/own/options"} in pod["env"]
-    start = Start(plan=plan, run=RUN, attempt=RUN.attempt(1), environment={}, cores=8)
+    start = AttemptRequest(plan=plan, run=RUN, attempt=RUN.attempt(1), environment={}, cores=8)
     for each in kubernetes.pod_command(start).nodes:
         assert each.environment[FOLDER_VARIABLE] == "/data/own/options"
 

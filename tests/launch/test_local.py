@@ -13,7 +13,7 @@ from supervised import make_plan
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.launch_request import Start
+from trainctl.launch.launch_request import AttemptRequest
 from trainctl.launch.local import render, require_space
 from trainctl.plan.deterministic import VARIABLES
 from trainctl.plan.types import RunPlan
@@ -23,7 +23,7 @@ from trainctl.runs.layout import RunPaths
 
 def rendered(tmp_path: Path, plan: RunPlan, **shell: str) -> AttemptCommand:
     run = RunPaths(tmp_path)
-    start = Start(plan=plan, run=run, attempt=run.attempt(3), environment=shell, cores=8)
+    start = AttemptRequest(plan=plan, run=run, attempt=run.attempt(3), environment=shell, cores=8)
     return render(start).command
 
 
@@ -113,7 +113,7 @@ def test_the_recorded_command_has_no_secrets(tmp_path: Path) -> None:
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True)
     plan = make_plan(environment={"API_TOKEN": "hush", "OTHER": "hush", "NCCL_DEBUG": "shown"})
-    start = Start(plan=plan, run=run, attempt=attempt, environment={}, cores=2)
+    start = AttemptRequest(plan=plan, run=run, attempt=attempt, environment={}, cores=2)
     command = render(start).command
     write_command(attempt, command)
     assert "hush" not in attempt.command.read_text()

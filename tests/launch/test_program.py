@@ -14,7 +14,7 @@ from supervised import make_plan
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import program
-from trainctl.launch.launch_request import Start
+from trainctl.launch.launch_request import AttemptRequest
 from trainctl.launch.local import render
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run
@@ -64,7 +64,7 @@ def test_the_command_of_a_rank(config: dict[str, Any], command: tuple[str, ...])
 
 def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
     def environment(made: RunPlan) -> dict[str, str]:
-        start = Start(plan=made, run=RUN, attempt=ATTEMPT, environment={}, cores=2)
+        start = AttemptRequest(plan=made, run=RUN, attempt=ATTEMPT, environment={}, cores=2)
         command = render(start).command
         assert command.is_users is not made.config.trains_itself
         assert command.prepare is made.config.trains_itself
@@ -88,7 +88,7 @@ def test_an_accelerator_finds_what_accelerates_own_launcher_sets(
     from accelerate.utils import launch
 
     def given(made: RunPlan) -> dict[str, str]:
-        start = Start(plan=made, run=RUN, attempt=ATTEMPT, environment={}, cores=2)
+        start = AttemptRequest(plan=made, run=RUN, attempt=ATTEMPT, environment={}, cores=2)
         variables = render(start).command.nodes[0].environment
         return {name: variables[name] for name in variables if name.startswith("ACCELERATE_")}
 

@@ -12,10 +12,10 @@ import pytest
 from supervised import make_plan
 
 from trainctl.launch import restarts
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.restarts import run_with_restarts
-from trainctl.launch.stop import Stop, TimeLimit
+from trainctl.launch.stop import StopHandler, TimeLimit
 from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run, new_attempt
@@ -25,7 +25,7 @@ from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, file_request, pending_requests
 from trainctl.runs.status import State, read_status
 
-FAILED = Outcome(exit_code=137, state=State.failed, message="killed", may_pass=True)
+FAILED = Outcome(exit_code=137, state=State.failed, message="killed", is_transient=True)
 FINAL = Outcome(exit_code=4, state=State.failed, message="port taken")
 DONE = Outcome(exit_code=0, state=State.finished)
 
@@ -40,15 +40,15 @@ def play(
     saved, numbers, records = 0, [], []
     monkeypatch.setattr(restarts, "_saved_step", lambda _: saved)
 
-    def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
+    def run_one(attempt: AttemptPaths, plan: RunPlan, stop: StopHandler) -> Outcome:
         nonlocal saved
         outcome, saved = attempts[len(numbers)]
         numbers.append(attempt.number)
         return outcome
 
-    stop = Stop(run, stop_grace_seconds=0, limit=TimeLimit(None))
+    stop = StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(None))
     first = new_attempt(run, plan)
-    launch = Launch(run=run, attempt=first, plan=plan, on_event=records.append)
+    launch = LaunchRequest(run=run, attempt=first, plan=plan, on_event=records.append)
     outcome = run_with_restarts(launch, stop, run_one)
     return outcome, numbers, records
 
@@ -88,11 +88,11 @@ def test_a_new_launch_takes_no_request_of_an_old_one(tmp_path):
     plan = make_plan()
     run = create_run(plan.config, root=tmp_path, folder=tmp_path)
     file_request(run, Request.stop)
-    with Stop(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
-        assert not pending_requests(run) and not stop.is_wanted
+    with StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
+        assert not pending_requests(run) and not stop.is_stopping
         stop.check_time()
-        assert not stop.is_wanted
-    with Stop(run, stop_grace_seconds=0, limit=TimeLimit(1e-9)) as stop:
+        assert not stop.is_stopping
+    with StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(1e-9)) as stop:
         stop.check_time()
         assert stop.asked == "the time limit" and pending_requests(run) == {Request.stop}
 
@@ -105,7 +105,7 @@ def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
     new_attempt(run, plan)
     time.sleep(0.02)  # the launch is handed to another process, and somebody asks it meanwhile
     file_request(run, Request.end)
-    with Stop(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
+    with StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
         assert pending_requests(run) == {Request.end}
         stop.check_time()
         assert stop.received is signal.SIGTERM
@@ -126,7 +126,9 @@ def test_a_step_counts_from_the_moment_of_its_record(tmp_path, kinds, saves):
             events.write(kind, step=10, loss=1.0)
     ended = []
     agents = SimpleNamespace(terminate=lambda: ended.append(True))
-    with Stop(run, stop_grace_seconds=0, interrupt_grace_seconds=30, limit=TimeLimit(None)) as stop:
+    with StopHandler(
+        run, stop_grace_seconds=0, interrupt_grace_seconds=30, limit=TimeLimit(None)
+    ) as stop:
         stop.forward_to(agents, RunTag("id", run.root, 2))
         signal.raise_signal(signal.SIGHUP)
         assert (stop.asked, bool(ended)) == (("SIGHUP", False) if saves else ("", True))
@@ -178,7 +180,7 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_no_run(tmp_path):
     plan = make_plan(1)
     run = create_run(plan.config, root=tmp_path, folder=tmp_path)
     attempt = Attempt(run, new_attempt(run, plan), RunTag("nobody", run.root, 1), ranks=1)
-    with EventWriter(run.events, 1) as events, Stop.of_launch(run, plan) as stop:
+    with EventWriter(run.events, 1) as events, StopHandler.for_launch(run, plan) as stop:
         outcome = supervise(
             attempt,
             lambda: Agents(run, events),

@@ -10,7 +10,7 @@ import pytest
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import slurm, slurm_script
-from trainctl.launch.launch_request import Start
+from trainctl.launch.launch_request import AttemptRequest
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
@@ -27,7 +27,9 @@ def make_plan(*overrides: str) -> RunPlan:
 
 
 def render(plan: RunPlan, run: RunPaths, **environment: str) -> slurm.Rendered:
-    start = Start(plan=plan, run=run, attempt=run.attempt(1), environment=environment, cores=8)
+    start = AttemptRequest(
+        plan=plan, run=run, attempt=run.attempt(1), environment=environment, cores=8
+    )
     return slurm.render(start)
 
 

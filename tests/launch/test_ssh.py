@@ -25,9 +25,9 @@ from trainctl.config.schema import (
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import probe
-from trainctl.launch.host_probe import Report, survey
-from trainctl.launch.host_selection import Site, look
-from trainctl.launch.launch_request import Start
+from trainctl.launch.host_probe import HostReport, probe_hosts
+from trainctl.launch.host_selection import HostGroup, check_hosts
+from trainctl.launch.launch_request import AttemptRequest
 from trainctl.launch.preflight import problems
 from trainctl.launch.remote import shell_line, ssh
 from trainctl.launch.shrink import shrink
@@ -36,14 +36,14 @@ from trainctl.launch.variables import not_forwarded
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.node_entry import envelope
+from trainctl.runs.node_entry import encode_command
 from trainctl.search.assess import assess
 
 HOSTILE = "$(touch PWNED); `touch PWNED`; '\"\\ \n touch PWNED #"
 
 
-def make_site(**changes: Any) -> Site:
-    site = Site(
+def make_site(**changes: Any) -> HostGroup:
+    site = HostGroup(
         hosts=(Host("n1"), Host("me@n2", devices=(4, 6))),
         interfaces=("eth0", "ib0"),
         cores=(8, 4),
@@ -64,7 +64,7 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
         environment={"SECRET_TOKEN": HOSTILE}, interfaces={"me@n2": "ib0"}, ssh_config="/s/config"
     )
     shell = {"NCCL_DEBUG": "INFO", "OTHER": "x"}
-    start = Start(plan=plan, run=run, attempt=run.attempt(2), environment=shell, cores=1)
+    start = AttemptRequest(plan=plan, run=run, attempt=run.attempt(2), environment=shell, cores=1)
     rendered = render(start, site=make_site())
     command = rendered.command
     assert (command.address, command.port, command.ranks_per_node) == ("10.0.0.1", 29500, 2)
@@ -92,7 +92,9 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
 
 def test_a_dry_run_asks_no_host(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
-    start = Start(plan=two_nodes(), run=run, attempt=run.attempt(1), environment={}, cores=4)
+    start = AttemptRequest(
+        plan=two_nodes(), run=run, attempt=run.attempt(1), environment={}, cores=4
+    )
     rendered = render(start)
     assert [argv[-2] for argv in rendered.commands] == ["n1", "me@n2"]
     assert rendered.command.address == "n1"
@@ -114,7 +116,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
     show = (
         "import os, sys; print(repr((sys.argv[1], os.environ['X'], os.getcwd(), sys.stdin.read())))"
     )
-    line = envelope((sys.executable, "-c", show, HOSTILE), {"X": HOSTILE}, folder)
+    line = encode_command((sys.executable, "-c", show, HOSTILE), {"X": HOSTILE}, folder)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "trainctl.runs.node_entry"],
         input=line + b"what follows",
@@ -124,7 +126,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
     )
     assert done.stdout.decode().strip() == repr((HOSTILE, HOSTILE, str(folder), "what follows"))
     assert [path.name for path in tmp_path.rglob("*")] == [folder.name]
-    gone = envelope(("true",), {}, tmp_path / "gone")
+    gone = encode_command(("true",), {}, tmp_path / "gone")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "trainctl.runs.node_entry"], input=gone, capture_output=True
     )
@@ -157,7 +159,7 @@ FACTS: dict[str, Any] = {
 
 def found(plan: RunPlan, checkpoint_bytes: int | None = None, **report: Any) -> list[Any]:
     facts = FACTS | report.pop("facts", {})
-    reports = [Report(host=report.pop("host", Host("n1")), facts=facts, **report)]
+    reports = [HostReport(host=report.pop("host", Host("n1")), facts=facts, **report)]
     return problems(plan, reports, FACTS["packages"], "abc", OWN, checkpoint_bytes)
 
 
@@ -227,7 +229,7 @@ def test_few_cores_are_a_warning() -> None:
     ],
 )
 def test_why_a_host_gave_no_answer(said: str, code: int | None, rule: str) -> None:
-    report = Report(host=Host("n1"), return_code=code, said=said)
+    report = HostReport(host=Host("n1"), return_code=code, said=said)
     (problem,) = problems(two_nodes(), [report], {}, "", {}, None)
     assert problem.rule == rule and said.strip() in problem.message
 
@@ -251,7 +253,7 @@ def test_what_a_login_shell_prints_is_not_taken_for_an_answer(
     remote_shell: Callable[[str], None], tmp_path: Path
 ) -> None:
     remote_shell("echo Welcome; echo 42; printf 'no newline, then '; echo")
-    (report,) = survey([Host("n1")], two_nodes(interface="lo"), tmp_path)
+    (report,) = probe_hosts([Host("n1")], two_nodes(interface="lo"), tmp_path)
     assert report.facts is not None and report.facts["address"] == "127.0.0.1"
     assert report.unreached == () and report.unseen == ()
 
@@ -263,14 +265,14 @@ def test_a_host_that_cannot_compile_is_said_before_the_start(
     plan = two_nodes(interface="lo")
     offload = OffloadConfig(optimizer=OffloadDevice.cpu)
     plan = replace(plan, config=replace(plan.config, offload=offload))
-    (problem,) = look(plan, [Host("n1")], tmp_path, None).findings
+    (problem,) = check_hosts(plan, [Host("n1")], tmp_path, None).findings
     assert (problem.rule, problem.key) == ("TC126", "offload.optimizer")
     assert problem.message.startswith("n1: DeepSpeed has to compile cpu_adam")
     assert "no C++ compiler (no-such-compiler)" in problem.message
     # The ranks will have another one.
     launcher = replace(plan.config.launcher, environment={"CXX": "sh"})
     plan = replace(plan, config=replace(plan.config, launcher=launcher))
-    assert look(plan, [Host("n1")], tmp_path, None).findings == []
+    assert check_hosts(plan, [Host("n1")], tmp_path, None).findings == []
 
 
 def test_many_hosts_are_asked_where_few_files_may_be_open(
@@ -280,7 +282,7 @@ def test_many_hosts_are_asked_where_few_files_may_be_open(
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
     try:
-        reports = survey([Host(f"n{number}") for number in range(30)], two_nodes(), tmp_path)
+        reports = probe_hosts([Host(f"n{number}") for number in range(30)], two_nodes(), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert [report.return_code for report in reports] == [255] * 30
@@ -355,7 +357,7 @@ def test_what_was_rendered_is_written(tmp_path: Path) -> None:
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True)
     plan = two_nodes(environment={"API_TOKEN": "hush"})
-    start = Start(plan=plan, run=run, attempt=attempt, environment=os.environ, cores=1)
+    start = AttemptRequest(plan=plan, run=run, attempt=attempt, environment=os.environ, cores=1)
     render(start, site=make_site()).write(attempt)
     record = json.loads(attempt.command.read_text())
     assert record["nodes"][0]["environment"]["API_TOKEN"] == "redacted"

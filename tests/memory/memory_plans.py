@@ -8,7 +8,7 @@ from trainctl.config.schema import Accelerator, ModelConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh, RunPlan
-from trainctl.search.variants import with_values
+from trainctl.search.speed import with_values
 
 GIB = 2**30
 

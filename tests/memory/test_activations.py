@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trainctl.config.schema import AttentionKind, ModelConfig
-from trainctl.memory.activations import block_activations, tiled_activations
-from trainctl.memory.trainable import TrainableBlock
+from trainctl.memory.activations import TrainableBlock, block_activations, tiled_activations
 
 BATCH, SEQUENCE = 2, 128
 MODELS = {

@@ -12,9 +12,9 @@ from trainctl.config.schema import (
     ModelConfig,
     OffloadDevice,
 )
-from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
+from trainctl.memory.rank import Components
 from trainctl.memory.stages import Piece, Stage, stages
 from trainctl.plan.types import RunPlan
 

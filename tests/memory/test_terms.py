@@ -15,11 +15,10 @@ from trainctl.config.schema import (
     OffloadDevice,
 )
 from trainctl.memory import constants
-from trainctl.memory.budget import budget
-from trainctl.memory.components import Components
+from trainctl.memory.budget import budget, communicators, fragmentation_of, runtime_of
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
-from trainctl.memory.runtime import communicators, fragmentation_of, runtime_of
+from trainctl.memory.rank import Components
 from trainctl.memory.stages import stages
 from trainctl.plan.types import Mesh
 

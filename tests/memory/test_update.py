@@ -18,8 +18,7 @@ from trainctl.config.schema import (
     ModelConfig,
     OffloadDevice,
 )
-from trainctl.memory.engine import read_engine
-from trainctl.memory.groups import Group
+from trainctl.memory.engine import Group, read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import stages
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE

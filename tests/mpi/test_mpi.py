@@ -16,7 +16,7 @@ from ports import reserved_port
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import mpi
-from trainctl.launch.launch_request import Start
+from trainctl.launch.launch_request import AttemptRequest
 from trainctl.launch.refusals.mpi import hosts_in
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
@@ -131,7 +131,7 @@ def test_command_lines() -> None:
         config = compose([*overrides, value, "launcher.plain_environment=[SECRET]"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
         assert plan is not None
-        start = Start(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=2)
+        start = AttemptRequest(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=2)
         rendered = mpi.render(start, hosts=["node-a", "node-b"])
         (argv,) = rendered.commands
         assert " ".join(argv).startswith(expected)

@@ -23,8 +23,8 @@ from deepspeed.runtime.pipe.topology import (
 from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainctl.engines.deepspeed.model_parallel_unit import unit_of
-from trainctl.engines.mesh import join_mesh
+from trainctl.engines.deepspeed.process_groups import unit_of
+from trainctl.engines.process import join_mesh
 from trainctl.plan.types import Mesh
 
 # Its shared-memory all-reduce would be compiled first; nothing is communicated here.

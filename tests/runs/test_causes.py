@@ -69,7 +69,7 @@ def test_a_full_disk_of_a_rank_that_could_not_even_say_so() -> None:
 
 def test_only_what_may_pass_is_tried_again() -> None:
     assert cause_of(4, "port 1 is taken") is Cause.reported
-    final = {cause for cause in Cause if not cause.may_pass}
+    final = {cause for cause in Cause if not cause.is_transient}
     assert final == {Cause.reported, Cause.disk_full}
 
 

@@ -73,10 +73,10 @@ def test_how_a_rank_ended_in_words_and_as_an_exit_code(tmp_path: Path) -> None:
 def test_an_abort_after_an_error_is_that_error(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_text("terminate called\n")
-    assert failures.settle(-signal.SIGABRT, path) == -signal.SIGABRT
+    assert failures.effective_return_code(-signal.SIGABRT, path) == -signal.SIGABRT
     path.write_text(TRACEBACK + "terminate called\n")
-    assert failures.settle(-signal.SIGABRT, path) == 1
-    assert failures.settle(-signal.SIGKILL, path) == -signal.SIGKILL
+    assert failures.effective_return_code(-signal.SIGABRT, path) == 1
+    assert failures.effective_return_code(-signal.SIGKILL, path) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -108,5 +108,5 @@ def test_a_script_that_cannot_take_the_json_is_told_the_key_for_it(
     tmp_path: Path, said: str
 ) -> None:
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\n  File ...\n{said}\n")
-    hint = failures.describe(2, tmp_path / "log", codes_are_ours=False)["hint"]
+    hint = failures.describe(2, tmp_path / "log", uses_trainctl_codes=False)["hint"]
     assert hint.startswith("script_config_flag=null")

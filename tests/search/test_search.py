@@ -20,7 +20,7 @@ from trainctl.memory.budget import device_budget
 from trainctl.search.assess import Assessment, assess
 from trainctl.search.search import MOST_BUDGETS, FoundPlan, search
 from trainctl.search.space import MOST_ROUNDED, RESOLUTION, Space
-from trainctl.search.variants import timed, with_values
+from trainctl.search.speed import timed, with_values
 
 GIB = 2**30
 LLAMA_7B: dict[str, Any] = {

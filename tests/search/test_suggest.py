@@ -18,13 +18,13 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.search.assess import assess
+from trainctl.search.speed import timed, with_values
 from trainctl.search.suggest import (
     CHANGED_DIMENSION_COST,
     Suggestion,
     suggest_fitting,
     suggest_for_slack,
 )
-from trainctl.search.variants import timed, with_values
 
 ENUMS = {
     "kernels.cross_entropy": CrossEntropyKind,

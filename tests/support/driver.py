@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainctl.errors import TrainctlError
 from trainctl.launch.choose import run_launch
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.lock import hold
 
@@ -20,7 +20,7 @@ def main() -> int:
     try:
         with hold(run):
             print(json.dumps({"event": "locked", "after": last_attempt(run)}), flush=True)
-            launch = Launch(
+            launch = LaunchRequest(
                 run=run,
                 attempt=new_attempt(run, plan),
                 plan=plan,

@@ -5,8 +5,7 @@ Data parallel, in fp32. Ranks join each other as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -18,15 +17,11 @@ from torch import nn
 
 from trainctl.config import registry
 from trainctl.engines.fragments import ElementRange, Fragment
-from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
-from trainctl.engines.process import Process
+from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch, Sums
+from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import Pieces
-from trainctl.engines.sums import Sums
-from trainctl.engines.updater import Updater
 from trainctl.options.engine import EngineSpec
-from trainctl.plan.batches import Batch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -51,33 +46,8 @@ class PlainStates(States):
     def group(self, index: int) -> dict[str, Any]:
         return self._groups[index][1]
 
-    def updater(self, index: int) -> Updater:
-        return Updater(self.optimizer)
-
-    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
-        pass
-
-    def check_readable(self) -> None:
-        pass
-
-    def is_swapped(self, index: int) -> bool:
-        return False
-
-    def numel(self, index: int) -> int:
-        return self.tensors[index].numel()
-
-    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sync_master_weights(self) -> None:
-        pass
-
     def copy_masters_to_parameters(self) -> None:
         pass
-
-    @property
-    def scale(self) -> float:
-        return 1.0
 
     def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
         for fragment, parameter in zip(self.fragments, self.tensors, strict=True):
@@ -105,9 +75,6 @@ class PlainEngine(Engine):
     def module(self) -> nn.Module:
         return self._module
 
-    def set_batch(self, batch: Batch) -> None:
-        self._batch = batch
-
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
         sums = Sums(torch.device("cpu"))
         for batch in batches:
@@ -121,10 +88,6 @@ class PlainEngine(Engine):
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         loss: torch.Tensor = self._module(batch.model_inputs(torch.device("cpu")), batch.labels)
         return loss
-
-    def set_learning_rate(self, factor: float) -> None:
-        for group in self.states.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
         assert norm is not None
@@ -140,13 +103,6 @@ class PlainEngine(Engine):
     @property
     def norm_of_update(self) -> float | None:
         return self._norm
-
-    @property
-    def was_skipped(self) -> bool:
-        return False
-
-    def resume_at(self, step: int) -> None:
-        pass
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         return float(self._loss(batch)), int((batch.labels != IGNORED_LABEL).sum())

@@ -16,9 +16,9 @@ from deepspeed.utils import groups
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
-from trainctl.engines.choose import engine_backend
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.process import Process, stop_process
+from trainctl.engines.protocol import engine_backend
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.session import Session, assemble

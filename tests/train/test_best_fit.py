@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
-from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
-from trainctl.data.infilling_settings import infilling_of
+from trainctl.data.infilling import infilling_of
 from trainctl.data.mixture import Count, plan_data
+from trainctl.data.packing import bins_of, packed_token_count
 from trainctl.data.prepare import prepare
 from trainctl.data.sample_contents import samples_of
 from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer

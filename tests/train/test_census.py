@@ -11,13 +11,11 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
 from trainctl.memory.activations import tokens_per_rank
-from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
-from trainctl.memory.loss import head_input
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.phases import resident
-from trainctl.memory.rank import rank_memory
+from trainctl.memory.rank import Components, head_input, rank_memory
 from trainctl.memory.stages import stages
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.types import RunPlan

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from trainctl.config.registry import new_section
 from trainctl.config.schema import PipelinePartition
 from trainctl.engines.deepspeed.pipeline import group_of_ends
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.groups import parameter_groups

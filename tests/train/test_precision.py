@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
-from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
+from trainctl.engines.deepspeed.engine import DeepSpeedLossScale, stop_at_smallest
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.plan.schedule import Curve

@@ -8,8 +8,7 @@ from deepspeed.ops.lion import FusedLion
 from torch import nn
 
 from trainctl.config.registry import new_section
-from trainctl.engines.deepspeed import updaters
-from trainctl.engines.deepspeed.wrappers import adapter_of
+from trainctl.engines.deepspeed.wrappers import adapter_of, base
 from trainctl.engines.shards import ParameterPiece, Shard
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
 
@@ -49,7 +48,7 @@ class CountsOnTheLast(torch.optim.SGD):
 
 
 def test_the_step_count_of_the_fused_lion_is_that_of_the_last_of_a_group(monkeypatch):
-    monkeypatch.setitem(updaters._KINDS, CountsOnTheLast, updaters._KINDS[FusedLion])
+    monkeypatch.setitem(base._KINDS, CountsOnTheLast, base._KINDS[FusedLion])
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = CountsOnTheLast(parameters)
     for parameter, step in zip(parameters, (0, 0, 5), strict=True):

@@ -19,6 +19,7 @@ from tokenized_forms import (
 )
 
 from trainctl.cli.main import run as run_command
+from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import build_corpus, cached_corpus, tokenize_share
@@ -27,7 +28,6 @@ from trainctl.data.token_spans import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType
-from trainctl.rules.named_files import missing_files
 from trainctl.train.data import PackedDataset
 
 END = 256

@@ -14,7 +14,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import sources_of
 
 if TYPE_CHECKING:
-    from trainctl.data.quality.dropped_text import DroppedDocument
+    from trainctl.data.dropped import DroppedDocument
 
 
 def show_dropped(config: RunConfig, *, as_json: bool) -> None:

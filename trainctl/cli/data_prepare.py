@@ -14,14 +14,14 @@ from trainctl.cli.findings import show_findings
 from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.progress import bad_text_lines
 from trainctl.config.compose import Composed
+from trainctl.config.files import missing_files
 from trainctl.config.quality import has_quality_rules
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import root_caches_are_protected
 from trainctl.plan.mixture import sources_of
-from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
-from trainctl.search.tokenizer_files import check_tokenizer_files
+from trainctl.search.input_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from trainctl.data.corpora import Corpora
@@ -67,8 +67,8 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.data.bins import packed_token_count
     from trainctl.data.corpora import build_corpora, tokenize_shares
+    from trainctl.data.packing import packed_token_count
     from trainctl.data.prepare import TokenizingProgress, say
     from trainctl.data.progress import PreparationProgress
     from trainctl.data.tokenizer import load_tokenizer

@@ -44,7 +44,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
-    from trainctl.data.bins import packed_token_count  # imports numpy, which few plans need
+    from trainctl.data.packing import packed_token_count  # imports numpy, which few plans need
 
     tokens = packed_token_count(config, corpus)
     key = "training.epoch_tokens"

@@ -13,8 +13,9 @@ from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, put
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
-from trainctl.explanations.lookup import RULE, Meaning, address, everything
-from trainctl.explanations.lookup import explain as look_up
+from trainctl.rules.handbook import RULE, Meaning, address, everything
+from trainctl.rules.handbook import explain as look_up
+from trainctl.rules.handbook import words as known_words
 
 _WIDTH = 100
 _COMMON_WORDS = ("exit", "code", "event", "rule")
@@ -22,11 +23,7 @@ _COMMON_WORDS = ("exit", "code", "event", "rule")
 
 def complete_word(incomplete: str) -> list[str]:
     """Return the known words that start with `incomplete`."""
-    return [
-        each.word
-        for each in everything().values()
-        if each.word.lower().startswith(incomplete.lower())
-    ]
+    return [word for word in known_words() if word.lower().startswith(incomplete.lower())]
 
 
 Words = Annotated[
@@ -58,7 +55,7 @@ def explain(words: Words = None, as_json: Json = False) -> None:
 def _found(words: list[str]) -> list[Meaning]:
     """Return the meaning of each word; all meanings if no word is given."""
     if not words:
-        return list(everything().values())
+        return everything()
     # Accept the phrase `exit code 75`; `code` alone is a cause of failures.
     has_code = any(word.isdigit() for word in words)
     said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
@@ -68,7 +65,7 @@ def _found(words: list[str]) -> list[Meaning]:
 def _of(word: str) -> Meaning:
     found = look_up(word)
     if found is None:
-        known = [each.word for each in everything().values()]
+        known = known_words()
         number = re.fullmatch(r"(?:TC)?0*(\d{1,3})", word, re.IGNORECASE)
         rule = f"TC{int(number[1]):03}" if number else ""
         hint = did_you_mean([rule] if rule in known else nearest(word, known))

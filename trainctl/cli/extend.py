@@ -90,10 +90,10 @@ def _check_drawn_samples(run: RunPaths, samples: int, before: RunPlan, made: Run
     Raises:
         TrainctlError: With all such changes.
     """
-    from trainctl.data.bins import packed_token_count
-    from trainctl.data.compatibility import changes_of_past
     from trainctl.data.corpora import recorded
     from trainctl.data.mixture import order_of
+    from trainctl.data.order import changes_of_past
+    from trainctl.data.packing import packed_token_count
 
     if not run.corpus.is_file():
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainctl.cli.console import say
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.explanations.lookup import hint_line
+from trainctl.rules.handbook import hint_line
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -25,8 +25,7 @@ from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.memory.constants import GIB
 from trainctl.search.compute import rates
 from trainctl.search.search import FoundPlan, Rejected, Search, search
-from trainctl.search.speed import StepTime
-from trainctl.search.variants import overrides
+from trainctl.search.speed import StepTime, overrides
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
 Write = Annotated[

@@ -23,7 +23,7 @@ from trainctl.config.user_code import not_applied
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.background import start_in_background
 from trainctl.launch.choose import has_scheduler, render, run_launch
-from trainctl.launch.launch_request import Launch, Start, cores
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest, cores
 from trainctl.launch.local import require_space
 from trainctl.launch.outcome import Outcome
 from trainctl.plan.types import RunPlan
@@ -142,7 +142,7 @@ def run_attempt(
             shown = LiveFollower(run)
         with shown as on_event:
             outcome = run_launch(
-                Launch(
+                LaunchRequest(
                     run=run,
                     attempt=attempt,
                     plan=made,
@@ -212,7 +212,9 @@ def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
 def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
     """Print the commands of a dry run; with `as_json` also plan and budget, as one document."""
     attempt = run.attempt(last_attempt(run) + 1)
-    start = Start(plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores())
+    start = AttemptRequest(
+        plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores()
+    )
     rendered = render(start)
     if not as_json:
         show_commands(rendered.commands)

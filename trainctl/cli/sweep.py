@@ -29,7 +29,15 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import create_run, last_attempt, new_attempt
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
-from trainctl.runs.sweeps import Left, Next, Sweep, new_sweep, read_sweep, results, what_is_left
+from trainctl.runs.sweeps import (
+    RemainingRun,
+    Sweep,
+    SweepAction,
+    new_sweep,
+    read_sweep,
+    remaining_runs,
+    results,
+)
 
 Started = list[tuple["RunPaths", "AttemptPaths"]]
 
@@ -132,10 +140,10 @@ def _resume_sweep(
         TrainctlError: The sweep is still running, or a run's plan is refused now.
     """
     with hold(RunPaths(folder)):
-        left = what_is_left(folder)
+        left = remaining_runs(folder)
         for item in left:
             put(f"{item.index}: {item.next} ({item.why})")
-        waiting = [item for item in left if item.next is not Next.leave]
+        waiting = [item for item in left if item.next is not SweepAction.leave]
         plans = [_plan_again(item, record, force=force) for item in waiting]
         if dry_run:
             return
@@ -148,10 +156,10 @@ def _resume_sweep(
         _begin(folder, plans[0], started, parallel, as_json=as_json)
 
 
-def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
+def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> RunPlan:
     """Plan the rest of a run, from its own directory if it exists."""
     values = record.points[item.index]
-    if item.next is Next.make:
+    if item.next is SweepAction.make:
         overrides = _recorded(item, record)
         own = None if record.config_dir is None else Path(record.config_dir)
         return _checked(lambda: compose(overrides, own), values, force=force)
@@ -162,7 +170,7 @@ def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
     return _checked(lambda: recompose(config, ()), values, force=force, folder=folder)
 
 
-def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
+def _recorded(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
     """Return the recorded overrides of a run whose directory does not exist.
 
     Raises:
@@ -178,11 +186,11 @@ def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
     )
 
 
-def _attempt_again(item: Left, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
+def _attempt_again(item: RemainingRun, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
     run = item.run
-    if item.next is Next.make:
+    if item.next is SweepAction.make:
         run = create_run(plan.config, run_dir=run.root, argv=sys.argv)
-    elif item.next is Next.start:
+    elif item.next is SweepAction.start:
         return run, run.attempt(last_attempt(run))
     with hold(run):
         return run, new_attempt(run, plan)

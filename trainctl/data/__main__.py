@@ -11,10 +11,10 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
-from trainctl.data.encoding import encoder_of
 from trainctl.data.store import Store
 from trainctl.data.task_workers import work
 from trainctl.data.tasks import Task
+from trainctl.data.tokenizer import encoder_of
 from trainctl.errors import TrainctlError
 from trainctl.options.data import read_section
 from trainctl.runs.processes import die_with_parent

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.check import with_source_keys
 from trainctl.data.corpus import (
     Corpus,
     Tell,
@@ -29,7 +30,6 @@ from trainctl.data.streaming.corpora import opened
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.readers.check import with_source_keys
 from trainctl.runs.atomic import write_json
 
 Corpora = dict[str, Corpus]

@@ -15,10 +15,11 @@ from pathlib import Path
 from trainctl.config.quality import has_quality_rules
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
-from trainctl.data.assembly import bad_text, chunks
+from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
+from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
 from trainctl.data.corpus_file import FORMAT, Corpus, Split, read_corpus
-from trainctl.data.corpus_folder import chunks_of, locked, migrate, write_corpus
-from trainctl.data.encoding import encoder_of, stores_loss_mask
+from trainctl.data.corpus_folder import bad_text, chunks, chunks_of, locked, migrate, write_corpus
 from trainctl.data.part import DamagedPart
 from trainctl.data.pretokenized_corpus import chunks_in_place
 from trainctl.data.progress import Progress, ignore_progress
@@ -33,14 +34,11 @@ from trainctl.data.selecting import (
 from trainctl.data.store import Store, files_in_order
 from trainctl.data.task_workers import do_tasks
 from trainctl.data.tasks import Task
-from trainctl.data.tokenizer import Tokenizer
+from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.readers.documents import BadText, Reader, is_one_document, sides
-from trainctl.readers.files import TextFiles, digest_of, split_files
-from trainctl.readers.remote import version_of
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folder"]
 

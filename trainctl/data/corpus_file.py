@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.loss_marks import LearntTokens, Unmarked
-from trainctl.data.token_spans import Joined, Span, Tokens
+from trainctl.data.token_spans import Joined, LearntTokens, Span, Tokens, Unmarked
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2

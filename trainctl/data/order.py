@@ -5,13 +5,24 @@ function of the seed, the names and lengths of the sources, and the stages that 
 not depend on ranks, batches or earlier samples. So every layout and every resume sees the same
 sequence, a run stores one number, and adding a stage changes nothing before it.
 `docs/data-order.md` describes the algorithm.
+
+Sources are interleaved so that every prefix is less than one draw off the shares. Weights become
+whole numbers q of sum Q; a period has Q slots. Draw k of a source may take the slots from
+``floor(k Q / q)`` to ``ceil((k + 1) Q / q) - 1``. These are the windows of a pfair task of rate
+q / Q (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", 1996). The rates have the sum 1,
+so a schedule that meets all windows exists, and on one processor earliest deadline first finds it
+(Tijdeman, "The chairman assignment problem", 1980). Then ``floor(m q / Q) <= drawn <= ceil(m q /
+Q)`` at every prefix m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
+from math import floor, gcd, lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +36,6 @@ from trainctl.data.source_sampler import (
     samples_of,
     source_key,
 )
-from trainctl.data.source_turns import Turns, quotas_of, turns_of
 
 _DEALT = -2
 """Value hashed in place of a source's name for the permutation that deals a batch to
@@ -273,3 +283,135 @@ def _course(
         if index < len(ends):
             drawn += each.drawn(number, ends[index] - stage.first)
     return course
+
+
+MOST_SLOTS = 10**6
+"""Maximum slots of a period: weights that need more are rounded to this many parts."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Turns:
+    """One period of a mixture's schedule, which is repeated."""
+
+    quotas: Integers
+    """Draws of each source per period."""
+    source: Integers
+    """Source of each slot."""
+    rank: Integers
+    """Number of earlier draws of each slot's source in the period."""
+    slots: tuple[Integers, ...]
+    """Slots of each source, ascending."""
+
+    @property
+    def size(self) -> int:
+        return len(self.source)
+
+    def drawn(self, source: int, draws: int) -> int:
+        """Return the number of a source's draws among the first `draws` of all sources."""
+        periods, rest = divmod(draws, self.size)
+        inside = int(np.searchsorted(self.slots[source], rest))
+        return periods * int(self.quotas[source]) + inside
+
+    def position(self, source: int, draw: int) -> int:
+        """Return the position of a source's draw (from 0) among all draws: the inverse of
+        `drawn`.
+        """
+        periods, rank = divmod(draw, int(self.quotas[source]))
+        return periods * self.size + int(self.slots[source][rank])
+
+
+@cache
+def turns_of(quotas: tuple[int, ...]) -> Turns:
+    """Return the period of quotas without a common divisor. Takes about 1 s for 10^6 slots.
+
+    Of draws that are due at the same slot the source with the lower number is first.
+    """
+    total = sum(quotas)
+    source, rank = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    waiting = [(0, index, 0) for index, quota in enumerate(quotas) if quota]
+    due: list[tuple[int, int, int]] = []
+    for slot in range(total):
+        while waiting and waiting[0][0] <= slot:
+            _, index, draw = heapq.heappop(waiting)
+            heapq.heappush(due, (-(-(draw + 1) * total // quotas[index]), index, draw))
+        _, index, draw = heapq.heappop(due)
+        source[slot], rank[slot] = index, draw
+        if draw + 1 < quotas[index]:
+            released = (draw + 1) * total // quotas[index]
+            heapq.heappush(waiting, (released, index, draw + 1))
+    slots = tuple(np.flatnonzero(source == index) for index in range(len(quotas)))
+    return Turns(np.array(quotas, dtype=np.int64), source, rank, slots)
+
+
+def quotas_of(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Return weights as whole numbers without a common divisor, in exactly their proportions.
+
+    If that needs more than `MOST_SLOTS` slots, proportions are rounded to `MOST_SLOTS` parts by
+    largest remainders. A weight above 0 always gets at least one slot.
+    """
+    total = sum(weights, Fraction(0))
+    shares = [weight / total for weight in weights]
+    slots = lcm(*(share.denominator for share in shares))
+    if slots > MOST_SLOTS:
+        return _rounded(shares)
+    return tuple(int(share * slots) for share in shares)
+
+
+def _rounded(shares: list[Fraction]) -> tuple[int, ...]:
+    wanted = [share * MOST_SLOTS for share in shares]
+    quotas = [max(floor(each), int(each > 0)) for each in wanted]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (quotas[i] - wanted[i], i))
+    missing = MOST_SLOTS - sum(quotas)
+    for index in by_remainder[: max(0, missing)]:
+        quotas[index] += 1
+    quotas[quotas.index(max(quotas))] += min(0, missing)
+    divisor = gcd(*quotas)
+    return tuple(quota // divisor for quota in quotas)
+
+
+def changes_of_past(before: Order, now: Order, until: int) -> Iterator[str]:
+    """Yield a sentence for each change between two orders that affects samples drawn so far.
+
+    Without a change, both orders give the same stage, source, epoch and index for every counter
+    below `until`. Later samples may change: other stages, other sources, another end of a stage
+    that has not been reached.
+
+    Args:
+        before: The order that the run was trained with.
+        now: The order that it is to continue with.
+        until: Number of samples drawn so far.
+    """
+    if until == 0:
+        return
+    if (before.seed, before.shuffle) != (now.seed, now.shuffle):
+        yield "the seed, or data.shuffle, is another: all that was drawn had another order"
+        return
+    was = [stage for stage in before.stages if stage.first < until]
+    becomes = [stage for stage in now.stages if stage.first < until]
+    for number, (old, new) in enumerate(zip(was, becomes, strict=False)):
+        for what, a, b in (
+            ("begins at sample", old.first, new.first),
+            ("has samples of", old.length, new.length),
+            ("has the weights", _weights(old), _weights(new)),
+        ):
+            if a != b:
+                yield f"stage {number + 1}, which has begun, {what} {b}, and it was {a}"
+    if len(was) != len(becomes):
+        yield (
+            f"{len(becomes)} stages would have begun by sample {until:,}, and {len(was)} have: a "
+            "stage can only be added for what is still to come"
+        )
+    drawn = {name for stage in was for name in stage.weights}
+    sources = {source.name: source for source in now.sources}
+    for old_source in before.sources:
+        if old_source.name in drawn and sources.get(old_source.name) != old_source:
+            yield (
+                f"{old_source.name} was drawn from, and is now another text, or shuffled by other "
+                "shards"
+            )
+
+
+def _weights(stage: OrderedStage) -> str:
+    total = sum(stage.weights.values(), Fraction(0))
+    shares = sorted((name, weight / total) for name, weight in stage.weights.items() if weight)
+    return ", ".join(f"{name} {share}" for name, share in shares)

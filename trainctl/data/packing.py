@@ -6,19 +6,43 @@ decreasing*: the longest first, each into the bin with the least sufficient room
 arXiv:2404.10830). Every token is in exactly one bin. The rest of a bin is padding without a loss.
 
 Lengths are small integers, so pieces of one length are placed together, and bins are indexed by
-remaining room. No bin has to be searched for; the cost is one sort.
+remaining room. No bin has to be searched for; the cost is one sort. Bins are computed once for a
+split of a corpus and a length, and cached:
+
+    packing-KEY/starts.bin    u64: first token of each piece in the split's text, bin after bin
+    packing-KEY/lengths.bin   u32: tokens of each piece
+    packing-KEY/firsts.bin    u64: number of each bin's first piece, and the number of pieces
+    packing-KEY/packing.json  settings that the bins depend on, sizes and CRC-32; written last
 """
 
 from __future__ import annotations
 
+import json
+import mmap
+import os
+import secrets
+import shutil
+import zlib
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.loss_marks import LearntTokens
+from trainctl.config.schema import OnTooLong, Packing, RunConfig
+from trainctl.config.text.files import digest_of
+from trainctl.data.corpus import Tell, cache_folder
+from trainctl.data.corpus_file import Corpus, Split
+from trainctl.data.corpus_folder import locked
+from trainctl.data.part import writing
+from trainctl.data.token_spans import LearntTokens
+from trainctl.data.tokenized import ends_by_id
+from trainctl.errors import TrainctlError
+from trainctl.options.data import spec_of
+from trainctl.runs.atomic import sync_directory, write_json
 
 Array = npt.NDArray[np.int64]
 
@@ -188,3 +212,180 @@ class _Rooms:
             del self._bins[room]
             self._rooms.remove(room)
         return bins
+
+
+FORMAT = 1
+_TYPES = {"starts": "<u8", "lengths": "<u4", "firsts": "<u8"}
+_BLOCK = 1 << 24
+
+
+def _unheard(message: str) -> None:
+    """Ignore a message."""
+
+
+def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard) -> Bins | None:
+    """Return the bins of a side for a run, from the cache or newly packed.
+
+    None if the run does not pack, or the side is empty. `tell` is called with a sentence before
+    waiting for another process, and if the cached bins are damaged.
+
+    Raises:
+        TrainctlError: The cache cannot be written (exit code 4), or a conversation is too long and
+            `data.on_too_long=error`.
+    """
+    if config.data.packing is Packing.stream or not split.tokens:
+        return None
+    length, cache = config.training.sequence_length, cache_folder()
+    of = {
+        "format": FORMAT,
+        "digest": corpus.digest,
+        "side": "train" if split == corpus.train else "held_out",
+        "length": length,
+        **({} if split.ends else {"ends": "by id"}),
+        **({"on_too_long": config.data.on_too_long.value} if corpus.is_marked else {}),
+        **({"each": "alone"} if spec_of(config.data).has_pairs else {}),
+    }
+    folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
+    bins, _ = _read(folder)
+    if bins is None:
+        with locked(folder, tell):
+            bins, problem = _read(folder)
+            if bins is None:
+                if problem:
+                    tell(f"{folder} is damaged ({problem}): packing the documents again")
+                _write(folder, _packed(config, corpus, split), of)
+                bins, problem = _read(folder)
+                assert bins is not None, problem
+    return bins
+
+
+def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
+    length, ends = config.training.sequence_length, _ends(corpus, split)
+    learnt = corpus.learnt(split)
+    if learnt is None:
+        return pack(pieces_of(ends, length), length)
+    is_paired = spec_of(config.data).has_pairs
+    what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
+    longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
+    if config.data.on_too_long is OnTooLong.error and longest > length:
+        raise TrainctlError(
+            f"a {what} has {longest:,} tokens, and training.sequence_length is {length:,}",
+            hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
+        )
+    cuts = config.data.on_too_long is OnTooLong.cut
+    found = conversations_of(ends, length, learnt, cuts=cuts)
+    bins = one_bin_per_piece(found.pieces) if is_paired else pack(found.pieces, length)
+    return replace(bins, counts=found.counts)
+
+
+def packed_token_count(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
+    """Return the tokens of a source's training text as a run draws it, including bins' padding.
+
+    The order computes floor((N - 1) / L) samples of length L from this number N. `tell` is called
+    as in `bins_of`, and with how much of the samples is text.
+
+    Raises:
+        TrainctlError: As `bins_of`.
+    """
+    bins = bins_of(config, corpus, corpus.train, tell)
+    if bins is None:
+        return corpus.train.tokens
+    tokens = len(bins) * config.training.sequence_length
+    is_paired = spec_of(config.data).has_pairs
+    if bins.counts:
+        told = describe_packing(bins.counts, corpus.held_out.documents)
+        tell(told.replace("conversations", "pairs", 1) if is_paired else told)
+    text = int(bins.lengths.sum(dtype=np.int64))
+    how = "a pair in each sample" if is_paired else "best-fit packing"
+    tell(
+        f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
+        f"{text / max(1, tokens):.2%} of them text, the rest padding"
+    )
+    return tokens + 1
+
+
+def describe_packing(counts: Mapping[str, int], held_out: int) -> str:
+    """Describe how many conversations are trained on, held out, cut and left out."""
+    reasons = {
+        "cut": "cut at the length of a sample",
+        "dropped_too_long": "left out, as longer than a sample",
+        "dropped_nothing_left": "left out, as nothing to learn is left where they are cut",
+        "dropped_unwritten": "left out, as the chat template cannot write them",
+    }
+    told = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
+    sides = f"{counts['conversations']:,} conversations to train on, {held_out:,} held out"
+    return "; ".join([sides, *told])
+
+
+def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
+    ends = corpus.ends(split)
+    if ends is not None:
+        return ends
+    tokens = corpus.tokens(split)[: split.tokens]  # a corpus made before ends were stored
+    if corpus.end_of_document is None:
+        return np.array([split.tokens][: split.tokens], dtype=np.int64)
+    return ends_by_id(tokens, corpus.end_of_document)
+
+
+def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        with writing(folder):
+            temporary.mkdir(parents=True)
+            files = {}
+            for name, dtype in _TYPES.items():
+                raw = getattr(bins, name).astype(dtype).tobytes()
+                with (temporary / f"{name}.bin").open("wb") as stream:
+                    stream.write(raw)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                files[name] = {"bytes": len(raw), "crc32": zlib.crc32(raw)}
+            record = {**of, "files": files, "counts": bins.counts}
+            write_json(temporary / "packing.json", record)
+            sync_directory(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+            sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read(folder: Path) -> tuple[Bins | None, str]:
+    """Return the bins of a folder if they are intact, else None and the problem, if any."""
+    record = folder / "packing.json"
+    if not record.is_file():
+        return None, ""
+    arrays = {}
+    try:
+        said = json.loads(record.read_bytes())
+        files, counts = said["files"], said.get("counts", {})
+        for name, dtype in _TYPES.items():
+            path = folder / f"{name}.bin"
+            if path.stat().st_size != files[name]["bytes"]:
+                return None, f"{path.name} has {path.stat().st_size:,} bytes"
+            if _crc32(path) != files[name]["crc32"]:
+                return None, f"{path.name} has another checksum"
+            arrays[name] = _mapped(path, dtype)
+    except OSError as error:
+        return None, f"{error.filename}: {error.strerror}"
+    except (ValueError, TypeError, KeyError):
+        return None, "packing.json is none"
+    return Bins(**arrays, counts=counts), ""
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    with path.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # Windows has none
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype)

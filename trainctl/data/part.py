@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.encoding import Encoder, dtype_for, encoded
+from trainctl.data.tokenizer import Encoder, dtype_for, encoded
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import sync_directory, write_json
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainctl.config.schema import Packing, RunConfig
-from trainctl.data.bins import packed_token_count
 from trainctl.data.corpora import (
     Corpora,
     build_corpora,
@@ -18,8 +17,9 @@ from trainctl.data.corpora import (
     save_corpora,
     tokenize_unclaimed,
 )
-from trainctl.data.infilling_settings import infilling_of
+from trainctl.data.infilling import infilling_of
 from trainctl.data.mixture import Count, plan_data
+from trainctl.data.packing import packed_token_count
 from trainctl.data.progress import PreparationProgress
 from trainctl.data.streaming.corpora import check_shard_caches
 from trainctl.data.tokenizer import load_tokenizer

@@ -15,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, OnBadText
-from trainctl.data.bins import bins_of, packed_token_count
+from trainctl.config.text.documents import Reader, sides
+from trainctl.config.text.files import TextFiles, split_files
+from trainctl.config.text.remote import File, is_url
 from trainctl.data.corpus import Corpus
 from trainctl.data.corpus_file import FILES
-from trainctl.data.infilling_settings import infilling_of
+from trainctl.data.infilling import infilling_of
 from trainctl.data.mixture import order_of
+from trainctl.data.packing import bins_of, packed_token_count
 from trainctl.data.rows import SampleRows
 from trainctl.data.token_spans import Tokens
 from trainctl.data.tokenizer import Tokenizer
@@ -27,9 +30,6 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
-from trainctl.readers.documents import Reader, sides
-from trainctl.readers.files import TextFiles, split_files
-from trainctl.readers.remote import File, is_url
 from trainctl.runs.records import Event, step_curve
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]

@@ -29,21 +29,20 @@ from trainctl.config.quality import (
 )
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, Dedup
-from trainctl.data.assembly import held_out_of
+from trainctl.config.text.documents import Reader
+from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
+from trainctl.data.corpus_folder import held_out_of
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
-from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.hashing import Bool
-from trainctl.data.quality.measure import PartToMeasure
-from trainctl.data.quality.pipeline import judge
+from trainctl.data.quality.batches import Bool, Entry
+from trainctl.data.quality.columns import PartToMeasure
+from trainctl.data.quality.decide import judge
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
 from trainctl.data.task_workers import processes_for
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section
-from trainctl.readers.documents import Reader
-from trainctl.readers.files import TextFiles, digest_of, split_files
-from trainctl.readers.remote import version_of
 
 DROPPED = "dropped.json"
 """File of a corpus with the counts and reasons of dropped documents; only if there are

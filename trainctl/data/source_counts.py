@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.files import binary_format, split_files
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import head_of
 from trainctl.errors import Finding, TrainctlError
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
-from trainctl.readers.files import binary_format, split_files
-from trainctl.readers.remote import File
-from trainctl.readers.stream import head_of
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import Count, DataPlan
@@ -34,10 +34,10 @@ def count_source_tokens(config: RunConfig) -> tuple[dict[str, Count], list[Findi
 
     Sources that are not in the cache are estimated, not tokenized.
     """
-    from trainctl.data.bins import packed_token_count
     from trainctl.data.corpora import with_source_key
     from trainctl.data.corpus import cached_corpus
     from trainctl.data.mixture import Count
+    from trainctl.data.packing import packed_token_count
     from trainctl.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.tokenizer)

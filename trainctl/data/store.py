@@ -24,7 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainctl.config.schema import DataConfig
-from trainctl.data.encoding import Encoder
+from trainctl.config.text.documents import Reader
+from trainctl.config.text.files import digest_of, order
+from trainctl.config.text.remote import File, RemoteFile
 from trainctl.data.part import (
     DamagedPart,
     Origin,
@@ -34,13 +36,10 @@ from trainctl.data.part import (
     write_part,
     writing,
 )
-from trainctl.data.task_claims import Claims
-from trainctl.data.tasks import FilePiece, Task, tasks_of
+from trainctl.data.tasks import Claims, FilePiece, Task, tasks_of
+from trainctl.data.tokenizer import Encoder
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
-from trainctl.readers.documents import Reader
-from trainctl.readers.files import digest_of, order
-from trainctl.readers.remote import File, RemoteFile
 from trainctl.runs.atomic import write_json
 
 FORMAT = 1

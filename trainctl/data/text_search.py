@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.corpus import Corpus
 from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
+from trainctl.data.packing import bins_of, packed_token_count
 from trainctl.data.sample_contents import training_text
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.plan.mixture import sources_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,19 +16,46 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainctl.config.registry import function_of
 from trainctl.config.schema import Packing
 from trainctl.engines.fragments import ElementRange, Fragment
-from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.micro_batch import MicroBatch
-from trainctl.engines.process import Process
+from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.shards import ParameterPiece, Pieces, Read
 from trainctl.engines.stopwatch import Stopwatch
-from trainctl.engines.sums import Sums
-from trainctl.engines.updater import Updater
 from trainctl.options.objective import objective_of
 from trainctl.plan.batches import Batch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
+
+
+class Updater:
+    """Optimizer states as torch's optimizers, and trainctl's own, keep them."""
+
+    has_uniform_step_count = True
+    """Whether a scalar state, such as the step count, is the same for all parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step_count(self, tensor: torch.Tensor, value: float) -> torch.Tensor | int:
+        """Return a step count as a state: on the CPU, or on the tensor's device for a fused
+        kernel.
+        """
+        device = tensor.device if self.optimizer.defaults.get("fused") else "cpu"
+        return torch.tensor(value, dtype=torch.float32, device=device)
+
+    def state_type(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype of the states that have the tensor's size."""
+        return tensor.dtype
+
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Bring the optimizer's internal values, beyond its states, to the step of a checkpoint.
+
+        Args:
+            scalars: States that are one number for the whole optimizer, such as its step count.
+        """
+
 
 CLIPPING_EPSILON = 1e-6
 """Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
@@ -94,6 +121,8 @@ class LossScale(Protocol):
 class States(ABC):
     """The optimizer's tensors on this rank, their states and gradients, by canonical names.
 
+    The methods that are not abstract suit tensors that stay in the memory of this process.
+
     Attributes:
         are_partitioned: Whether each replica holds a different part of the parameters.
         has_readable_gradients: Whether the trainer can read gradients before the update. It cannot
@@ -113,46 +142,43 @@ class States(ABC):
     def group(self, index: int) -> dict[str, Any]:
         """Return the parameter group of one of the tensors."""
 
-    @abstractmethod
     def updater(self, index: int) -> Updater:
         """Return the updater of a tensor. Under partial offload, tensors on the device have
         another one.
         """
+        return Updater(self.optimizer)
 
-    @abstractmethod
-    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:  # noqa: B027
         """Bring the optimizer's internal values, beyond its states, to the step of a checkpoint.
 
         Args:
             scalars: States that are one number for the whole optimizer, such as its step count.
         """
 
-    @abstractmethod
-    def check_readable(self) -> None:
+    def check_readable(self) -> None:  # noqa: B027
         """Make sure that this process holds the states.
 
         Raises:
             TrainctlError: Another process holds them.
         """
 
-    @abstractmethod
     def is_swapped(self, index: int) -> bool:
-        """Whether a tensor lies on NVMe between uses."""
+        """Return True if a tensor lies on NVMe between uses."""
+        return False
 
-    @abstractmethod
     def numel(self, index: int) -> int:
         """Return the number of elements of a tensor, also if it is on NVMe."""
+        return self.tensors[index].numel()
 
-    @abstractmethod
     def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
         """Hold a tensor and its states in memory within the context.
 
         Args:
             changes: Whether to write them back if they come from NVMe.
         """
+        return nullcontext()
 
-    @abstractmethod
-    def sync_master_weights(self) -> None:
+    def sync_master_weights(self) -> None:  # noqa: B027
         """Bring the master weights up to date before they are saved."""
 
     @abstractmethod
@@ -162,9 +188,9 @@ class States(ABC):
         """
 
     @property
-    @abstractmethod
     def scale(self) -> float:
         """Loss scale: the gradients are multiplied by it until the update divides by it."""
+        return 1.0
 
     @abstractmethod
     def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
@@ -217,9 +243,9 @@ class Engine(ABC):
         mode.
         """
 
-    @abstractmethod
     def set_batch(self, batch: Batch) -> None:
         """Change the batch of the following steps: its accumulation steps or sequence length."""
+        self._batch = batch
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
@@ -260,12 +286,13 @@ class Engine(ABC):
         (number,) = self._process.sum(sum(batch.num_counted for batch in batches))
         return number * self.mesh.data.size / self._process.world_size
 
-    @abstractmethod
     def set_learning_rate(self, factor: float) -> None:
         """Set the learning rate of the next step to `factor` times each group's peak learning rate.
 
         It must be called before the gradients of that step are computed.
         """
+        for group in self.states.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
 
     @abstractmethod
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
@@ -296,12 +323,11 @@ class Engine(ABC):
         """Gradient norm of the last update, before clipping; None if the last step made none."""
 
     @property
-    @abstractmethod
     def was_skipped(self) -> bool:
         """Whether the last update was skipped because the gradients were not finite."""
+        return False
 
-    @abstractmethod
-    def resume_at(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:  # noqa: B027
         """Continue after `step` steps; a checkpoint's optimizer state is already loaded."""
 
     @abstractmethod
@@ -370,3 +396,13 @@ class EngineBackend(Protocol):
 
     def build(self, job: Job) -> Engine:
         """Return the engine of a job. A process may build one only."""
+
+
+def engine_backend(plan: RunPlan) -> EngineBackend:
+    """Return the entry point of the engine that a plan names, importing its package.
+
+    Raises:
+        TrainctlError: The package of the engine, or one that it needs, is not installed here.
+    """
+    room: EngineBackend = function_of("engine", plan.engine)()
+    return room

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from trainctl.engines.patch_conditions import (
+from trainctl.engines.patches import (
     ADAPTED,
     EIGHT_BIT_MOMENTS,
     FSDP2,
     LIGER_LOSS,
     SELECTIVE,
     TENSOR,
+    At,
+    How,
+    Table,
+    Use,
 )
-from trainctl.engines.patches import At, How, Table, Use
 
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.patch_conditions import (
+from trainctl.engines.patches import (
     ADAPTED,
     CHAT,
     EXPERTS,
@@ -10,8 +10,11 @@ from trainctl.engines.patch_conditions import (
     RECOMPUTED,
     SPARSE,
     TENSOR,
+    At,
+    How,
+    Table,
+    Use,
 )
-from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
 _ATTENTION = (

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from trainctl.errors import TrainctlError
 from trainctl.launch.choose import after_job, run_launch
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import adopt, hold, holder
+from trainctl.runs.lock import hold, holder, inherit_lock
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import read_events
 from trainctl.runs.resume_point import GoingOn
@@ -62,7 +62,7 @@ def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
         _settle(run, State.finished, 0, "")
         return 0, plan
     try:
-        launch = Launch(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
+        launch = LaunchRequest(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
         outcome = run_launch(launch)
     except TrainctlError as error:
         _settle(run, State.failed, int(error.exit_code), error.message)
@@ -88,7 +88,7 @@ def _next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunP
 
 def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
     if descriptor is not None:
-        return adopt(run, descriptor)
+        return inherit_lock(run, descriptor)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     who = holder(run)
     if who is not None:

@@ -33,7 +33,7 @@ class Agents(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OneProcess:
+class AgentProcess:
     """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
 
     process: Process

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from signal import Signals
 
-from trainctl.launch.agents import Agents, OneProcess
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.agents import AgentProcess, Agents
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.loggers import Loggers
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_agent, start_tied
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.restarts import run_with_restarts
-from trainctl.launch.stop import Stop
+from trainctl.launch.stop import StopHandler
 from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import run_id
@@ -23,10 +23,10 @@ from trainctl.runs.processes import RunTag
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PreparedAttempt:
     """An attempt whose files are written, and whose agents are to be started."""
 
-    order: Start
+    order: AttemptRequest
     rendered: Rendered
     tag: RunTag
     """Tag of its processes; a process on a single node adds the node's number."""
@@ -35,7 +35,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LaunchResult:
     """End of a launch."""
 
     outcome: Outcome
@@ -45,13 +45,13 @@ class Ended:
 
 
 def run_attempts(
-    launch: Launch,
+    launch: LaunchRequest,
     *,
-    render: Callable[[Start], Rendered],
-    start: Callable[[Begun], Agents],
-    plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
+    render: Callable[[AttemptRequest], Rendered],
+    start: Callable[[PreparedAttempt], Agents],
+    replan: Callable[[RunPlan, StopHandler], RunPlan] | None = None,
     restarts_itself: bool = True,
-) -> Ended:
+) -> LaunchResult:
     """Run the attempt, and those that replace it when it fails, to the end.
 
     Call it in the main thread.
@@ -59,7 +59,7 @@ def run_attempts(
     Args:
         render: Renders the commands of an attempt.
         start: Starts the agents of an attempt.
-        plan_again: Returns the plan of the next attempt; None keeps the plan.
+        replan: Returns the plan of the next attempt; None keeps the plan.
         restarts_itself: Whether a failed attempt is replaced here; else only the first one is run.
 
     Raises:
@@ -71,29 +71,29 @@ def run_attempts(
         loggers = Loggers(run, plan.config, RunTag(identity, run.root), launch.on_event)
         launch = replace(launch, on_event=loggers.on_event)
 
-        def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
+        def run_one(attempt: AttemptPaths, plan: RunPlan, stop: StopHandler) -> Outcome:
             order = launch.start(attempt, plan)
             rendered = render(order)
             rendered.write(attempt)
             tag = RunTag(identity, run.root, attempt.number)
             return supervise(
                 Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-                lambda: start(Begun(order, rendered, tag, lock)),
+                lambda: start(PreparedAttempt(order, rendered, tag, lock)),
                 launch.on_event,
                 stop,
                 grace_seconds=launcher.grace_seconds,
             )
 
-        with Stop.of_launch(run, plan) as stop, loggers:
+        with StopHandler.for_launch(run, plan) as stop, loggers:
             if restarts_itself:
-                outcome = run_with_restarts(launch, stop, run_one, plan_again)
+                outcome = run_with_restarts(launch, stop, run_one, replan)
             else:
                 outcome = run_one(launch.attempt, plan, stop)
             loggers.finish(lambda: stop.received is not None)
-        return Ended(outcome, stop.is_cancelled)
+        return LaunchResult(outcome, stop.is_cancelled)
 
 
-def start_one_agent(begun: Begun) -> OneProcess:
+def start_one_agent(begun: PreparedAttempt) -> AgentProcess:
     """Start the agent of the first node, on this machine."""
     node = begun.rendered.command.nodes[0]
     log = begun.order.attempt.agent_log(0)
@@ -105,12 +105,16 @@ def start_one_agent(begun: Begun) -> OneProcess:
         lock=begun.lock,
         folder=begun.order.folder,
     )
-    return OneProcess(process, log, "the agent", node=0)
+    return AgentProcess(process, log, "the agent", node=0)
 
 
 def start_program(
-    begun: Begun, *, name: str, death_signal: Signals, agents: type[OneProcess] = OneProcess
-) -> OneProcess:
+    begun: PreparedAttempt,
+    *,
+    name: str,
+    death_signal: Signals,
+    agents: type[AgentProcess] = AgentProcess,
+) -> AgentProcess:
     """Start the one program that starts all agents: srun, mpirun.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.options.launcher import spec_of
@@ -25,13 +25,13 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return found
 
 
-def render(start: Start) -> Rendered:
+def render(start: AttemptRequest) -> Rendered:
     """Render what would be started for an attempt. Pure."""
     rendered: Rendered = _entry(start.plan, "render")(start)
     return rendered
 
 
-def run_launch(launch: Launch) -> Outcome:
+def run_launch(launch: LaunchRequest) -> Outcome:
     """Run the launch to its end, or hand it to a scheduler; see `launch.local.run_launch`."""
     outcome: Outcome = _entry(launch.plan, "build")(launch)
     return outcome

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from trainctl.config.hosts import Host
 from trainctl.errors import TrainctlError
 from trainctl.launch import program
-from trainctl.launch.host_selection import Site, SiteLook, look
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.host_selection import HostCheckResult, HostGroup, check_hosts
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.launch.shrink import shrink
-from trainctl.launch.stop import Stop
+from trainctl.launch.stop import StopHandler
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
@@ -20,7 +20,7 @@ LOOK_SECONDS = 2.0
 """Pause between two looks for missing nodes."""
 
 
-class Regroup:
+class ElasticPlanner:
     """Finds hosts for the next attempt: all nodes if they answer, fewer if that is allowed.
 
     `site` has the hosts that the next attempt runs on.
@@ -35,9 +35,9 @@ class Regroup:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: LaunchRequest,
         hosts: tuple[Host, ...],
-        site: Site,
+        site: HostGroup,
         on_wait: Callable[[int, list[str]], None],
     ) -> None:
         self.site = site
@@ -46,7 +46,7 @@ class Regroup:
         self._hosts = hosts
         self._on_wait = on_wait
 
-    def plan_again(self, _: RunPlan, stop: Stop) -> RunPlan:
+    def replan(self, _: RunPlan, stop: StopHandler) -> RunPlan:
         """Return the next attempt's plan, once enough nodes answer.
 
         Raises:
@@ -67,7 +67,7 @@ class Regroup:
             if missing != told:
                 told = missing
                 self._on_wait(len(seen.there), missing)
-            if stop.is_wanted or time.monotonic() > deadline:
+            if stop.is_stopping or time.monotonic() > deadline:
                 raise TrainctlError(_in_vain(seen, missing, len(self._hosts)))
             time.sleep(LOOK_SECONDS)
 
@@ -86,13 +86,13 @@ class Regroup:
                 return smaller
         return None
 
-    def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> SiteLook:
+    def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> HostCheckResult:
         launch = self._launch
         code_folder = program.folder(plan.config, launch.run)
-        return look(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
+        return check_hosts(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
 
 
-def _in_vain(seen: SiteLook, missing: Sequence[str], nodes: int) -> str:
+def _in_vain(seen: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
     if missing:
         return f"{len(seen.there)} of {nodes} nodes are there, {', '.join(missing)} not"
     reasons = [finding.message for finding in seen.findings if finding.is_error]

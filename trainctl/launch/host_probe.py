@@ -31,7 +31,7 @@ _END_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class HostReport:
     """Result of probing one host."""
 
     host: Host
@@ -49,9 +49,9 @@ class Report:
     """Output of ssh, or of the host, on stderr."""
 
 
-def survey(
+def probe_hosts(
     hosts: Sequence[Host], plan: RunPlan, folder: Path, files: Sequence[str] = ()
-) -> tuple[Report, ...]:
+) -> tuple[HostReport, ...]:
     """Probe every host, in parallel, within `launcher.preflight_seconds`.
 
     Args:
@@ -76,7 +76,7 @@ def survey(
             peers = {"peers": {"addresses": addresses, "marks": list(seen)}}
             found = probes.ask(dict.fromkeys(asked, peers), deadline)
             return tuple(
-                Report(
+                HostReport(
                     host=host,
                     facts=facts[node] if node in found or node not in asked else None,
                     clock_seconds=facts[node]["skew"],
@@ -92,7 +92,9 @@ def survey(
                     else (),
                 )
                 if node in facts
-                else Report(host=host, return_code=probes.return_code(node), said=probes.said(node))
+                else HostReport(
+                    host=host, return_code=probes.return_code(node), said=probes.said(node)
+                )
                 for node, host in enumerate(hosts)
             )
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainctl.config.hosts import Host, chosen_hosts
 from trainctl.config.user_files import user_code_files
 from trainctl.errors import Finding
-from trainctl.launch.host_probe import Report, survey
+from trainctl.launch.host_probe import HostReport, probe_hosts
 from trainctl.launch.preflight import problems
 from trainctl.launch.probe import PACKAGES, code_digest
 from trainctl.options.launcher import section_of
@@ -19,7 +19,7 @@ from trainctl.runs.provenance import file_digest, package_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class HostGroup:
     """The hosts of an attempt, with their answers."""
 
     hosts: tuple[Host, ...]
@@ -35,10 +35,10 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteLook:
+class HostCheckResult:
     """Result of probing the hosts."""
 
-    site: Site | None
+    site: HostGroup | None
     """Hosts to start on; None if there is an error among the findings."""
     findings: list[Finding]
     """Errors and warnings."""
@@ -46,7 +46,7 @@ class SiteLook:
     """Hosts that answered."""
 
 
-def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
+def planned_hosts(plan: RunPlan) -> tuple[Host, ...]:
     """Return the hosts that a plan names.
 
     Raises:
@@ -57,13 +57,13 @@ def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
     return chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
 
 
-def look(
+def check_hosts(
     plan: RunPlan,
     hosts: Sequence[Host],
     folder: Path,
     checkpoint_bytes: int | None,
     code_folder: Path | None = None,
-) -> SiteLook:
+) -> HostCheckResult:
     """Probe the hosts, all at once.
 
     Args:
@@ -77,22 +77,22 @@ def look(
         folder = folder.parent
     files = user_code_files(plan.config, code_folder or Path.cwd())
     own = {str(file): file_digest(file) for file in files}
-    reports = survey(hosts, plan, folder, list(own))
+    reports = probe_hosts(hosts, plan, folder, list(own))
     installed = package_versions()
     here = {package: installed.get(package, "") for package in PACKAGES}
     findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
-    return SiteLook(
+    return HostCheckResult(
         site=None if is_wrong else _site(reports),
         findings=findings,
         there=tuple(report.host for report in reports if report.facts is not None),
     )
 
 
-def unasked(plan: RunPlan) -> Site:
+def unprobed_hosts(plan: RunPlan) -> HostGroup:
     """Return the site as far as it is known before any host is probed."""
-    launcher, hosts = section_of(plan.config, SshConfig), hosts_of(plan)
-    return Site(
+    launcher, hosts = section_of(plan.config, SshConfig), planned_hosts(plan)
+    return HostGroup(
         hosts=hosts,
         interfaces=tuple(launcher.interfaces.get(host.name, launcher.interface) for host in hosts),
         cores=(None,) * len(hosts),
@@ -101,10 +101,10 @@ def unasked(plan: RunPlan) -> Site:
     )
 
 
-def _site(reports: Sequence[Report]) -> Site:
+def _site(reports: Sequence[HostReport]) -> HostGroup:
     facts = [report.facts for report in reports if report.facts is not None]
     assert len(facts) == len(reports)
-    return Site(
+    return HostGroup(
         hosts=tuple(report.host for report in reports),
         interfaces=tuple(str(of_host["interface"]) for of_host in facts),
         cores=tuple(int(of_host["machine"]["cores"]) for of_host in facts),

@@ -26,7 +26,7 @@ from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
 from trainctl.launch import program
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.refusals.kubernetes import check_config
 from trainctl.launch.rendered import Rendered
@@ -74,7 +74,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return findings
 
 
-def render(start: Start) -> Rendered:
+def render(start: AttemptRequest) -> Rendered:
     """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
     # Only the pods know the values of variables that the configuration refers to.
@@ -91,7 +91,7 @@ def render(start: Start) -> Rendered:
     )
 
 
-def pod_command(start: Start) -> AttemptCommand:
+def pod_command(start: AttemptRequest) -> AttemptCommand:
     """Return the command of an attempt's pods, which the agents read from the run directory."""
     plan, run, attempt = start.plan, start.run, start.attempt
     launcher, nodes = _section(plan), plan.hardware.nodes
@@ -278,7 +278,7 @@ def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -
     }
 
 
-def run_launch(launch: Launch) -> Outcome:
+def run_launch(launch: LaunchRequest) -> Outcome:
     """Write the manifest, apply it and return; the pods do the rest.
 
     Raises:

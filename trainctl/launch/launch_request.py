@@ -14,7 +14,7 @@ from trainctl.runs.records import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class AttemptRequest:
     """Everything that an attempt is started from, and all that rendering reads."""
 
     plan: RunPlan
@@ -40,7 +40,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchRequest:
     """An attempt, and those that replace it when it fails."""
 
     run: RunPaths
@@ -54,25 +54,25 @@ class Launch:
     """Command that replaces the ranks' own; no corpus is prepared for it."""
     checkpoint_bytes: int | None = None
     """Size of a checkpoint, if known: that much disk space must be free."""
-    in_users_folder: bool = True
+    uses_launch_folder: bool = True
     """Whether the user's code runs in the folder of the first launch; in a container it runs in the
     container's working directory.
     """
 
-    def start(self, attempt: AttemptPaths, plan: RunPlan) -> Start:
+    def start(self, attempt: AttemptPaths, plan: RunPlan) -> AttemptRequest:
         """Return the request to start one of its attempts from this process.
 
         Raises:
             TrainctlError: The folder that the run was launched from is gone (exit code 4).
         """
-        return Start(
+        return AttemptRequest(
             plan=plan,
             run=self.run,
             attempt=attempt,
             environment=os.environ,
             cores=cores(),
             rank_command=self.rank_command,
-            folder=program.folder(plan.config, self.run) if self.in_users_folder else None,
+            folder=program.folder(plan.config, self.run) if self.uses_launch_folder else None,
         )
 
 

@@ -15,7 +15,7 @@ from trainctl.hardware.health import preflight
 from trainctl.hardware.storage import lacking_space
 from trainctl.launch import program
 from trainctl.launch.attempts import run_attempts, start_one_agent
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.variables import rank_variables
@@ -28,7 +28,7 @@ from trainctl.runs.processes import RunTag, sweep
 _LEFTOVER_GRACE_SECONDS = 1.0
 
 
-def render(start: Start) -> Rendered:
+def render(start: AttemptRequest) -> Rendered:
     """Render what `run_launch` starts for an attempt. Pure: reads and starts nothing."""
     plan, run, attempt = start.plan, start.run, start.attempt
     agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
@@ -72,12 +72,12 @@ def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
     yield from lacking_space(shutil.disk_usage(there).free, checkpoint_bytes, str(there))
 
 
-def run_launch(launch: Launch) -> Outcome:
+def run_launch(launch: LaunchRequest) -> Outcome:
     """Run an attempt on this machine, and those that replace it when it fails, to the end.
 
     Call it in the main thread. SIGINT, SIGTERM and SIGHUP stop every rank, a second one without
-    grace; see `Stop` for when SIGTERM saves first. When this returns or raises, no process of the
-    run is left.
+    grace; see `StopHandler` for when SIGTERM saves first. When this returns or raises, no process
+    of the run is left.
 
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).

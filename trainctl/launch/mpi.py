@@ -14,7 +14,7 @@ from pathlib import Path
 from trainctl.errors import ExitCode, Finding
 from trainctl.launch import program
 from trainctl.launch.attempts import run_attempts, start_program
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.local import require_space
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.refusals.mpi import check_config, hosts_in
@@ -45,7 +45,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*findings, *check_config(plan.config, plan.hardware)]
 
 
-def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
+def render(start: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
     """Render the commands that `run_launch` starts. Pure.
 
     Args:
@@ -92,7 +92,7 @@ def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
     return [*argv, *launcher.mpi_options]
 
 
-def run_launch(launch: Launch) -> Outcome:
+def run_launch(launch: LaunchRequest) -> Outcome:
     """Start mpirun and see the attempt, and those that replace it when it fails, to the end.
 
     Raises:

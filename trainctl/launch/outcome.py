@@ -24,5 +24,5 @@ class Outcome:
     log: Path | None = None
     """The log that tells more, if there is one."""
     log_tail: tuple[str, ...] = ()
-    may_pass: bool = False
+    is_transient: bool = False
     """Whether another attempt may end better."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
-from trainctl.launch.agents import OneProcess
-from trainctl.launch.attempts import Begun, run_attempts, start_one_agent
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.agents import AgentProcess
+from trainctl.launch.attempts import PreparedAttempt, run_attempts, start_one_agent
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.launch.rendered import Rendered
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint
@@ -66,13 +66,15 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
         write_json(attempt.root / READY, {"done": True})
         return 0
 
-    def start(begun: Begun) -> OneProcess:
+    def start(begun: PreparedAttempt) -> AgentProcess:
         agent = start_one_agent(begun)
         write_json(attempt.root / READY, {"done": False})
         return agent
 
     outcome = run_attempts(
-        Launch(run=run, attempt=attempt, plan=plan, on_event=lambda _: None, in_users_folder=False),
+        LaunchRequest(
+            run=run, attempt=attempt, plan=plan, on_event=lambda _: None, uses_launch_folder=False
+        ),
         render=lambda start: Rendered(command=kubernetes.pod_command(start), commands=()),
         start=start,
         restarts_itself=False,

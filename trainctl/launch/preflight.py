@@ -12,7 +12,7 @@ from trainctl.hardware.devices import Machine, lacking_devices
 from trainctl.hardware.finding import problem
 from trainctl.hardware.limits import lacking_memory
 from trainctl.hardware.storage import lacking_space
-from trainctl.launch.host_probe import Report
+from trainctl.launch.host_probe import HostReport
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
@@ -50,7 +50,7 @@ _SILENCE = (
 
 def problems(
     plan: RunPlan,
-    reports: Sequence[Report],
+    reports: Sequence[HostReport],
     here: Mapping[str, str],
     code: str,
     own: Mapping[str, str],
@@ -79,7 +79,7 @@ def problems(
     ]
 
 
-def _no_answer(report: Report, plan: RunPlan) -> Finding:
+def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
     host, lines = report.host.name, report.said.splitlines()
     said = lines[-1].strip() if lines else ""
     if report.return_code is None:
@@ -101,7 +101,7 @@ def _no_answer(report: Report, plan: RunPlan) -> Finding:
     )
 
 
-def _versions(report: Report, here: Mapping[str, str], code: str) -> Iterator[Finding]:
+def _versions(report: HostReport, here: Mapping[str, str], code: str) -> Iterator[Finding]:
     assert report.facts is not None
     host, there = report.host.name, report.facts["packages"]
     for package, version in here.items():
@@ -123,7 +123,7 @@ def _versions(report: Report, here: Mapping[str, str], code: str) -> Iterator[Fi
         )
 
 
-def _own_code(report: Report, own: Mapping[str, str]) -> Iterator[Finding]:
+def _own_code(report: HostReport, own: Mapping[str, str]) -> Iterator[Finding]:
     assert report.facts is not None
     host, there = report.host.name, report.facts["files"]
     lacking = [file for file in own if not there[file]]
@@ -139,7 +139,7 @@ def _own_code(report: Report, own: Mapping[str, str]) -> Iterator[Finding]:
             )
 
 
-def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
+def _machine(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
     """Yield what the host lacks of the plan's devices, cores and memory."""
     assert report.facts is not None
     host, there = report.host, report.facts["machine"]
@@ -158,7 +158,7 @@ def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
         yield replace(found, rule="TC186")
 
 
-def _builds(report: Report) -> Iterator[Finding]:
+def _builds(report: HostReport) -> Iterator[Finding]:
     """Yield what keeps DeepSpeed from compiling the plan's operators on the host."""
     assert report.facts is not None
     for found in report.facts["builds"]:
@@ -166,7 +166,7 @@ def _builds(report: Report) -> Iterator[Finding]:
         yield problem(found["rule"], found["key"], message, found["hint"])
 
 
-def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
+def _network(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
     assert report.facts is not None
     host, facts = report.host.name, report.facts
     launcher = section_of(plan.config, SshConfig)
@@ -194,7 +194,7 @@ def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
         )
 
 
-def _storage(report: Report, checkpoint_bytes: int | None) -> Iterator[Finding]:
+def _storage(report: HostReport, checkpoint_bytes: int | None) -> Iterator[Finding]:
     assert report.facts is not None
     host, storage = report.host.name, report.facts["storage"]
     what = ""
@@ -211,7 +211,7 @@ def _storage(report: Report, checkpoint_bytes: int | None) -> Iterator[Finding]:
         yield replace(found, rule="TC188")
 
 
-def _clock(report: Report) -> Iterator[Finding]:
+def _clock(report: HostReport) -> Iterator[Finding]:
     if abs(report.clock_seconds) > CLOCK_SECONDS:
         ahead = "ahead of" if report.clock_seconds > 0 else "behind"
         yield problem(
@@ -223,7 +223,7 @@ def _clock(report: Report) -> Iterator[Finding]:
         )
 
 
-def _reach(report: Report) -> Iterator[Finding]:
+def _reach(report: HostReport) -> Iterator[Finding]:
     if report.unreached:
         assert report.facts is not None
         yield problem(

@@ -28,7 +28,7 @@ from trainctl.hardware import Hardware, builds
 from trainctl.hardware.detect import visible_devices
 from trainctl.hardware.devices import this_machine
 from trainctl.hardware.packages import version
-from trainctl.runs.network import addresses_of, interface_of, interface_towards, source_towards
+from trainctl.runs.network import addresses_of, interface_of, outgoing_address, outgoing_interface
 from trainctl.runs.provenance import file_digest
 
 PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
@@ -183,11 +183,11 @@ def code_digest() -> str:
 def _interface() -> str | None:
     """Return the interface that ssh came in by; if that is the loopback device, the outer one."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    address = connection[2] if len(connection) == 4 else (source_towards("192.0.2.1") or "")
+    address = connection[2] if len(connection) == 4 else (outgoing_address("192.0.2.1") or "")
     with suppress(ValueError):
         if not ipaddress.ip_address(address).is_loopback:
             return interface_of(address)
-    return interface_towards("127.0.0.1")
+    return outgoing_interface("127.0.0.1")
 
 
 def _build_problems(

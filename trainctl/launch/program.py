@@ -18,7 +18,7 @@ from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 if TYPE_CHECKING:
-    from trainctl.launch.launch_request import Start
+    from trainctl.launch.launch_request import AttemptRequest
 
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
@@ -48,7 +48,7 @@ def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ..
     return (flag, str(attempt.deepspeed))
 
 
-def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
+def of_ranks(start: AttemptRequest, *, python: str = sys.executable) -> dict[str, Any]:
     """Return the fields of an `AttemptCommand` about the ranks' command and working directory."""
     config = start.plan.config
     own = start.rank_command or command(config, start.run, start.attempt, python=python)

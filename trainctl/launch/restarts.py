@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.launch_request import Launch
+from trainctl.launch.launch_request import LaunchRequest
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.stop import Stop
+from trainctl.launch.stop import StopHandler
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import new_attempt
@@ -21,10 +21,10 @@ FRUITLESS_RESTARTS = 3
 
 
 def run_with_restarts(
-    launch: Launch,
-    stop: Stop,
-    run_one: Callable[[AttemptPaths, RunPlan, Stop], Outcome],
-    plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
+    launch: LaunchRequest,
+    stop: StopHandler,
+    run_one: Callable[[AttemptPaths, RunPlan, StopHandler], Outcome],
+    replan: Callable[[RunPlan, StopHandler], RunPlan] | None = None,
 ) -> Outcome:
     """Run attempts until one succeeds, or another one would not help.
 
@@ -35,7 +35,7 @@ def run_with_restarts(
         launch: The launch, which holds its run's lock.
         stop: Whether the launch is to end.
         run_one: Runs an attempt to its end.
-        plan_again: Returns the next attempt's plan from the last one's, for the nodes that are
+        replan: Returns the next attempt's plan from the last one's, for the nodes that are
             there then. It may wait for nodes, and raises TrainctlError if that is in vain. None
             keeps the launch's plan.
     """
@@ -45,7 +45,7 @@ def run_with_restarts(
     saved = _saved_step(run)
     while True:
         outcome = run_one(attempt, plan, stop)
-        if outcome.exit_code == 0 or not outcome.may_pass or most == 0:
+        if outcome.exit_code == 0 or not outcome.is_transient or most == 0:
             return outcome
         before, saved = saved, _saved_step(run)
         if saved > before or not plan.config.trains_itself:
@@ -56,9 +56,9 @@ def run_with_restarts(
             )
         if restarts == most:
             return _give_up(run, outcome, f"launcher.max_restarts={most} is used up")
-        if plan_again is not None:
+        if replan is not None:
             try:
-                plan = plan_again(plan, stop)
+                plan = replan(plan, stop)
             except TrainctlError as error:
                 return _give_up(run, outcome, error.message)
         restarts, fruitless = restarts + 1, fruitless + 1

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launch import program
-from trainctl.launch.agents import OneProcess
+from trainctl.launch.agents import AgentProcess
 from trainctl.launch.attempts import run_attempts, start_program
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.local import require_space
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.quoting import check_path
@@ -56,7 +56,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*check_config(plan.config, plan.hardware), *check_path(folder.absolute())]
 
 
-def render(start: Start, *, address: str | None = None) -> Rendered:
+def render(start: AttemptRequest, *, address: str | None = None) -> Rendered:
     """Render what `run_launch` starts: `sbatch` from outside, `srun` in an allocation. Pure.
 
     Args:
@@ -190,7 +190,7 @@ def _port(job: str | None) -> int:
     return _PORTS[int(digits or "0") % len(_PORTS)]
 
 
-def run_launch(launch: Launch) -> Outcome:
+def run_launch(launch: LaunchRequest) -> Outcome:
     """Submit the attempt, or, inside a job, run it and those that replace it to their end.
 
     Raises:
@@ -221,7 +221,7 @@ def run_launch(launch: Launch) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class SrunStep(OneProcess):
+class SrunStep(AgentProcess):
     """The `srun` process. Its agents take SIGTERM for a preemption, so SIGHUP ends them."""
 
     def terminate(self) -> None:
@@ -275,7 +275,7 @@ def is_preempted() -> bool:
     return False
 
 
-def _submit(launch: Launch) -> Outcome:
+def _submit(launch: LaunchRequest) -> Outcome:
     rendered = render(launch.start(launch.attempt, launch.plan))
     with hold(launch.run):
         rendered.write(launch.attempt)

@@ -10,14 +10,14 @@ from pathlib import Path
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.packages import loggers_are_installed
 from trainctl.launch import program
-from trainctl.launch.attempts import Begun, run_attempts
-from trainctl.launch.elastic import Regroup
-from trainctl.launch.host_selection import Site, hosts_of, look, unasked
-from trainctl.launch.launch_request import Launch, Start
+from trainctl.launch.attempts import PreparedAttempt, run_attempts
+from trainctl.launch.elastic import ElasticPlanner
+from trainctl.launch.host_selection import HostGroup, check_hosts, planned_hosts, unprobed_hosts
+from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.remote import ssh
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.ssh_agents import Team, sweep_hosts
+from trainctl.launch.ssh_agents import SshAgents, terminate_on_hosts
 from trainctl.launch.variables import not_forwarded, rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
@@ -38,7 +38,9 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     """
     run = RunPaths(folder)
     code_folder = program.folder(plan.config, run) if run.record.is_file() else None
-    findings = look(plan, hosts_of(plan), folder, checkpoint_bytes, code_folder).findings
+    findings = check_hosts(
+        plan, planned_hosts(plan), folder, checkpoint_bytes, code_folder
+    ).findings
     here = [
         found
         for found in loggers_are_installed(plan.config, plan.hardware)
@@ -47,7 +49,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*here, *findings, *not_forwarded(plan, os.environ)]
 
 
-def render(start: Start, *, site: Site | None = None) -> Rendered:
+def render(start: AttemptRequest, *, site: HostGroup | None = None) -> Rendered:
     """Render an attempt's commands: an ssh for each host. Pure, except that it reads the hostfile.
 
     Args:
@@ -55,7 +57,7 @@ def render(start: Start, *, site: Site | None = None) -> Rendered:
     """
     plan, run, attempt = start.plan, start.run, start.attempt
     launcher = section_of(plan.config, SshConfig)
-    site = site or unasked(plan)
+    site = site or unprobed_hosts(plan)
     python = launcher.python or sys.executable
     paths = (str(run.root), "--attempt", str(attempt.number))
     nodes = tuple(
@@ -78,7 +80,7 @@ def render(start: Start, *, site: Site | None = None) -> Rendered:
     return Rendered(command=command, commands=commands)
 
 
-def run_launch(launch: Launch) -> Outcome:
+def run_launch(launch: LaunchRequest) -> Outcome:
     """Run an attempt on the hosts, and those that replace it, to the end.
 
     Signals are handled as in `trainctl.launch.local.run_launch`. After losing a node it restarts on
@@ -90,8 +92,8 @@ def run_launch(launch: Launch) -> Outcome:
     """
     run, plan = launch.run, launch.plan
     launcher = section_of(plan.config, SshConfig)
-    hosts, folder = hosts_of(plan), program.folder(plan.config, run)
-    seen = look(plan, hosts, run.root, launch.checkpoint_bytes, folder)
+    hosts, folder = planned_hosts(plan), program.folder(plan.config, run)
+    seen = check_hosts(plan, hosts, run.root, launch.checkpoint_bytes, folder)
     if seen.site is None:
         raise TrainctlError.from_findings(seen.findings)
 
@@ -99,15 +101,15 @@ def run_launch(launch: Launch) -> Outcome:
         with EventWriter(run.events, last_attempt(run)) as events:
             launch.on_event(events.write("waiting", there=there, of=len(hosts), missing=missing))
 
-    group = Regroup(launch, hosts, seen.site, on_wait)
+    group = ElasticPlanner(launch, hosts, seen.site, on_wait)
     with hold(run):
         everything = RunTag(run_id(run), run.root)
         sweep(everything, grace_seconds=0)
         if launch.attempt.number > 1:  # agents of a lost launcher may still run
-            sweep_hosts(hosts, launcher, everything)
+            terminate_on_hosts(hosts, launcher, everything)
 
-        def start(begun: Begun) -> Team:
-            team = Team(run, begun.order.attempt, begun.tag, group.site.hosts, launcher)
+        def start(begun: PreparedAttempt) -> SshAgents:
+            team = SshAgents(run, begun.order.attempt, begun.tag, group.site.hosts, launcher)
             team.start(begun.rendered.command.nodes, begun.order.folder or Path.cwd())
             return team
 
@@ -115,11 +117,11 @@ def run_launch(launch: Launch) -> Outcome:
             launch,
             render=lambda order: render(order, site=group.site),
             start=start,
-            plan_again=group.plan_again,
+            replan=group.replan,
         ).outcome
 
 
-def _environment(start: Start, site: Site, node: int) -> dict[str, str]:
+def _environment(start: AttemptRequest, site: HostGroup, node: int) -> dict[str, str]:
     """Return the variables of a node's agent and ranks."""
     plan, host = start.plan, site.hosts[node]
     launcher = section_of(plan.config, SshConfig)

@@ -21,7 +21,7 @@ from trainctl.runs.causes import Cause
 from trainctl.runs.command import NodeCommand
 from trainctl.runs.failures import log_tail
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.node_entry import envelope
+from trainctl.runs.node_entry import encode_command
 from trainctl.runs.processes import LEASE_BEAT, LEASE_END, LEASE_VARIABLE, RunTag
 from trainctl.runs.records import EventWriter
 
@@ -33,7 +33,7 @@ _END_SECONDS = 5.0
 """Time beyond the grace for an agent to end, network latency included."""
 
 
-class Team:
+class SshAgents:
     """Agents on other machines.
 
     The end of an ssh tells that its agent ended, and each agent is sent a sign of life on its stdin
@@ -84,7 +84,7 @@ class Team:
                 **lease,
             }
             with suppress(BrokenPipeError):  # it has ended: its exit code tells
-                process.stdin.write(envelope(node.argv, variables, folder))
+                process.stdin.write(encode_command(node.argv, variables, folder))
             os.set_blocking(process.stdin.fileno(), False)
         # Not in the main thread, which may block on a terminal that takes no output.
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
@@ -155,7 +155,9 @@ class Team:
 
     def _close(self, unclean: Sequence[int]) -> int:
         """Clean up hosts whose agent did not, and record lost nodes; return the exit code."""
-        swept = sweep_hosts([self._hosts[node] for node in unclean], self._launcher, self._tag)
+        swept = terminate_on_hosts(
+            [self._hosts[node] for node in unclean], self._launcher, self._tag
+        )
         code = self._first_code or 0
         for node in self._lost:
             host = self._hosts[node]
@@ -188,7 +190,7 @@ class Team:
         return code
 
 
-def sweep_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict[str, bool]:
+def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict[str, bool]:
     """End the processes of a run on hosts, in parallel; processes of other runs are left alone.
 
     Returns:

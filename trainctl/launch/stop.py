@@ -34,7 +34,7 @@ group.
 """
 
 
-class Stop:
+class StopHandler:
     """Context in which signals end the launch in good order instead of killing this process.
 
     The first signal asks the ranks to save and end, if there is something to save. SIGTERM of a
@@ -83,8 +83,8 @@ class Stop:
         self._previous: dict[signal.Signals, Any] = {}
 
     @classmethod
-    def of_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
-        """Return a `Stop` with the graces and the time limit of a plan.
+    def for_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
+        """Return a `StopHandler` with the graces and the time limit of a plan.
 
         A user's program reads no requests: signals are only passed to it. Nor does a signal save
         anything in a run that is configured never to save.
@@ -103,7 +103,7 @@ class Stop:
         )
 
     @property
-    def is_wanted(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether the launch is to end, at once or when it has saved."""
         return self.received is not None or bool(self.asked)
 

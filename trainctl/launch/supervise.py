@@ -15,7 +15,7 @@ from typing import Any
 
 from trainctl.launch.agents import Agents
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.stop import Stop
+from trainctl.launch.stop import StopHandler
 from trainctl.runs.causes import Cause, disk_is_full
 from trainctl.runs.checkpoints import clean_temporary
 from trainctl.runs.failures import sentence
@@ -43,7 +43,7 @@ def supervise(
     attempt: Attempt,
     start: Callable[[], Agents],
     on_event: Callable[[Event], None],
-    stop: Stop,
+    stop: StopHandler,
     *,
     grace_seconds: float,
 ) -> Outcome:
@@ -106,7 +106,7 @@ def supervise(
                 records.poll()
             except OSError as error:
                 failure |= _full_disk(attempt, error.strerror or str(error))
-            # Report the failure even if its record could not be written or read back.
+            # HostReport the failure even if its record could not be written or read back.
             records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)
         with suppress(OSError):  # on a full disk, the outcome's message must be enough
@@ -117,7 +117,7 @@ def supervise(
         return outcome
 
 
-def _say_stopping(writer: EventWriter, stop: Stop) -> None:
+def _say_stopping(writer: EventWriter, stop: StopHandler) -> None:
     """Record that the ranks were asked to save and end. A full disk is reported by the ranks."""
     with suppress(OSError):
         writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
@@ -139,7 +139,9 @@ def _say_running(run: RunPaths, status: Status) -> Status:
 class _Records:
     """Passes records on, and keeps the first failure and the `end` record."""
 
-    def __init__(self, attempt: Attempt, on_event: Callable[[Event], None], stop: Stop) -> None:
+    def __init__(
+        self, attempt: Attempt, on_event: Callable[[Event], None], stop: StopHandler
+    ) -> None:
         self._follower = EventFollower(attempt.run.events, attempt.paths.number)
         self._on_event = on_event
         self._stop = stop
@@ -180,7 +182,7 @@ def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
     }
 
 
-def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outcome:
+def _outcome(code: int, stop: StopHandler, records: _Records, stuck: set[int]) -> Outcome:
     left = f"; processes {sorted(stuck)} do not end, not even by SIGKILL" if stuck else ""
     if code == 0:
         end = records.end
@@ -209,11 +211,11 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
         hint=failure["hint"],
         log=Path(failure["log"]),
         log_tail=tuple(failure["log_tail"]),
-        may_pass=Cause(failure["cause"]).may_pass and not stuck and not stop.is_wanted,
+        is_transient=Cause(failure["cause"]).is_transient and not stuck and not stop.is_stopping,
     )
 
 
-def _ended_by_signal(stop: Stop, failure: Event | None) -> Signals | None:
+def _ended_by_signal(stop: StopHandler, failure: Event | None) -> Signals | None:
     """Return the signal that killed the ranks before their final checkpoint finished.
 
     It asked for the save, and reached the agents or the ranks as well as this launcher.

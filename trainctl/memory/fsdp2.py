@@ -6,12 +6,10 @@ Each function follows the behaviour of torch 2.13; file names in comments are un
 
 from __future__ import annotations
 
-from trainctl.memory.components import Components
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.host import pinned
-from trainctl.memory.loss import head_input, logits
-from trainctl.memory.rank import RankMemory, rank_memory
+from trainctl.memory.rank import Components, RankMemory, head_input, logits, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
 from trainctl.plan.types import LayoutPlan

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
+from trainctl.memory.activations import TrainableBlock, everything
 from trainctl.memory.stages import Piece, Stage, share
-from trainctl.memory.trainable import TrainableBlock, everything
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of

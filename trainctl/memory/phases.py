@@ -10,14 +10,12 @@ from trainctl.memory.activations import (
     compute_bytes,
     tokens_per_rank,
 )
-from trainctl.memory.components import Components
 from trainctl.memory.constants import (
     STAGE0_ALLREDUCE_ELEMENTS,
     LogitBytes,
 )
 from trainctl.memory.engine import EngineMemory
-from trainctl.memory.loss import fused_head, head_input, logits
-from trainctl.memory.rank import RankMemory, rank_memory
+from trainctl.memory.rank import Components, RankMemory, fused_head, head_input, logits, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of

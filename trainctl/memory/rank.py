@@ -1,18 +1,93 @@
-"""Inputs of the memory phases of one rank of a pipeline stage."""
+"""Memory of one rank: its components, the inputs of its phases, and its output projection."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from trainctl.memory.activations import StageActivations, compute_bytes, stage_activations
-from trainctl.memory.components import Components
-from trainctl.memory.constants import LOGIT_BYTES, LogitBytes
-from trainctl.memory.engine import EngineMemory
-from trainctl.memory.groups import Group
+from trainctl.config.schema import CrossEntropyKind
+from trainctl.memory.activations import (
+    StageActivations,
+    compute_bytes,
+    stage_activations,
+    tokens_per_rank,
+)
+from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, LogitBytes
+from trainctl.memory.engine import EngineMemory, Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.types import LayoutPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """Memory of one device at one moment, in bytes by component."""
+
+    parameters: int = 0
+    """Weights that the model computes with; at ZeRO-3 the local shard."""
+    gradients: int = 0
+    """Accumulated gradients, and the gradient being computed."""
+    master_weights: int = 0
+    """Weights that the optimizer updates, if they are a separate copy."""
+    optimizer_states: int = 0
+    weight_average: int = 0
+    """Moving average of the master weights, in fp32."""
+    activations: int = 0
+    """Activations kept for the backward pass or recomputed, and their gradients."""
+    logits: int = 0
+    """Logits and the loss's copies of them."""
+    communication_buffers: int = 0
+    """Buckets of gradients in communication."""
+    gathered_parameters: int = 0
+    """Gathered weights at ZeRO-3, including the persistent ones."""
+    retained_weights: int = 0
+    """Gathered or cast weights that autograd keeps until the backward pass."""
+    step_transient: int = 0
+    """Copies made while the optimizer updates, or while the engine is built."""
+    runtime: int = 0
+    """Driver context, communication library, workspaces of libraries."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in NAMES)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in tensors: everything but the runtime."""
+        return self.total - self.runtime
+
+    @property
+    def estimated(self) -> int:
+        """Bytes of the components whose lifetimes the phases simplify."""
+        return self.activations + self.logits + self.gathered_parameters + self.retained_weights
+
+    def plus(self, **extra: int) -> Components:
+        """Return these components with `extra` bytes added to some of them.
+
+        Raises:
+            KeyError: A name in `extra` is no component.
+        """
+        unknown = extra.keys() - NAMES
+        if unknown:
+            raise KeyError(f"no such component: {sorted(unknown)}")
+        return replace(self, **{name: getattr(self, name) + size for name, size in extra.items()})
+
+    def to_json(self) -> dict[str, int]:
+        """Return the bytes by component, in the order of the schema."""
+        return {name: getattr(self, name) for name in NAMES}
+
+
+NAMES = tuple(item.name for item in fields(Components))
+"""Names of the components, from the bottom of a stacked bar to its top."""
+
+PHASES = ("load", "forward_end", "backward_start", "backward_end", "step")
+"""Moments at which a device can be at its fullest, in the order of a step."""
+
+
+def fullest(moments: Mapping[str, Components]) -> str:
+    """Return the name of the moment with the most memory; the first if several are equal."""
+    return max(moments, key=lambda name: moments[name].total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +153,61 @@ def rank_memory(
         logit_bytes=logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
         resident=resident,
     )
+
+
+FP32 = 4
+
+
+def head_input(rank: RankMemory) -> int:
+    """Return the bytes kept by the final norm and the output projection, and their input gradient.
+
+    A frozen norm keeps no scaled values; a frozen projection keeps no input.
+    """
+    if not rank.stage.has_head:
+        return 0
+    element = compute_bytes(rank.plan)
+    hidden = rank.plan.config.model.hidden_size
+    kept = 3 - (not rank.stage.final_norm_trains) - (not _reads_input(rank))
+    return tokens_per_rank(rank.plan) * hidden * (FP32 + kept * element)
+
+
+def _reads_input(rank: RankMemory) -> bool:
+    """Return True if the output projection keeps its input: trained, or its layer always does."""
+    learning = rank.stage.learning or ()
+    keeps = rank.engine.keeps_inputs or any(each.keeps_inputs for each, _ in learning)
+    return rank.trained.head > 0 or keeps
+
+
+def logits(rank: RankMemory, per_logit: int) -> int:
+    """Return the bytes of the logits that exist at once, with the loss's copies of them."""
+    if not rank.stage.has_head:
+        return 0
+    vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
+    return loss_tokens(rank.plan) * vocabulary * per_logit
+
+
+def fused_head(rank: RankMemory) -> int:
+    """Return the bytes of the gradients that a fused loss computes in the forward pass: of the
+    output projection's weight, and of its input.
+    """
+    if not rank.stage.has_head:
+        return 0
+    if rank.plan.config.kernels.cross_entropy is not CrossEntropyKind.liger_fused:
+        return 0
+    hidden = tokens_per_rank(rank.plan) * rank.plan.config.model.hidden_size
+    return FUSED_HEAD_GRADIENT_BYTES * rank.stage.head + compute_bytes(rank.plan) * hidden
+
+
+def loss_tokens(plan: LayoutPlan) -> int:
+    """Return the number of tokens whose logits exist at once."""
+    tokens, model = tokens_per_rank(plan), plan.config.model
+    match plan.config.kernels.cross_entropy:
+        case CrossEntropyKind.plain:
+            return tokens
+        case CrossEntropyKind.chunked:
+            return min(tokens, plan.config.kernels.chunk_tokens)
+        case CrossEntropyKind.liger_fused:
+            # Tokens of a chunk: tokens / (vocabulary size / hidden size), rounded up to a power
+            # of two (ops/fused_linear_cross_entropy.py of liger-kernel).
+            parts = max(1, -(-model.vocab_size // max(model.hidden_size, 1)))
+            return min(tokens, 1 << max(-(-tokens // parts) - 1, 0).bit_length())

@@ -1,13 +1,16 @@
-"""Traced model: anatomy and activations read from its own code, in place of the closed form."""
+"""Traced models: anatomy and activations from the model's own code instead of the closed form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+from trainctl.config.anatomy import Anatomy, anatomy_of
+from trainctl.config.schema import RunConfig
+from trainctl.config.tracing import known_trace, needs_trace, trace_in_child
 from trainctl.memory.activations import BlockActivations
-from trainctl.models.anatomy import Anatomy, anatomy_of
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")
@@ -84,3 +87,49 @@ def _share_of(anatomy: Anatomy, part: str, tensor: int) -> float:
             numel += parameter.numel
             shared += parameter.numel if parameter.shares else 0
     return 1 - shared / numel * (1 - 1 / tensor) if numel else 1.0
+
+
+_KEPT = 8
+"""Traces of different lengths, formats and models kept during one search."""
+
+
+class _TraceKey:
+    """Configuration as a cache key: equal for all configurations with the same trace."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        model = config.model
+        self.key = (
+            model.path,
+            model.attention,
+            tuple(model.anatomy),
+            repr(config.precision),
+            config.training.sequence_length,
+            config.data.mask_documents,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TraceKey) and self.key == other.key
+
+
+def traced_model(config: RunConfig) -> TracedModel | None:
+    """Return the trace of a model without a closed form; None for a model with one.
+
+    Raises:
+        TrainctlError: The model cannot be traced.
+    """
+    return _traced(_TraceKey(config)) if needs_trace(config) else None
+
+
+def traced_already(config: RunConfig) -> TracedModel | None:
+    """Return the trace if an earlier command has made it, otherwise None; starts no process."""
+    found = known_trace(config) if needs_trace(config) else None
+    return None if found is None else TracedModel.from_json(found)
+
+
+@lru_cache(maxsize=_KEPT)
+def _traced(asked: _TraceKey) -> TracedModel:
+    return TracedModel.from_json(trace_in_child(asked.config))

@@ -45,7 +45,7 @@ class Cause(StrEnum):
         return self in (Cause.lost_peer, Cause.communication_timeout)
 
     @property
-    def may_pass(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether a restart may end better."""
         return self not in (Cause.reported, Cause.disk_full)
 
@@ -99,7 +99,7 @@ _SMALL_FILE_BYTES = 16_384
 
 _DATA_CODE = re.compile(
     r'^  File ".*/trainctl/'
-    r'(train/data|data/[\w/]+|readers/\w+|config/text/\w+|engines/micro_batch)\.py", line'
+    r'(train/data|data/[\w/]+|config/text/\w+|engines/micro_batch)\.py", line'
 )
 _FRAME = re.compile(r'^  File ".*/trainctl/')
 
@@ -111,7 +111,7 @@ def cause_of(
     *,
     host_oom_kills: int = 0,
     disk_is_full: bool = False,
-    codes_are_ours: bool = True,
+    uses_trainctl_codes: bool = True,
 ) -> Cause:
     """Return the cause of a death.
 
@@ -121,7 +121,7 @@ def cause_of(
         log: Last lines of the log: the traceback, or the output of native code before it aborted.
         host_oom_kills: Processes that the kernel killed for memory while this one ran.
         disk_is_full: Whether the log's disk is full; the log may then lack the error.
-        codes_are_ours: Whether exit codes mean what `ExitCode` says; False for a user's program.
+        uses_trainctl_codes: Whether exit codes are `ExitCode`; False for a user's program.
     """
     if -return_code == 9:
         return Cause.host_memory if host_oom_kills else Cause.killed
@@ -132,7 +132,7 @@ def cause_of(
             return cause
     if disk_is_full and not error and return_code > 0:
         return Cause.disk_full
-    if codes_are_ours and return_code in _REPORTED_CODES:
+    if uses_trainctl_codes and return_code in _REPORTED_CODES:
         return Cause.reported
     if return_code < 0:
         return Cause.killed
@@ -151,7 +151,9 @@ _REPORTED_CODES = frozenset(
 )
 
 
-def exit_code(return_code: int, cause: Cause = Cause.code, *, codes_are_ours: bool = True) -> int:
+def exit_code(
+    return_code: int, cause: Cause = Cause.code, *, uses_trainctl_codes: bool = True
+) -> int:
     """Return the exit code of a launch whose rank ended this way.
 
     It is 128 + n for signal n, a rank's own exit code if that is one of `ExitCode`, and else the
@@ -161,7 +163,7 @@ def exit_code(return_code: int, cause: Cause = Cause.code, *, codes_are_ours: bo
         return int(ExitCode.environment)
     if return_code < 0:
         return 128 - return_code
-    is_reported = codes_are_ours and return_code in _REPORTED_CODES
+    is_reported = uses_trainctl_codes and return_code in _REPORTED_CODES
     return return_code if is_reported else int(ExitCode.training_failed)
 
 

@@ -93,7 +93,7 @@ def error_line(path: Path) -> str:
     return next((line for line in lines[starts[-1] + 1 :] if re.match(r"\S", line)), "")
 
 
-def settle(return_code: int, log: Path) -> int:
+def effective_return_code(return_code: int, log: Path) -> int:
     """Return the return code that counts: 1 for a Python error whose process then aborted.
 
     Threads of communication libraries sometimes abort a process that an exception is already
@@ -113,7 +113,7 @@ def describe(
     *,
     host_oom_kills: int = 0,
     disk_is_full: bool = False,
-    codes_are_ours: bool = True,
+    uses_trainctl_codes: bool = True,
 ) -> dict[str, Any]:
     """Return fields of a `failure` record for a process that ended.
 
@@ -121,7 +121,7 @@ def describe(
         return_code: Exit code of the process, or a negative signal number.
         host_oom_kills: Processes that the kernel killed for memory while it ran.
         disk_is_full: Whether the log's disk is full.
-        codes_are_ours: Whether exit codes mean what `ExitCode` says; False for a user's program.
+        uses_trainctl_codes: Whether exit codes are `ExitCode`; False for a user's program.
 
     Returns:
         `cause`, `exit_code` (None for a signal), `signal` (None for an exit code), `message` (how
@@ -134,7 +134,7 @@ def describe(
         lines,
         host_oom_kills=host_oom_kills,
         disk_is_full=disk_is_full,
-        codes_are_ours=codes_are_ours,
+        uses_trainctl_codes=uses_trainctl_codes,
     )
     is_signal = return_code < 0
     how = f"was killed by {signal_name(-return_code)}"

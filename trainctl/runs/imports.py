@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Import without garbage collection.
 
     Each collection traverses everything imported so far, none of which is garbage: it took a sixth

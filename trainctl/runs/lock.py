@@ -74,7 +74,7 @@ def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterat
 
 
 @contextmanager
-def adopt(run: RunPaths, descriptor: int) -> Iterator[int]:
+def inherit_lock(run: RunPaths, descriptor: int) -> Iterator[int]:
     """Keep holding a lock whose descriptor this process inherited, and yield the descriptor.
 
     The process that took it may end: this one has held the lock from its start.

@@ -29,7 +29,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def source_towards(host: str) -> str | None:
+def outgoing_address(host: str) -> str | None:
     """Return the source address of packets to a host; None without a route, or for an unknown name.
 
     Nothing is sent: connecting a datagram socket only asks the routing table.
@@ -45,18 +45,18 @@ def source_towards(host: str) -> str | None:
         return None
 
 
-def interface_towards(host: str) -> str | None:
+def outgoing_interface(host: str) -> str | None:
     """Return the interface that reaches a host, also where the host is this machine.
 
     A machine reaches itself through the loopback device, which no other machine can use, and many
     machines resolve their own name to it. Then the interface of the default route is returned;
     without a default route, the only one that is not the loopback device.
     """
-    source = source_towards(host)
+    source = outgoing_address(host)
     if source is None:
         return None
     if ipaddress.ip_address(source).is_loopback:
-        source = source_towards("192.0.2.1")  # TEST-NET-1 (RFC 5737): takes the default route
+        source = outgoing_address("192.0.2.1")  # TEST-NET-1 (RFC 5737): takes the default route
         if source is None:
             return _only_outer()
     return interface_of(source)

@@ -15,7 +15,7 @@ from pathlib import Path
 from trainctl.errors import ExitCode
 
 
-def envelope(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bytes:
+def encode_command(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bytes:
     """Return the line on stdin from which `main` executes the command.
 
     Args:

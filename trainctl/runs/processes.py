@@ -166,7 +166,7 @@ def adopt_orphans() -> None:
 
 
 @contextmanager
-def blocked_for_ranks() -> Iterator[None]:
+def block_sigterm() -> Iterator[None]:
     """Block a scheduler's SIGTERM, so that a rank started here cannot get it before it ignores it.
 
     The rank inherits the signal mask, and `trainctl.runs.rank_entry` unblocks the signal.

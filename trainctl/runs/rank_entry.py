@@ -24,7 +24,7 @@ BENCHMARK_VARIABLE = "TRAINCTL_BENCHMARK"
 
 def main() -> None:
     """Execute the rank's command; exit with 127, as a shell does, if it cannot be started."""
-    obey_agent()
+    ignore_scheduler_sigterm()
     attempt = begin()
     started = read_command(attempt)
     command = started.rank_command
@@ -39,7 +39,7 @@ def main() -> None:
         os._exit(127)
 
 
-def obey_agent() -> None:
+def ignore_scheduler_sigterm() -> None:
     """Ignore SIGTERM where a scheduler sends it as a notice: the agent handles it."""
     if SIGTERM_SAVES_VARIABLE in os.environ:
         # Ignore, then unblock: the agent blocked it, so that none arrives before this.

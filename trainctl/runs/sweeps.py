@@ -59,7 +59,7 @@ class Result:
     """Loss of the newest evaluation, in nats per token."""
 
 
-class Next(StrEnum):
+class SweepAction(StrEnum):
     """Action for a run when its sweep is resumed."""
 
     make = "make"
@@ -73,12 +73,12 @@ class Next(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class RemainingRun:
     """Work left on one run of a sweep."""
 
     index: int
     run: RunPaths
-    next: Next
+    next: SweepAction
     """Action for the run when its sweep is resumed."""
     why: str
     """Reason, in words."""
@@ -167,7 +167,7 @@ def made_runs(folder: Path) -> list[RunPaths]:
     return made
 
 
-def what_is_left(folder: Path) -> list[Left]:
+def remaining_runs(folder: Path) -> list[RemainingRun]:
     """Return the work left on each run, by index.
 
     Raises:
@@ -177,22 +177,22 @@ def what_is_left(folder: Path) -> list[Left]:
     for index in range(len(read_sweep(folder).points)):
         run = RunPaths((folder / str(index)).resolve())
         what, why = _next(run)
-        found.append(Left(index=index, run=run, next=what, why=why))
+        found.append(RemainingRun(index=index, run=run, next=what, why=why))
     return found
 
 
-def _next(run: RunPaths) -> tuple[Next, str]:
+def _next(run: RunPaths) -> tuple[SweepAction, str]:
     if not is_run(run.root):
-        return Next.make, "not made yet"
+        return SweepAction.make, "not made yet"
     summary = summarise(run)
     if summary.is_live or summary.state == State.finished:
-        return Next.leave, summary.state
+        return SweepAction.leave, summary.state
     if summary.state == State.failed and _fails_again(run, summary):
-        return Next.leave, f"failed by itself: {summary.message}"
+        return SweepAction.leave, f"failed by itself: {summary.message}"
     launched = {event["attempt"] for event in read_events(run.events, "launch")}
     if summary.attempt and summary.attempt not in launched:
-        return Next.start, "not started yet"
-    return Next.resume, f"{summary.state} at step {summary.step:,}"
+        return SweepAction.start, "not started yet"
+    return SweepAction.resume, f"{summary.state} at step {summary.step:,}"
 
 
 def _fails_again(run: RunPaths, summary: RunSummary) -> bool:

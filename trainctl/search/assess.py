@@ -10,10 +10,9 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, budget
-from trainctl.memory.traced import TracedModel
+from trainctl.memory.traced import TracedModel, traced_model
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
-from trainctl.search.traces import traced_model
 
 DEVICE_TOO_SMALL, HOST_TOO_SMALL, NVME_TOO_SMALL = "TC150", "TC151", "TC152"
 

@@ -22,7 +22,7 @@ from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import Batch
-from trainctl.search.variants import Values
+from trainctl.search.speed import Values
 
 FULL_NODE = 8
 """Devices per machine up to which more devices are suggested before more machines."""

@@ -25,7 +25,7 @@ from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.trainable import is_partial
-from trainctl.search.variants import TimedVariant, Values, timed, with_values
+from trainctl.search.speed import TimedVariant, Values, timed, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes to try; larger ones gain nothing: products of thousands of tokens are

@@ -10,16 +10,22 @@ where it is not hidden. `trainctl.search.constants` and `docs/planning.md` give 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import ceil
+from dataclasses import dataclass, fields, replace
+from math import ceil, log2
+from typing import Any
 
+from trainctl.config.keys import as_written
+from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
+from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
+from trainctl.plan.derive import derive_batch, derive_mesh
 from trainctl.plan.precision import formats
-from trainctl.plan.types import LayoutPlan
+from trainctl.plan.stages import blocks_of_stages
+from trainctl.plan.types import LayoutPlan, Mesh
 from trainctl.search import constants
 from trainctl.search.compute import (
     Rates,
@@ -29,7 +35,93 @@ from trainctl.search.compute import (
     stage_parameters,
     trained_share,
 )
-from trainctl.search.links import Links
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Process group with its bandwidth."""
+
+    ranks: int
+    bandwidth: float
+    """Bytes per second that each rank sends in a ring over all ranks."""
+    on_a_machine: int
+    """Number of ranks on one machine."""
+
+
+class Links:
+    """Process groups of a mesh on given machines, and the time of their collectives.
+
+    Rank order is tensor fastest, then sequence, data and pipeline (`Mesh`), and machines are filled
+    in this order. A ring over several machines enters and leaves each one through the network cards
+    of all its members there, so the members on a machine share the traffic. ZeRO partitions over
+    the group `zero`, the data and sequence ranks. The group `pipeline` is a chain of neighbouring
+    stages.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: Mesh) -> None:
+        share = constants.LINK_SHARE * constants.GIGA
+        link = hardware.device_link_gb_per_second or constants.ASSUMED_LINK_GB_PER_SECOND
+        network = hardware.network_gb_per_second or constants.ASSUMED_NETWORK_GB_PER_SECOND
+        host = hardware.host_link_gb_per_second or constants.ASSUMED_HOST_LINK_GB_PER_SECOND
+        self._link = link * share
+        self._network = network * constants.NETWORK_SHARE * constants.GIGA
+        self._host = host * constants.HOST_LINK_SHARE * constants.GIGA
+        self._node = hardware.devices_per_node
+        self._nodes = hardware.nodes
+        inner = mesh.tensor * mesh.sequence
+        self.tensor = self._group(mesh.tensor, 1)
+        self.sequence = self._group(mesh.sequence, mesh.tensor)
+        self.zero = self._group(mesh.data * mesh.sequence, mesh.tensor)
+        self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
+
+    def near(self, ranks: int) -> RankGroup:
+        """Return a group of neighbouring devices on one machine."""
+        return RankGroup(ranks, self._link, ranks)
+
+    def all_gather(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of an all-gather, or a reduce-scatter, of `size` bytes in total."""
+        if group.ranks == 1:
+            return 0.0
+        share = (group.ranks - 1) / group.ranks
+        return share * size / group.bandwidth + self._latency(group)
+
+    def all_reduce(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of an all-reduce of `size` bytes: reduce-scatter plus all-gather."""
+        return 2 * self.all_gather(size, group)
+
+    def all_to_all(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of an all-to-all of `size` bytes per rank.
+
+        Traffic inside a machine uses the device links, and at the same time traffic between
+        machines uses the network.
+        """
+        if group.ranks == 1:
+            return 0.0
+        near = (group.on_a_machine - 1) / group.ranks * size / self._link
+        far = (group.ranks - group.on_a_machine) / group.ranks * size / self._network
+        return max(near, far) + self._latency(group)
+
+    def send(self, size: float, group: RankGroup) -> float:
+        """Return the seconds to send `size` bytes to the next stage; each pair has its own
+        cards.
+        """
+        stage_is_inside = self._nodes == 1
+        return size / (self._link if stage_is_inside else self._network)
+
+    def from_host(self, size: float) -> float:
+        """Return the seconds to copy `size` bytes between a device and its host."""
+        return size / self._host
+
+    def _group(self, ranks: int, stride: int) -> RankGroup:
+        """Return the group of `ranks` ranks with the stride `stride`."""
+        members = max(1, min(ranks, self._node // stride))
+        if members >= ranks:
+            return RankGroup(ranks, self._link, ranks)
+        return RankGroup(ranks, min(self._link, members * self._network), members)
+
+    def _latency(self, group: RankGroup) -> float:
+        return constants.COLLECTIVE_LATENCY * ceil(log2(group.ranks))
+
 
 FP32 = 4
 
@@ -231,3 +323,61 @@ def _wrapped(config: RunConfig, blocks: int) -> int:
 def _key_share(model: ModelConfig) -> float:
     """Return the width of the keys divided by the width of the queries."""
     return shapes.key_value_heads(model) / model.num_attention_heads
+
+
+Values = Mapping[str, Any]
+"""Dotted keys and their new values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedVariant:
+    """Variant with its speed; neither its legality nor its memory is checked yet."""
+
+    sketch: LayoutPlan
+    """Input of the step-time model and the device budget."""
+    time: StepTime
+    """Predicted time of an optimizer step."""
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds per token of all devices together; comparable between different batch sizes."""
+        return self.time.seconds / self.sketch.batch.tokens_per_step
+
+
+def with_values(config: RunConfig, values: Values) -> RunConfig:
+    """Return the configuration with some keys changed; unchanged sections are shared."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        by_section.setdefault(section, {})[name] = value
+    changed = {
+        name: changed_section(getattr(config, name), **new) for name, new in by_section.items()
+    }
+    return replace(config, **changed)
+
+
+def timed(
+    config: RunConfig, hardware: Hardware, stage_blocks: tuple[int, ...] = ()
+) -> TimedVariant | None:
+    """Return the timed configuration; None if its mesh or batch is impossible.
+
+    `stage_blocks` is the number of blocks of each pipeline stage, if known already.
+    """
+    mesh, _ = derive_mesh(config.parallelism, hardware)
+    batch, _ = derive_batch(config.training, mesh.data) if mesh else (None, ())
+    if mesh is None or batch is None:
+        return None
+    if batch.micro_batch_size < 1 or batch.gradient_accumulation_steps < 1:
+        return None
+    blocks = stage_blocks or blocks_of_stages(
+        config.model, config.parallelism, sequence_length=batch.sequence_length
+    )
+    sketch = LayoutPlan(
+        config=config, hardware=hardware, mesh=mesh, batch=batch, stage_blocks=blocks
+    )
+    return TimedVariant(sketch=sketch, time=step_time(sketch))
+
+
+def overrides(values: Values) -> tuple[str, ...]:
+    """Return the values as command-line overrides."""
+    return tuple(f"{key}={as_written(value)}" for key, value in values.items())

@@ -13,6 +13,7 @@ from math import log
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, device_budget
+from trainctl.memory.traced import traced_model
 from trainctl.plan.types import LayoutPlan
 from trainctl.search.assess import assess
 from trainctl.search.changes import (
@@ -22,8 +23,7 @@ from trainctl.search.changes import (
     memory_using_changes,
     quantized_base_changes,
 )
-from trainctl.search.traces import traced_model
-from trainctl.search.variants import TimedVariant, overrides, timed, with_values
+from trainctl.search.speed import TimedVariant, overrides, timed, with_values
 
 MOST_SUGGESTIONS = 4
 MOST_TRIES = 400

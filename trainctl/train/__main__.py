@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from trainctl.runs.command import FORK_FLAG
 from trainctl.runs.heartbeats import Heartbeat
-from trainctl.runs.imports import uncollected
+from trainctl.runs.imports import gc_disabled
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent
-from trainctl.runs.rank_entry import obey_agent
+from trainctl.runs.rank_entry import ignore_scheduler_sigterm
 
 if TYPE_CHECKING:
     from trainctl.plan.types import RunPlan
@@ -37,7 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     run = RunPaths(arguments.run.resolve())
     if arguments.is_forked:
-        obey_agent()
+        ignore_scheduler_sigterm()
         from trainctl.train.fork_ranks import become_ranks
 
         become_ranks(_plan(run, arguments.attempt))
@@ -55,7 +55,7 @@ def main() -> int:
 
             make_importable(Path.cwd())
             return run_trainer(plan, run, attempt)
-        with uncollected():
+        with gc_disabled():
             from trainctl.train.rank import train_rank
         if plan.config.model.factory is not None:
             from trainctl.data.user_functions import make_importable

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainctl.data.bins import bins_of, packed_token_count
 from trainctl.data.corpus import Corpus, Split
-from trainctl.data.infilling_settings import infilling_of
+from trainctl.data.infilling import infilling_of
 from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
+from trainctl.data.packing import bins_of, packed_token_count
 from trainctl.data.rows import Rows, SampleRows
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch

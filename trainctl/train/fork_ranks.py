@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from trainctl.errors import TrainctlError
 from trainctl.plan.types import RunPlan
-from trainctl.runs.imports import uncollected
+from trainctl.runs.imports import gc_disabled
 from trainctl.runs.rank_entry import begin
 
 _POLL_SECONDS = 0.001
@@ -60,10 +60,10 @@ def become_ranks(plan: RunPlan) -> None:
 
 def _import(plan: RunPlan) -> None:
     """Import what a rank imports before its first step; errors are left for the rank to report."""
-    with suppress(TrainctlError), uncollected():
+    with suppress(TrainctlError), gc_disabled():
         import trainctl.train.rank  # noqa: F401
         from trainctl.engines import patch_checks as declared
-        from trainctl.engines.choose import engine_backend
+        from trainctl.engines.protocol import engine_backend
 
         engine_backend(plan)
         declared.require_unchanged(plan.config)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.schema import GradientsConfig
 from trainctl.engines.fragments import ElementRange
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces
 
 _GOLDEN = 0x9E3779B97F4A7C15

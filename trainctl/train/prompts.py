@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema import DataConfig
+from trainctl.config.special_tokens import end_ids
 from trainctl.data.chat import ChatTemplate
-from trainctl.data.encoding import stores_loss_mask
-from trainctl.data.tokenizer import Tokenizer
-from trainctl.models.tokenizer_files import end_ids
+from trainctl.data.tokenizer import Tokenizer, stores_loss_mask
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
 from trainctl.plan.mixture import sources_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 
 from trainctl.engines import patch_checks as declared
-from trainctl.engines.choose import engine_backend
 from trainctl.engines.process import not_deterministic, stop_process
+from trainctl.engines.protocol import engine_backend
 from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
-from trainctl.runs.imports import uncollected
+from trainctl.runs.imports import gc_disabled
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.session import assemble
@@ -25,7 +25,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     # DeepSpeed calls collectives by deprecated names, of which newer torch warns at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
-    with uncollected():  # this imports the engine
+    with gc_disabled():  # this imports the engine
         declared.require_unchanged(plan.config)
     process = engine_backend(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")

@@ -15,10 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.registry import function_of
 from trainctl.data.corpora import Corpora, changed_sources, load_corpora
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
-from trainctl.engines.choose import engine_backend
-from trainctl.engines.mesh import ProcessMesh, join_mesh
-from trainctl.engines.process import Process
-from trainctl.engines.protocol import Engine, Job
+from trainctl.engines.process import Process, ProcessMesh, join_mesh
+from trainctl.engines.protocol import Engine, Job, engine_backend
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank

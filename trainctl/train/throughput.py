@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import Accelerator, DataType
-from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
+from trainctl.config.tracing import needs_trace
 from trainctl.engines.process import Process
+from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.memory.traced import traced_already
 from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.runs.records import short
-from trainctl.search.traces import traced_already
 
 
 class Throughput:
@@ -152,7 +153,7 @@ def _planned(plan: RunPlan) -> MemoryBudget | None:
     trace.
     """
     traced = traced_already(plan.config)
-    return None if traced is None and plan.config.model.needs_trace else budget(plan, traced)
+    return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
 
 
 def host_bytes_in_device_peak(plan: RunPlan, planned: MemoryBudget) -> int:

@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
-from trainctl.data.bins import bins_of
+from trainctl.config.text.remote import say
 from trainctl.data.corpora import bad_text, digests_of, unigram_entropy
-from trainctl.engines.phase_memory import PhaseMemory
+from trainctl.data.packing import bins_of
+from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
 from trainctl.plan.average import METRIC
@@ -20,7 +21,6 @@ from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.plan.mup import multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.schedule import Curve
-from trainctl.readers.remote import say
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter

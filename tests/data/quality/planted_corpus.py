@@ -12,7 +12,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.measure import PartToMeasure
+from trainctl.data.quality.columns import PartToMeasure
 
 
 @cache

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from planted_corpus import parts_of, texts_of_python
 
+from trainctl.data.dropped import describe_examples
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.dropped_text import describe_examples
-from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
-from trainctl.data.quality.pipeline import judge
+from trainctl.data.quality.columns import PartToMeasure
+from trainctl.data.quality.decide import judge
+from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.filter.gopher_quality import GopherQualityConfig

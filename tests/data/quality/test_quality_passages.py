@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from planted_corpus import entries, parts_of
 
 from trainctl.data.quality.batches import DocumentBatch
-from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.columns import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
-from trainctl.data.quality.groups import MEMORY
+from trainctl.data.quality.duplicates import MEMORY, find_identical_texts, shared_passages
 from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.passages import shared_passages
+from trainctl.data.quality.minhash import ANCHOR_WORDS, SHARED, anchors, covered
 from trainctl.data.quality.selection import SUBSTRING, Rules
-from trainctl.data.quality.winnowing import SHARED, WORDS, anchors, covered
 
 
 def text(words: list[int]) -> str:
@@ -48,7 +46,7 @@ def test_what_two_documents_share(shared: int, sides: list[int], seed: int) -> N
     common = split[1] & split[2]
     if shared >= SHARED:
         assert common
-    if shared < WORDS:
+    if shared < ANCHOR_WORDS:
         assert not common
     for places in np.split(at, np.cumsum(counts)[:-1]):
         assert (np.diff(places) > 0).all()

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, planted
 
+from trainctl.data.quality.columns import Measured
 from trainctl.data.quality.contamination import passage, write_held_out
-from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
+from trainctl.data.quality.duplicates import Pairs, find_identical_texts, near_pairs
 from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.near_duplicates import Pairs, near_pairs
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,

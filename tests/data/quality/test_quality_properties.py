@@ -12,17 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts_of_python
 
-from trainctl.data.quality.batches import DocumentBatch, Entry, batches
+from trainctl.data.permutation import mix
+from trainctl.data.quality.batches import DocumentBatch, Entry, Segments, batches
+from trainctl.data.quality.columns import Measured
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
-from trainctl.data.quality.groups import MEMORY, components, equal_keys
-from trainctl.data.quality.hashing import Segments, mix
+from trainctl.data.quality.duplicates import (
+    MEMORY,
+    components,
+    equal_keys,
+    find_identical_texts,
+    near_pairs,
+)
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.minhash import SKETCH, Bands, ngram_sets, signatures, sketches
 from trainctl.data.quality.minhash import jaccard as jaccard_of_sketches
-from trainctl.data.quality.near_duplicates import near_pairs
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 

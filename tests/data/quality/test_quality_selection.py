@@ -11,21 +11,13 @@ import numpy as np
 import pytest
 from planted_corpus import entries, parts_of
 
-from trainctl.data.quality import near_duplicates as near
+from trainctl.data.quality import duplicates as near
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.columns import Columns
+from trainctl.data.quality.columns import Columns, Measured, PartToMeasure, folder_of
 from trainctl.data.quality.contamination import HeldOut, write_held_out
-from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
-from trainctl.data.quality.measure import (
-    PartToMeasure,
-    WantedColumns,
-    folder_of,
-    measure,
-    measure_all,
-)
-from trainctl.data.quality.near_duplicates import near_pairs
+from trainctl.data.quality.duplicates import find_identical_texts, near_pairs
+from trainctl.data.quality.measure import WantedColumns, measure, measure_all
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from planted_corpus import entries, parts_of, texts_of_python
 
 from trainctl.config.registry import load, names
-from trainctl.data.quality import lists, statistics
+from trainctl.data.quality import statistics
 from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
-from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.columns import Measured
 from trainctl.data.quality.decide import select
-from trainctl.data.quality.exact_duplicates import find_identical_texts
+from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
 from trainctl.errors import TrainctlError
@@ -206,12 +206,17 @@ def test_lists_of_words_and_addresses(tmp_path: Path) -> None:
         Entry(2, "", "http://fine.example/badness"),
         Entry(3, "boots"),
     ]
-    found = lists.words(DocumentBatch(given), file=str(words))
+    found = statistics.word_list(DocumentBatch(given), file=str(words))
     assert found["listed"].tolist() == [3, 0, 0, 0]
     assert found["listed_share"][0] == pytest.approx(3 / 7)
-    assert lists.urls(DocumentBatch(given), file=str(urls))["matches"].tolist() == [1, 1, 0, 0]
+    assert statistics.url_list(DocumentBatch(given), file=str(urls))["matches"].tolist() == [
+        1,
+        1,
+        0,
+        0,
+    ]
     with pytest.raises(TrainctlError, match="cannot be read"):
-        lists.words(DocumentBatch(given), file=str(tmp_path / "none.txt"))
+        statistics.word_list(DocumentBatch(given), file=str(tmp_path / "none.txt"))
 
 
 def test_a_list_may_lie_at_home_and_begin_with_a_mark(
@@ -220,16 +225,16 @@ def test_a_list_may_lie_at_home_and_begin_with_a_mark(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "urls.txt").write_text("\ufeffspam.example\n")
     given = DocumentBatch([Entry(0, "Boo", "https://spam.example/x")])
-    assert lists.urls(given, file="~/urls.txt")["matches"].tolist() == [1]
+    assert statistics.url_list(given, file="~/urls.txt")["matches"].tolist() == [1]
 
 
 def test_a_function_of_the_user_s() -> None:
     batch = DocumentBatch(entries(["abc", ""]))
-    assert lists.function(batch, call="builtins:len")["score"].tolist() == [3, 0]
+    assert statistics.user_function(batch, call="builtins:len")["score"].tolist() == [3, 0]
     with pytest.raises(TrainctlError, match="failed with document 0: ValueError"):
-        lists.function(batch, call="builtins:float")
+        statistics.user_function(batch, call="builtins:float")
     with pytest.raises(TrainctlError, match="cannot be imported"):
-        lists.function(batch, call="builtins:nothing")
+        statistics.user_function(batch, call="builtins:nothing")
 
 
 def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
@@ -273,8 +278,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
 def test_what_is_no_number_is_within_no_bound(tmp_path: Path) -> None:
     keys = load("filter", "function").keys(call="math:sqrt", minimum=0.0)
     nan = np.float32("nan")
-    from trainctl.data.quality.columns import Columns, ColumnWriter
-    from trainctl.data.quality.corpus import MeasuredPart
+    from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredPart
 
     with ColumnWriter(tmp_path / "part", "key") as writer:
         writer.append({"number": np.arange(3), "characters": np.full(3, 5)})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainctl.config.registry import new_section
 from trainctl.data.order import Order, OrderedSource, OrderedStage
-from trainctl.data.streaming.cache import choose_evictions
+from trainctl.data.streaming.cache import Lookahead, choose_evictions
 from trainctl.data.streaming.corpora import open_streamed_corpus
 from trainctl.data.streaming.layout import (
     ShardFacts,
@@ -24,7 +24,6 @@ from trainctl.data.streaming.layout import (
     spans,
     unpacked,
 )
-from trainctl.data.streaming.lookahead import Lookahead
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 

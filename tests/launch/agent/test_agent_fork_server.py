@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from trainctl.launch.agent.fork_server import Nursery
+from trainctl.launch.agent.fork_server import ForkServer
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.processes import is_alive
 
@@ -29,17 +29,19 @@ for variables in json.loads(sys.stdin.readline()):
 """
 
 
-def nursery(program: str, patience_seconds: float = 60.0) -> Nursery:
+def fork_server(program: str, patience_seconds: float = 60.0) -> ForkServer:
     ranks = (sys.executable, "-c", program)
-    return Nursery(AttemptCommand(nodes=(), ranks_per_node=1, rank_command=ranks), patience_seconds)
+    return ForkServer(
+        AttemptCommand(nodes=(), ranks_per_node=1, rank_command=ranks), patience_seconds
+    )
 
 
-def fork(of: Nursery, rank: int = 0) -> list[int] | None:
+def fork(of: ForkServer, rank: int = 0) -> list[int] | None:
     return of.fork([{"RANK": str(rank)}], lambda: None)
 
 
 def test_what_it_forks_are_children_of_the_agent() -> None:
-    pids = fork(nursery(FORKS), rank=7)
+    pids = fork(fork_server(FORKS), rank=7)
     assert pids is not None and len(pids) == 1
     _, status = os.waitpid(pids[0], 0)  # of a child only
     assert os.waitstatus_to_exitcode(status) == 7
@@ -47,11 +49,11 @@ def test_what_it_forks_are_children_of_the_agent() -> None:
 
 @pytest.mark.parametrize("program", [FAILS, FORKS_AND_FAILS])
 def test_one_that_fails_leaves_it_to_the_ranks_to_say_why(program: str) -> None:
-    assert fork(nursery(program)) is None
+    assert fork(fork_server(program)) is None
 
 
 def test_one_that_was_killed_stands_for_the_first_rank() -> None:
-    killed = nursery(IS_KILLED)
+    killed = fork_server(IS_KILLED)
     pids = fork(killed)
     assert pids is not None
     _, status = os.waitpid(pids[0], 0)
@@ -59,7 +61,7 @@ def test_one_that_was_killed_stands_for_the_first_rank() -> None:
 
 
 def test_one_that_hangs_is_ended() -> None:
-    started = nursery(HANGS, patience_seconds=0.2)
+    started = fork_server(HANGS, patience_seconds=0.2)
     pid = started._process.pid
     assert fork(started) is None
     deadline = time.monotonic() + 10
@@ -75,7 +77,7 @@ def test_an_agent_that_is_to_end_does_not_wait_for_it() -> None:
     def end() -> None:
         raise Ending
 
-    started = nursery(HANGS)
+    started = fork_server(HANGS)
     try:
         with pytest.raises(Ending):
             started.fork([{"RANK": "0"}], end)

@@ -13,7 +13,7 @@ from torch.utils.file_baton import FileBaton
 
 from trainctl.hardware.builds import is_stale_lock
 from trainctl.launch.agent import builds
-from trainctl.launch.agent.builds import BuildWatch, sweep_builders
+from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.processes import RunTag
@@ -130,7 +130,7 @@ def test_ranks_that_are_ended_while_they_build_leave_no_lock(folder: Path, tmp_p
     with hold(folder / "lock", **tag.environment()), hold(others / "lock") as another_run:
         try:
             assert not is_stale_lock(folder / "lock")
-            sweep_builders(tag, grace_seconds=0)
+            terminate_with_builds(tag, grace_seconds=0)
             assert not (folder / "lock").exists()
             assert (others / "lock").exists() and not is_stale_lock(others / "lock")
         finally:

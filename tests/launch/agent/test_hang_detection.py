@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.launch.agent.hang_detection import HungRank, Watch, kernel_account
+from trainctl.launch.agent.hang_detection import HangDetector, HungRank, kernel_state
 from trainctl.runs.layout import AttemptPaths
 
 RANK = """
@@ -66,7 +66,7 @@ def start(attempt: AttemptPaths) -> Iterator[Start]:
         process.wait()
 
 
-def look(watch: Watch, pids: dict[int, int], seconds: float) -> HungRank | None:
+def look(watch: HangDetector, pids: dict[int, int], seconds: float) -> HungRank | None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         hung = watch.find_hung(pids)
@@ -76,8 +76,8 @@ def look(watch: Watch, pids: dict[int, int], seconds: float) -> HungRank | None:
     return None
 
 
-def make_watch(attempt: AttemptPaths, slow: float = 60.0) -> Watch:
-    return Watch(attempt, heartbeat_seconds=1.0, slow_phase_seconds=slow)
+def make_watch(attempt: AttemptPaths, slow: float = 60.0) -> HangDetector:
+    return HangDetector(attempt, heartbeat_seconds=1.0, slow_phase_seconds=slow)
 
 
 def test_a_rank_that_beats_or_is_slow_to_start_is_left_alone(
@@ -116,5 +116,5 @@ def test_time_in_which_nobody_looked_does_not_count(attempt: AttemptPaths, start
 
 
 def test_the_kernels_account_of_a_process_that_is_gone() -> None:
-    assert kernel_account(2**22 + 1) == ["process state unknown"]
-    assert kernel_account(os.getpid())[0].startswith("process state R")
+    assert kernel_state(2**22 + 1) == ["process state unknown"]
+    assert kernel_state(os.getpid())[0].startswith("process state R")

@@ -24,7 +24,7 @@ def test_ranks_of_one_node_meet_where_no_other_user_can(tmp_path: Path) -> None:
     assert listening() == before and private.port == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     private.mark("prepared")  # for nobody
-    private.stay_for_others(lambda: None)
+    private.wait_for_other_nodes(lambda: None)
     FileStore(str(file), 1).set("a", "b")
     public = NodeRendezvous("id", 0, 1, None, None)  # what a program of the user's is told
     assert public.port in listening() - before

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import DocumentBatch, Entry, batches
+from trainctl.data.quality.batches import I64, U64, DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
-from trainctl.data.quality.hashing import I64, U64
 
 WORDS = 13
 """Words per n-gram."""

@@ -1,27 +1,34 @@
-"""Decisions which documents go: arithmetic on columns, without any text.
+"""Selection of a corpus's documents: measure, find duplicates, decide, and store the result.
 
-Filters and decontamination come first, so that a document they remove does not count as the
-original of a duplicate. Of identical texts the first stays, by the precedence of sources. A near
-duplicate goes only if it is similar to an earlier document *that stays*. So everything removed has
-its counterpart in the training data, and a chain of small differences removes nothing that is
-unlike all others. The same holds for passages of earlier documents.
+The decision is arithmetic on columns, without any text. Filters and decontamination come first, so
+that a document they remove does not count as the original of a duplicate. Of identical texts the
+first stays, by the precedence of sources. A near duplicate goes only if it is similar to an earlier
+document *that stays*. So everything removed has its counterpart in the training data, and a chain
+of small differences removes nothing that is unlike all others. The same holds for passages of
+earlier documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from hashlib import sha256
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.codec import to_plain
 from trainctl.config.registry import load
-from trainctl.data.quality.corpus import Measured, MeasuredPart
-from trainctl.data.quality.hashing import I64, Bool, mix
-from trainctl.data.quality.near_duplicates import Pairs
-from trainctl.data.quality.passages import Passages
+from trainctl.data.permutation import mix
+from trainctl.data.quality.batches import I64, Bool, Entry
+from trainctl.data.quality.columns import Measured, MeasuredPart, PartToMeasure, key_of
+from trainctl.data.quality.contamination import write_held_out
+from trainctl.data.quality.duplicates import MEMORY, Pairs, Passages, find_duplicates, key_of_corpus
+from trainctl.data.quality.measure import WantedColumns, measure_all
+from trainctl.data.quality.minhash import covered
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -34,7 +41,6 @@ from trainctl.data.quality.selection import (
     Selection,
     Tally,
 )
-from trainctl.data.quality.winnowing import covered
 
 
 def select(
@@ -305,3 +311,79 @@ def _repeating(judge: _Judge, passages: Passages, share: float, stays: Mapping[i
         else:
             has[passages.anchor[own]] = True
     judge.remove(SUBSTRING, np.array(list(gone), dtype=np.int64), np.array(list(gone.values())))
+
+
+HELD_OUT, DUPLICATES, SELECTION = ".held_out", ".duplicates", ".selection"
+"""Folders beside those of the sources, whose names do not begin with a dot."""
+
+
+def judge(
+    parts: Sequence[PartToMeasure],
+    folder: Path,
+    rules: Rules,
+    *,
+    precedence: Sequence[str] = (),
+    held_out: Iterable[Entry] = (),
+    held_out_identity: str = "",
+    fixed: Callable[[MeasuredPart], Bool] | None = None,
+    processes: int = 1,
+    memory: int = MEMORY,
+    done: Callable[[PartToMeasure], None] = lambda part: None,
+) -> Selection:
+    """Decide which documents of a corpus stay.
+
+    Every step stores its result with a key of everything it depends on. A second call reads the
+    results, a call after a kill continues, and with other thresholds only the decision is made
+    again.
+
+    Args:
+        parts: In any order. Their filters are replaced by the rules' filters of their source.
+        folder: Folder of all results.
+        precedence: Sources, the first with the highest precedence; others follow by name.
+        held_out: Texts to search for, if the rules have `contamination`.
+        held_out_identity: Identity of these texts; if it is unchanged, none is read.
+        fixed: Returns the mask of a part's documents that always stay, [documents].
+        processes: Number of processes that measure.
+        memory: Maximum bytes for sorting.
+        done: Called after each part is measured.
+
+    Raises:
+        TrainctlError: What reading a part or a user's function raises; or stored results are
+            damaged (exit code 5).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    contaminates = rules.contamination is not None
+    if contaminates:
+        write_held_out(folder / HELD_OUT, held_out, identity=held_out_identity)
+    wanted = WantedColumns(
+        near=rules.near is not None,
+        held_out=folder / HELD_OUT if contaminates else None,
+        passages=rules.substring is not None,
+    )
+    parts = [replace(part, filters=rules.filters.get(part.source, {})) for part in parts]
+    measure_all(parts, folder, wanted, processes=processes, done=done)
+    corpus = Measured.load(parts, folder, precedence)
+    stay = np.concatenate([np.empty(0, np.bool_), *map(fixed, corpus.parts)]) if fixed else None
+    mark = sha256(np.packbits(stay).tobytes()).hexdigest() if stay is not None else ""
+    key = key_of_corpus(corpus, _plain(rules), mark)
+    if key_of(folder / SELECTION) == key:
+        return Selection.load(folder / SELECTION)
+    found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
+    selection = select(corpus, rules, found.same, found.pairs, found.passages, stay)
+    selection.write(folder / SELECTION, key)
+    return selection
+
+
+def _plain(rules: Rules) -> Mapping[str, Any]:
+    filters = {
+        source: {name: to_plain(keys) for name, keys in of.items()}
+        for source, of in rules.filters.items()
+    }
+    contamination = asdict(rules.contamination) if rules.contamination is not None else None
+    return {
+        "filters": filters,
+        "contamination": contamination,
+        "exact": rules.exact,
+        "near": rules.near,
+        "substring": rules.substring,
+    }

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
 from multiprocessing import get_context
@@ -25,32 +25,20 @@ import numpy.typing as npt
 
 from trainctl.config.registry import function_of, load
 from trainctl.data.quality import minhash
-from trainctl.data.quality.batches import DocumentBatch, Entry, batches
-from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
+from trainctl.data.quality.batches import DocumentBatch, batches
+from trainctl.data.quality.columns import (
+    ColumnWriter,
+    PartToMeasure,
+    folder_of,
+    key_of,
+)
 from trainctl.data.quality.contamination import HeldOut
-from trainctl.data.quality.winnowing import anchors
+from trainctl.data.quality.minhash import anchors
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import die_with_parent
 
 VERSION = 1
 """Version of the measures: raise it when the same document gets other numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartToMeasure:
-    """Documents that one process measures in one go."""
-
-    source: str
-    name: str
-    """Unique name of the part in its source, usable as a file name."""
-    identity: str
-    """Identity of the documents: a part with another identity is measured again."""
-    read: Callable[[], Iterable[Entry]]
-    """Yields the documents. It is pickled and called in another process."""
-    filters: Mapping[str, Any] = field(default_factory=dict)
-    """Filters to measure for: `{name: keys}`. Thresholds in the keys do not matter."""
-    order: int = 0
-    """Sort key among the parts of the source; ties are ordered by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +149,6 @@ def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
                 writer.append({f"{name}.{each}": got for each, got in numbers(batch).items()})
             characters += int((batch.ends - batch.starts).sum())
         writer.finish(source=part.source, name=part.name, characters=characters)
-
-
-def folder_of(part: PartToMeasure, folder: Path) -> Path:
-    """Return the folder of a part's columns."""
-    return folder / part.source / part.name
-
-
-def measured(part: PartToMeasure, folder: Path) -> Columns:
-    """Return the columns of a measured part.
-
-    Raises:
-        TrainctlError: The part is not measured, or its columns are damaged (exit code 5).
-    """
-    return Columns.load(folder_of(part, folder))
 
 
 def text_hashes(batch: DocumentBatch) -> npt.NDArray[np.uint64]:

@@ -1,13 +1,19 @@
-"""MinHash: documents that share most of their word 5-grams agree in many values of a signature.
+"""Fingerprints that find similar documents: MinHash signatures and sketches, and winnowing anchors.
 
-Broder, "On the resemblance and containment of documents" (1997); bands of rows: Leskovec, Rajaraman
-and Ullman, "Mining of Massive Datasets", 3.4. A signature has `HASHES` minima, each under another
+MinHash: documents that share most of their word 5-grams agree in many values of a signature
+(Broder, "On the resemblance and containment of documents", 1997; bands of rows: Leskovec, Rajaraman
+and Ullman, "Mining of Massive Datasets", 3.4). A signature has `HASHES` minima, each under another
 permutation of the 32-bit hashes of a document's n-grams. The share of minima in which two documents
 agree estimates their Jaccard index, |A and B| / |A or B|.
 
 A *sketch* has the `SKETCH` smallest hashes of a document (Cohen and Kaplan, "Summarizing data using
 bottom-k sketches", 2007). The Jaccard index of two sketches is exact if both documents have no more
 n-grams than that; otherwise its standard error is below sqrt(J (1 - J) / SKETCH).
+
+An *anchor* is the n-gram with the lowest hash of `WINDOW` consecutive ones (Schleimer, Wilkerson
+and Aiken, "Winnowing", 2003). Two documents that share `SHARED` consecutive words share an anchor,
+wherever the words are, and documents that share fewer than `ANCHOR_WORDS` share none. About 8 of
+100 words have an anchor.
 """
 
 from __future__ import annotations
@@ -17,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import DocumentBatch
-from trainctl.data.quality.hashing import I64, U64, Bool, mix
+from trainctl.data.permutation import mix
+from trainctl.data.quality.batches import I64, U64, Bool, DocumentBatch
 
 U32 = npt.NDArray[np.uint32]
 
@@ -148,3 +154,41 @@ def _first(keys: U64) -> Bool:
     first = np.ones(len(keys), dtype=np.bool_)
     np.not_equal(keys[1:], keys[:-1], out=first[1:])
     return first
+
+
+ANCHOR_WORDS = 25
+"""Words per n-gram."""
+WINDOW = 26
+"""Number of consecutive n-grams, one of which is an anchor."""
+SHARED = ANCHOR_WORDS + WINDOW - 1
+"""Words of a shared passage that is always found."""
+
+
+def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
+    """Return the anchors of documents.
+
+    Returns:
+        Hashes of the anchors, [anchors]; the word of the document at which each begins, ascending
+        within a document, [anchors]; and their number in each document, [documents].
+    """
+    hashes, begin = batch.ngrams(ANCHOR_WORDS, short=False)
+    document = batch.words.document[begin]
+    chosen = np.empty(0, dtype=np.int64)
+    if len(hashes) >= WINDOW:
+        windows = np.lib.stride_tricks.sliding_window_view(hashes, WINDOW)
+        whole = np.flatnonzero(document[: len(windows)] == document[WINDOW - 1 :])
+        chosen = whole + windows[whole].argmin(axis=1)
+    counts = np.bincount(document, minlength=len(batch))
+    short = np.flatnonzero((counts < WINDOW)[document])  # a document of one incomplete window
+    order = short[np.lexsort((hashes[short], document[short]))]
+    first = np.ones(len(order), dtype=np.bool_)
+    first[1:] = document[order[1:]] != document[order[:-1]]
+    chosen = np.unique(np.concatenate((chosen, order[first])))
+    of_document = np.searchsorted(batch.words.document, np.arange(len(batch)))
+    words = begin[chosen] - of_document[document[chosen]]
+    return hashes[chosen], words, np.bincount(document[chosen], minlength=len(batch))
+
+
+def covered(words: I64) -> int:
+    """Count the words in the n-grams that begin at `words` (ascending), each once."""
+    return int(np.minimum(np.diff(words), ANCHOR_WORDS).sum()) + ANCHOR_WORDS if len(words) else 0

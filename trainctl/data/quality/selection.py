@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.quality.batches import Bool
 from trainctl.data.quality.columns import Columns, ColumnWriter
-from trainctl.data.quality.hashing import Bool
 
 CONTAMINATED, EXACT, NEAR, SUBSTRING = "contamination", "exact", "near", "substring"
 EXAMPLES = 5

@@ -2,26 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import deepspeed
 import torch
+import torch.nn.functional as F
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainctl.config.schema import CompileKind
-from trainctl.engines.deepspeed.experts import register_experts
-from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
-from trainctl.engines.deepspeed.model_parallel_unit import unit_of
-from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttention
+from trainctl.config.schema import CompileKind, DataType
+from trainctl.engines.deepspeed.process_groups import register_experts, unit_of
 from trainctl.engines.deepspeed.swap import remove_swap_folder
 from trainctl.engines.deepspeed.wrappers import adapter_of
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
-from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.process import ProcessMesh
 from trainctl.engines.protocol import Engine, Job
-from trainctl.engines.sums import Sums
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.precision import formats
+from trainctl.plan.types import RunPlan
+
+_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""State of a dynamic loss scale (deepspeed/runtime/fp16/loss_scaler.py)."""
+
+
+class DeepSpeedLossScale:
+    """DeepSpeed's loss scale, behind the trainer's `LossScale`."""
+
+    def __init__(self, scaler: LossScalerBase) -> None:
+        self._scaler = scaler
+
+    @classmethod
+    def of(cls, wrapper: Any, weights: DataType) -> DeepSpeedLossScale | None:
+        """Return the loss scale of DeepSpeed's optimizer; None if the weights are not fp16."""
+        return cls(wrapper.loss_scaler) if weights is DataType.fp16 else None
+
+    @property
+    def value(self) -> float:
+        return float(self._scaler.cur_scale)
+
+    def state(self) -> dict[str, float]:
+        """Return the values that `restore` takes; empty for a fixed scale."""
+        if not isinstance(self._scaler, DynamicLossScaler):
+            return {}
+        return {name: float(getattr(self._scaler, name)) for name in _COUNTERS}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a saved state. Nothing changes if the scale is fixed, or was when it was
+        saved.
+        """
+        if isinstance(self._scaler, DynamicLossScaler) and state:
+            # This launch may have a higher precision.min_loss_scale than the saved one.
+            self._scaler.cur_scale = max(state["cur_scale"], float(self._scaler.min_scale))
+            for name in _COUNTERS[1:]:
+                setattr(self._scaler, name, int(state[name]))
+
+    def is_smallest(self) -> bool:
+        """Return True if the scale cannot become smaller: DeepSpeed raises at the next overflow."""
+        scaler = self._scaler
+        return isinstance(scaler, DynamicLossScaler) and scaler.cur_scale <= scaler.min_scale
+
+
+@contextmanager
+def stop_at_smallest(scale: DeepSpeedLossScale | None) -> Iterator[None]:
+    """Turn DeepSpeed's exception for an exhausted loss scale, raised in an update, into a run's
+    error.
+
+    Raises:
+        TrainctlError: The update overflowed at the smallest scale; on all ranks, because they share
+            the overflow flag.
+    """
+    try:
+        yield
+    except Exception as error:
+        if scale is None or not scale.is_smallest():
+            raise
+        raise TrainctlError(
+            f"the gradients overflow fp16 even at the smallest loss scale, {scale.value:g}",
+            hint="the run diverges: a lower optimizer.lr, or precision=bf16",
+            exit_code=ExitCode.training_failed,
+        ) from error
+
+
+class SequenceParallelAttention:
+    """Attention over the whole sequence for models whose ranks hold parts of it.
+
+    DeepSpeed's Ulysses (arXiv:2309.14509; runtime/sequence_parallel/ulysses_sp.py) exchanges parts
+    of the sequence for heads around transformers' own attention function. transformers looks that
+    function up by name, so it is replaced in transformers' table while the engine lives.
+    """
+
+    def __init__(self, plan: RunPlan, mesh: ProcessMesh) -> None:
+        self._name = plan.config.model.attention.value
+        self._original = ALL_ATTENTION_FUNCTIONS[self._name]
+
+        @cache
+        def exchange(heads: int, kv_heads: int, width: int) -> UlyssesSPAttentionHF:
+            """Return the exchange for this tensor rank's heads, whose numbers may differ between
+            layers.
+            """
+            made = UlyssesSPAttentionHF(
+                attn=self._original,
+                batch_size=plan.batch.micro_batch_size,
+                attn_head_count=heads,
+                attn_head_size=width,
+                kv_head_count=kv_heads,
+                num_hidden_layers=plan.config.model.num_layers,
+                process_group=mesh.sequence.group,
+                seq_length_is_variable=True,
+            )
+            # `register_with_transformers` sets it too, but puts its own function into the table.
+            made.core_attn_implementation = self._name
+            return made
+
+        def attention(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            heads, width, own = query.shape[1], query.shape[-1], value.shape[-1]
+            # Values narrower than keys (latent attention) are padded with columns of zeros.
+            value = F.pad(value, (0, width - own))
+            # transformers' mask covers this rank's part only, so none is passed: the kernels are
+            # causal by themselves over the whole sequence.
+            output, weights = exchange(heads, key.shape[1], width)(
+                module, query, key, value, None, *args, **kwargs
+            )
+            # transformers' own attention functions return a dimension for the heads.
+            return output.unflatten(-1, (-1, width))[..., :own], weights
+
+        ALL_ATTENTION_FUNCTIONS[self._name] = attention
+
+    def close(self) -> None:
+        """Restore transformers' own function."""
+        ALL_ATTENTION_FUNCTIONS[self._name] = self._original
 
 
 class DeepSpeedEngine(Engine):
@@ -102,10 +226,6 @@ class DeepSpeedEngine(Engine):
                     self.deepspeed.step()  # before the boundary it only counts the micro-step
         return sums
 
-    def set_learning_rate(self, factor: float) -> None:
-        for group in self.states.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
         with self.times.part("optimizer"):
             if norm is not None and self.mesh.expert.size > 1:
@@ -129,9 +249,6 @@ class DeepSpeedEngine(Engine):
     @property
     def was_skipped(self) -> bool:
         return not self.deepspeed.was_step_applied()
-
-    def resume_at(self, step: int) -> None:
-        """Do nothing: no decision depends on DeepSpeed's own count of steps."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         loss = float(self.deepspeed(*self._arguments(batch)))

@@ -11,9 +11,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import groups
 from torch import nn
 
-from trainctl.engines.deepspeed.experts import partition_over
-from trainctl.engines.deepspeed.model_parallel_unit import unit_of
-from trainctl.engines.mesh import ProcessMesh
+from trainctl.engines.deepspeed.process_groups import partition_over, unit_of
+from trainctl.engines.process import ProcessMesh
 from trainctl.engines.shards import ParameterPiece, Read
 
 

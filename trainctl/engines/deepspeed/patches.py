@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.patch_conditions import (
+from trainctl.engines.patches import (
     DEEPSPEED_JSON,
     EXPERTS,
     FP16,
@@ -18,8 +18,10 @@ from trainctl.engines.patch_conditions import (
     STAGES_1_2,
     TENSOR,
     ZENFLOW,
+    How,
+    Table,
+    Use,
 )
-from trainctl.engines.patches import How, Table, Use
 
 _CHANGES = "trainctl.engines.deepspeed.changes"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

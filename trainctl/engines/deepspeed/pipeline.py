@@ -19,10 +19,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from trainctl.engines.deepspeed.engine import DeepSpeedEngine
-from trainctl.engines.mesh import Axis, ProcessMesh
-from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.engines.protocol import Job
-from trainctl.engines.sums import Sums
 from trainctl.plan.batches import Batch
 
 

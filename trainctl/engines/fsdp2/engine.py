@@ -2,19 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
-from trainctl.engines.fsdp2.settings import Settings
-from trainctl.engines.fsdp2.shards import shard
-from trainctl.engines.fsdp2.states import Shards
-from trainctl.engines.micro_batch import MicroBatch
-from trainctl.engines.protocol import Engine, Job
-from trainctl.engines.sums import Sums
-from trainctl.plan.batches import Batch
+from trainctl.engines.fragments import ElementRange, Fragment, square
+from trainctl.engines.fsdp2.shards import Settings, Sharded, shard, start_of
+from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.process import Axis
+from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine, Job, States
+from trainctl.engines.shards import Pieces
+
+
+class Shards(States):
+    """States whose tensors are each a range of one parameter, with the same range of its gradient.
+
+    Args:
+        optimizer: Optimizer of the shards.
+        parameters: All parameters that the model trains.
+        units: Modules that gather the parameters.
+        pieces: The piece of each shard.
+        replicas: The ranks over which parameters are sharded.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Sharded],
+        units: Sequence[FSDPModule],
+        pieces: Pieces,
+        replicas: Axis,
+    ) -> None:
+        self.optimizer = optimizer
+        self._units, self._parameters = units, parameters
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self.tensors = [each.shard for each in parameters]
+        self._groups = [groups[tensor] for tensor in self.tensors]
+        self.fragments = [
+            Fragment.of_piece(
+                pieces[shard], start_of(pieces[shard].shape, replicas), shard.numel(), index, 0
+            )
+            for index, shard in enumerate(self.tensors)
+            if shard.numel()
+        ]
+
+    def group(self, index: int) -> dict[str, Any]:
+        return self._groups[index]
+
+    def copy_masters_to_parameters(self) -> None:
+        """Free the gathered parameters, which hold the old values, so that torch gathers them
+        again.
+        """
+        for unit in self._units:
+            unit.reshard()
+
+    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        for fragment, gradient in self._gradients():
+            if fragment.owned:
+                yield fragment, square(gradient)
+
+    def change(self, change: Change) -> None:
+        for fragment, gradient in self._gradients():
+            change(ElementRange(fragment.name, None, fragment.start, fragment.numel), gradient)
+
+    def _gradients(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        for fragment in self.fragments:
+            gradient = self.tensors[fragment.tensor].grad
+            assert gradient is not None
+            yield fragment, gradient.view(-1)
+
+    def take_gradients(self) -> None:
+        """Give the shards the gradients of the step's backward passes."""
+        for each in self._parameters:
+            each.take_gradient()
+
+    @torch.no_grad()
+    def update(self, norm: float, limit: float | None) -> None:
+        """Clip the gradients and step.
+
+        Args:
+            limit: Clipping threshold; None does not clip.
+        """
+        if limit is not None and limit < norm + CLIPPING_EPSILON:
+            for _, gradient in self._gradients():
+                gradient.mul_(limit / (norm + CLIPPING_EPSILON))
+        self.optimizer.step()
+
+    def drop_gradients(self) -> None:
+        """Clear the gradients."""
+        for each in self._parameters:
+            each.drop_gradient()
 
 
 class Fsdp2Engine(Engine):
@@ -43,9 +124,6 @@ class Fsdp2Engine(Engine):
     def module(self) -> nn.Module:
         return self._module
 
-    def set_batch(self, batch: Batch) -> None:
-        self._batch = batch
-
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
         """Run forward and backward of each micro-batch.
 
@@ -66,10 +144,6 @@ class Fsdp2Engine(Engine):
         self.states.take_gradients()
         return sums
 
-    def set_learning_rate(self, factor: float) -> None:
-        for group in self.states.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
         assert norm is not None  # gradients can always be looked at
         with self.times.part("optimizer"):
@@ -83,14 +157,6 @@ class Fsdp2Engine(Engine):
     @property
     def norm_of_update(self) -> float | None:
         return self._norm
-
-    @property
-    def was_skipped(self) -> bool:
-        """Always False: no loss is scaled, and the trainer judges gradients that are not finite."""
-        return False
-
-    def resume_at(self, step: int) -> None:
-        """Do nothing: this engine counts no steps."""
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         loss = float(self._module(*self._arguments(batch)))

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from trainctl.config.schema import Accelerator
+from trainctl.engines import patch_checks as declared
+from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.fsdp2.engine import Fsdp2Engine
-from trainctl.engines.fsdp2.process import start_process
-from trainctl.engines.fsdp2.settings import Settings
-from trainctl.engines.fsdp2.shards import ShardMaker
-from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.process import Process
+from trainctl.engines.fsdp2.shards import Settings, ShardMaker
+from trainctl.engines.process import (
+    Process,
+    ProcessMesh,
+    compute_deterministically,
+    joined_process,
+    rendezvous_arguments,
+)
 from trainctl.engines.protocol import Engine, Job, MakeParameter
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
+
+
+def start_process(plan: RunPlan) -> Process:
+    """Join the ranks that the agent started, using the environment that it set."""
+    declared.apply(plan.config)
+    device = torch.device("cpu")
+    if plan.hardware.accelerator is not Accelerator.cpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if plan.config.training.deterministic:
+        compute_deterministically()
+    use_fp32_cpu_products(plan.config.precision, device)
+    timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=timeout, **rendezvous_arguments())
+    return joined_process(device, timeout)
 
 
 class Fsdp2Backend:

@@ -1,4 +1,4 @@
-"""Shards along the first dimension: each rank reads its own values only, and torch gathers them.
+"""Shards along the first dimension: a rank reads its own values only, and torch gathers the others.
 
 `fully_shard` splits the rows of a parameter as `torch.chunk` does: the last ranks may have fewer
 rows than the first, or none. So a shard is a range of the flattened parameter.
@@ -8,16 +8,80 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from trainctl.engines.fsdp2.settings import Settings
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces, Read
+from trainctl.plan.fsdp2 import PREFIX
+from trainctl.plan.types import RunPlan
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the engine, read from a plan."""
+
+    reshard_after_forward: bool
+    """Whether weights are freed after the forward pass and gathered again for the backward pass."""
+    param_dtype: torch.dtype
+    """Format in which weights are gathered."""
+    reduce_dtype: torch.dtype
+    """Format in which gradients are reduced."""
+    offload: bool
+    """Whether shards, their gradients and states are in host memory."""
+    pin_memory: bool
+    """Whether offloaded shards are in page-locked memory; without an accelerator they never are."""
+    reduce_every_micro_batch: bool
+    """Whether gradients are reduced in each backward pass, rather than once a step."""
+    optimizer: dict[str, Any]
+    """Class name and arguments of torch's optimizer; empty if the trainer builds its own."""
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Settings:
+        """Return the settings in a plan."""
+        told = plan.settings[PREFIX]
+        return cls(
+            reshard_after_forward=told["reshard_after_forward"],
+            param_dtype=_TYPES[told["param_dtype"]],
+            reduce_dtype=_TYPES[told["reduce_dtype"]],
+            offload=told["offload"],
+            pin_memory=told["pin_memory"],
+            reduce_every_micro_batch=told["reduce_every_micro_batch"],
+            optimizer=told.get("optimizer", {}),
+        )
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+
+    def offload_policy(self, device: torch.device) -> OffloadPolicy:
+        """Return the offload policy of a model that computes on `device`."""
+        if not self.offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.pin_memory and device.type != "cpu")
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return torch's optimizer over parameter groups, each of which has its own rate and
+        decay.
+        """
+        made: Optimizer = getattr(torch.optim, self.optimizer["type"])(
+            groups, **self.optimizer["params"]
+        )
+        return made
 
 
 def rows_of(count: int, axis: Axis) -> range:

@@ -20,23 +20,23 @@ from typing import Any, NoReturn
 from trainctl.engines import patch_checks as declared
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
-from trainctl.launch.agent.builds import BuildWatch, sweep_builders
-from trainctl.launch.agent.fork_server import Nursery
-from trainctl.launch.agent.guard import SignalGuard, leave
-from trainctl.launch.agent.hang_detection import HungRank, Watch
+from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
+from trainctl.launch.agent.fork_server import ForkServer
+from trainctl.launch.agent.guard import SignalGuard, exit_now
+from trainctl.launch.agent.hang_detection import HangDetector, HungRank
 from trainctl.launch.agent.node_identity import (
-    AgentPlace,
-    carry_tag,
-    find_place,
+    NodeIdentity,
+    exec_with_tag,
+    find_node_identity,
     prepare_ranks,
-    use_interface_towards,
+    set_gloo_interface,
 )
 from trainctl.launch.agent.ranks import RankExit, start_ranks, watch_ranks
 from trainctl.launch.agent.rendezvous import JoinWatch, NodeRendezvous
 from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
-from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
+from trainctl.runs.failures import describe, effective_return_code, error_line, is_lost_peer
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
@@ -63,7 +63,7 @@ def main() -> NoReturn:
     # SIGKILL: until the guard is started, this is the only process to end.
     launcher_pid = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
     die_with_parent(launcher_pid)
-    # Also blocked while this process executes itself again with its tag (`carry_tag`).
+    # Also blocked while this process executes itself again with its tag (`exec_with_tag`).
     early = {signal.SIGTERM} if sigterm_saves() else set()
     signal.pthread_sigmask(signal.SIG_BLOCK, early)
     parser = argparse.ArgumentParser(prog="python -m trainctl.launch.agent")
@@ -74,8 +74,8 @@ def main() -> NoReturn:
     arguments = parser.parse_args()
     run = RunPaths(arguments.run_dir)
     try:
-        place = find_place(os.environ, node=arguments.node, rendezvous=arguments.rendezvous)
-        tag = carry_tag(run, arguments.attempt, place.node)
+        place = find_node_identity(os.environ, node=arguments.node, rendezvous=arguments.rendezvous)
+        tag = exec_with_tag(run, arguments.attempt, place.node)
     except TrainctlError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         sys.exit(int(error.exit_code))
@@ -93,7 +93,7 @@ class Agent:
         launcher_pid: The parent of this process.
     """
 
-    def __init__(self, run: RunPaths, tag: RunTag, place: AgentPlace, launcher_pid: int) -> None:
+    def __init__(self, run: RunPaths, tag: RunTag, place: NodeIdentity, launcher_pid: int) -> None:
         assert tag.attempt is not None
         self._run = run
         self._attempt = run.attempt(tag.attempt)
@@ -116,10 +116,10 @@ class Agent:
             message = f"the agent failed: {type(error).__name__}: {error}"
             code = int(ExitCode.internal_error)
             self._report(code, message=message, exit_code=code)
-        sweep_builders(self._tag, grace_seconds=self._grace_seconds)
+        terminate_with_builds(self._tag, grace_seconds=self._grace_seconds)
         for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
             file.unlink(missing_ok=True)
-        leave(code)
+        exit_now(code)
 
     def _supervise(self) -> int:
         plan = read_plan(self._attempt.plan)
@@ -144,10 +144,12 @@ class Agent:
         nodes = plan.hardware.nodes
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
-            use_interface_towards(address)
+            set_gloo_interface(address)
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         prepare_ranks(plan, command.ranks_per_node)
-        nursery = Nursery(command, launcher.slow_phase_seconds) if command.is_forked else None
+        fork_server = (
+            ForkServer(command, launcher.slow_phase_seconds) if command.is_forked else None
+        )
         self._codes_are_ours = plan.config.script is None
         # A user's program needs a port, and `launcher.port` is honoured; else a file is enough.
         is_file = nodes == 1 and port is None and command.prepare
@@ -166,7 +168,7 @@ class Agent:
             # others then find it there.
             if self._node > 0:
                 help_to_prepare(plan)
-                rendezvous.await_mark("prepared", guard.yield_if_stopping)
+                rendezvous.await_mark("prepared", guard.block_if_stopping)
             if self._node == 0:
                 shown = Heartbeat(self._attempt.preparation)
                 prepare(
@@ -183,7 +185,7 @@ class Agent:
         code = 0
         oom_kills = host_oom_kills()
         # A user's program writes no heartbeats, so their absence means nothing.
-        watch = Watch(
+        watch = HangDetector(
             self._attempt,
             heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
             slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
@@ -203,7 +205,7 @@ class Agent:
         if command.is_users and self._node == 0:
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("program", command=redact_argv(command.rank_command))
-        stopping = guard.yield_if_stopping
+        stopping = guard.block_if_stopping
         joining = None
         if command.is_users and self._node == 0 and nodes * command.ranks_per_node > 1:
             joining = JoinWatch(rendezvous, self._report_not_joined)
@@ -213,11 +215,11 @@ class Agent:
             if joining is not None:
                 joining.look()
 
-        pids = start_ranks(command, rendezvous, self._tag, nursery, stopping)
+        pids = start_ranks(command, rendezvous, self._tag, fork_server, stopping)
         if watch_ranks(pids, self._tag, guard, watch, look, self._grace_seconds, on_failure):
             if joining is not None:
                 joining.look(at_end=True)
-            rendezvous.stay_for_others(stopping)
+            rendezvous.wait_for_other_nodes(stopping)
         return code
 
     def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
@@ -230,16 +232,16 @@ class Agent:
             node = command.nodes[culprit // command.ranks_per_node]
             where = {"pid": None, "node": node.node, "host": node.host}
         log = self._attempt.rank_log(rank)
-        return_code = settle(return_code, log)
+        return_code = effective_return_code(return_code, log)
         fields = describe(
             return_code,
             log,
             host_oom_kills=oom_kills,
             disk_is_full=disk_is_full(self._run.root),
-            codes_are_ours=self._codes_are_ours,
+            uses_trainctl_codes=self._codes_are_ours,
         )
         cause = Cause(fields["cause"])
-        code = exit_code(return_code, cause, codes_are_ours=self._codes_are_ours)
+        code = exit_code(return_code, cause, uses_trainctl_codes=self._codes_are_ours)
         self._report(code, rank=rank, **where, **fields)
         return code
 

@@ -45,7 +45,7 @@ class BuildWatch:
         self._told: set[str] = set()
 
     def look(self) -> None:
-        """Report builds that began or ended. Looks at most once a second."""
+        """HostReport builds that began or ended. Looks at most once a second."""
         now = time.monotonic()
         if not self._waiting or now - self._looked < _LOOK_SECONDS:
             return
@@ -73,7 +73,7 @@ class BuildWatch:
                         self._on_build(operator, seconds)
 
 
-def sweep_builders(tag: RunTag, *, grace_seconds: float) -> None:
+def terminate_with_builds(tag: RunTag, *, grace_seconds: float) -> None:
     """End every process that carries the tag, and remove the locks of builds that this interrupts.
 
     Locks that no living process holds are removed too.

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from trainctl.runs.command import FORK_FLAG, AttemptCommand
-from trainctl.runs.processes import adopt_orphans, blocked_for_ranks
+from trainctl.runs.processes import adopt_orphans, block_sigterm
 
 _POLL_SECONDS = 0.02
 
 
-class Nursery:
+class ForkServer:
     """The agent's handle on the fork server; creating it starts the server.
 
     Args:
@@ -33,7 +33,7 @@ class Nursery:
     def __init__(self, command: AttemptCommand, patience_seconds: float) -> None:
         self._deadline = time.monotonic() + patience_seconds
         adopt_orphans()
-        with blocked_for_ranks():
+        with block_sigterm():
             self._process = subprocess.Popen(
                 [*command.rank_command, FORK_FLAG],
                 stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ class Nursery:
             )
 
     def fork(
-        self, variables: Sequence[Mapping[str, str]], still_wanted: Callable[[], None]
+        self, variables: Sequence[Mapping[str, str]], check_stop: Callable[[], None]
     ) -> list[int] | None:
         """Fork one rank for each set of variables, and return their pids: children of this process.
 
@@ -52,7 +52,7 @@ class Nursery:
 
         Args:
             variables: Variables of each rank, added to the server's environment.
-            still_wanted: Called again and again; does not return when this process is to end.
+            check_stop: Called again and again; does not return when this process is to end.
         """
         order, answer = self._process.stdin, self._process.stdout
         assert order is not None and answer is not None
@@ -61,7 +61,7 @@ class Nursery:
                 order.write(json.dumps([dict(of_rank) for of_rank in variables]).encode() + b"\n")
             said = b""
             while not said.endswith(b"\n"):
-                still_wanted()
+                check_stop()
                 if select.select([answer], [], [], _POLL_SECONDS)[0]:
                     part = os.read(answer.fileno(), 1 << 16)
                     if not part:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from trainctl.launch.agent.builds import sweep_builders
+from trainctl.launch.agent.builds import terminate_with_builds
 from trainctl.runs.processes import LEASE_END, RunTag, die_with_parent
 
 _STDIN = 0
@@ -73,7 +73,7 @@ class SignalGuard:
         self._thread.start()
         die_with_parent(self._launcher_pid, death_signal=signal.SIGTERM)
 
-    def yield_if_stopping(self) -> None:
+    def block_if_stopping(self) -> None:
         """Return at once, unless this process is being ended: then never return."""
         if self._stopping.is_set():
             self.wait_for_end()
@@ -87,11 +87,11 @@ class SignalGuard:
         number, loss = self._await_end()
         self._stopping.set()
         try:
-            sweep_builders(self._tag, grace_seconds=self._grace_seconds)
+            terminate_with_builds(self._tag, grace_seconds=self._grace_seconds)
             if loss:
                 self._on_orphaned(loss)
         finally:
-            leave(128 + number)
+            exit_now(128 + number)
 
     def _await_end(self) -> tuple[int, str]:
         """Return the signal that ends this node, and how the launcher was lost, if it was."""
@@ -122,7 +122,7 @@ class SignalGuard:
                 return signal.SIGTERM, f"has not been heard for {self._lease_seconds:.0f} s"
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process without unloading libraries: a failure there may change the exit code."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()

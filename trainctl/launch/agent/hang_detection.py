@@ -34,7 +34,7 @@ class HungRank:
     """Lines of its stack if it answered, else of its state in `/proc`."""
 
 
-class Watch:
+class HangDetector:
     """Monitor of the heartbeats of a node's ranks.
 
     Silence is added up between looks, and capped for each: time in which the agent itself was
@@ -113,11 +113,11 @@ class Watch:
         message = f"is hung: no sign of life for {self._silence[rank]:.0f} s (in {where})"
         if stack is not None:
             return HungRank(rank, pid, f"{message}; it is at {_place(stack)}", tuple(stack))
-        state = kernel_account(pid)
+        state = kernel_state(pid)
         return HungRank(rank, pid, f"{message}; it does not answer: {state[0]}", tuple(state))
 
 
-def kernel_account(pid: int) -> list[str]:
+def kernel_state(pid: int) -> list[str]:
     """Return lines from `/proc` about a process that does not answer, its state first."""
     lines = []
     folder = Path("/proc", str(pid))

@@ -14,7 +14,7 @@ from trainctl.hardware.builds import tools_path
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.network import interface_towards
+from trainctl.runs.network import outgoing_interface
 from trainctl.runs.processes import LEASE_VARIABLE, NODE_VARIABLE, RunTag
 from trainctl.runs.rank_entry import BENCHMARK_VARIABLE, PROCESSORS_VARIABLE
 
@@ -30,7 +30,7 @@ _NODE_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class AgentPlace:
+class NodeIdentity:
     """Node number and rendezvous of one agent."""
 
     node: int
@@ -41,9 +41,9 @@ class AgentPlace:
     """Longest silence of the launcher on stdin; None if stdin is no lease."""
 
 
-def find_place(
+def find_node_identity(
     environment: Mapping[str, str], *, node: int | None, rendezvous: str | None
-) -> AgentPlace:
+) -> NodeIdentity:
     """Return the place of this agent: from arguments, else the environment, else node 0.
 
     Raises:
@@ -54,14 +54,14 @@ def find_place(
         node = int(next(found, "0"))
     rendezvous = rendezvous or environment.get(RENDEZVOUS_VARIABLE)
     lease = environment.get(LEASE_VARIABLE)
-    return AgentPlace(
+    return NodeIdentity(
         node=node,
         rendezvous=None if rendezvous is None else _endpoint(rendezvous),
         lease_seconds=None if lease is None else float(lease),
     )
 
 
-def carry_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
+def exec_with_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
     """Return the tag of the attempt on this node, and make sure that this process carries it.
 
     An agent that a scheduler started has no tag. It executes itself again with the tag's variables:
@@ -74,14 +74,14 @@ def carry_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
     return tag
 
 
-def use_interface_towards(address: str | None) -> None:
+def set_gloo_interface(address: str | None) -> None:
     """Have gloo use the interface that reaches the first node, unless the user chose another one.
 
     By itself gloo takes the address of the host's own name, often the loopback device's.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    interface = interface_towards(address) if address else None
+    interface = outgoing_interface(address) if address else None
     if interface is None:
         raise TrainctlError(
             f"no network interface of this machine reaches the first node ({address})",

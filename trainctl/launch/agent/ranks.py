@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trainctl.launch.agent.builds import sweep_builders
-from trainctl.launch.agent.fork_server import Nursery
+from trainctl.launch.agent.builds import terminate_with_builds
+from trainctl.launch.agent.fork_server import ForkServer
 from trainctl.launch.agent.guard import SignalGuard
-from trainctl.launch.agent.hang_detection import HungRank, Watch
+from trainctl.launch.agent.hang_detection import HangDetector, HungRank
 from trainctl.launch.agent.rendezvous import NodeRendezvous
 from trainctl.runs.command import AttemptCommand
-from trainctl.runs.processes import STORE_VARIABLE, RunTag, blocked_for_ranks
+from trainctl.runs.processes import STORE_VARIABLE, RunTag, block_sigterm
 
 _LOOK_SECONDS = 0.02
 
@@ -39,23 +39,23 @@ def start_ranks(
     command: AttemptCommand,
     rendezvous: NodeRendezvous,
     tag: RunTag,
-    nursery: Nursery | None,
-    still_wanted: Callable[[], None],
+    fork_server: ForkServer | None,
+    check_stop: Callable[[], None],
 ) -> dict[int, int]:
     """Start the ranks of this node, and return the pid of each rank.
 
     Args:
         tag: Tag of the attempt's processes.
-        nursery: Fork server for the ranks; if it was killed, its pid stands for the first rank.
+        fork_server: Fork server for the ranks; if it was killed, its pid stands for the first rank.
             None starts each rank as a command.
-        still_wanted: Called again and again; does not return when this process is to end.
+        check_stop: Called again and again; does not return when this process is to end.
     """
     variables = rank_variables(command, rendezvous)
     pids = None
-    if nursery is not None:
-        pids = nursery.fork(variables, still_wanted)
+    if fork_server is not None:
+        pids = fork_server.fork(variables, check_stop)
         if pids is None:
-            sweep_builders(tag, grace_seconds=0)  # the server may have forked some ranks
+            terminate_with_builds(tag, grace_seconds=0)  # the server may have forked some ranks
     if pids is None:
         pids = [_start(of_rank) for of_rank in variables]
     return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
@@ -92,7 +92,7 @@ def watch_ranks(
     pids: Mapping[int, int],
     tag: RunTag,
     guard: SignalGuard,
-    watch: Watch,
+    watch: HangDetector,
     look: Callable[[], None],
     grace_seconds: float,
     on_failure: Callable[[RankExit | HungRank], None],
@@ -111,12 +111,12 @@ def watch_ranks(
     while True:
         codes = {rank: _return_code(pid) for rank, pid in pids.items()}
         # Check after reading the codes: a rank that the guard ended has not failed.
-        guard.yield_if_stopping()
+        guard.block_if_stopping()
         failed = [RankExit(rank, pids[rank], code) for rank, code in codes.items() if code]
         if failed:
             # Killed ranks first: their peers fail a moment later by a broken connection.
             on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
-            sweep_builders(tag, grace_seconds=grace_seconds)
+            terminate_with_builds(tag, grace_seconds=grace_seconds)
             return False
         alive = {rank: pids[rank] for rank, code in codes.items() if code is None}
         if not alive:
@@ -125,14 +125,14 @@ def watch_ranks(
         hung = watch.find_hung(alive)
         if hung is not None:
             on_failure(hung)
-            sweep_builders(tag, grace_seconds=0)  # peers wait for it, and it may be stopped
+            terminate_with_builds(tag, grace_seconds=0)  # peers wait for it, and it may be stopped
             return False
         time.sleep(_LOOK_SECONDS)
 
 
 def _start(variables: Mapping[str, str]) -> int:
     """Start a rank as a command. Until it opens its own log, it writes to the agent's log."""
-    with blocked_for_ranks():
+    with block_sigterm():
         started = subprocess.Popen(
             [sys.executable, "-P", "-m", "trainctl.runs.rank_entry"],
             env={**os.environ, **variables},

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.imports import uncollected
+from trainctl.runs.imports import gc_disabled
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -90,13 +90,13 @@ class NodeRendezvous:
             self._store.set(f"{self.run_id}/{name}", "1")
 
     def await_mark(
-        self, name: str, still_wanted: Callable[[], None], patience_seconds: float = inf
+        self, name: str, check_stop: Callable[[], None], patience_seconds: float = inf
     ) -> None:
         """Wait until a node has set the mark.
 
         Args:
             name: The name given to `mark`.
-            still_wanted: Called again and again; does not return when this process is to end.
+            check_stop: Called again and again; does not return when this process is to end.
             patience_seconds: Longest wait; the method then returns without the mark.
 
         Raises:
@@ -105,7 +105,7 @@ class NodeRendezvous:
         assert self._store is not None
         deadline = time.monotonic() + patience_seconds
         while time.monotonic() < deadline:
-            still_wanted()
+            check_stop()
             try:
                 self._store.wait([f"{self.run_id}/{name}"], _LOOK)
             except RuntimeError as error:  # base class of torch's store errors
@@ -117,13 +117,13 @@ class NodeRendezvous:
             else:
                 return
 
-    def stay_for_others(self, still_wanted: Callable[[], None]) -> None:
+    def wait_for_other_nodes(self, check_stop: Callable[[], None]) -> None:
         """Have the first node keep the store until no rank of another node needs it."""
         if self.node > 0:
             self.mark(f"ended-{self.node}")
             return
         for node in range(1, self._nodes):
-            self.await_mark(f"ended-{node}", still_wanted, _OTHERS_SECONDS)
+            self.await_mark(f"ended-{node}", check_stop, _OTHERS_SECONDS)
 
     def num_keys(self) -> int:
         """Return the number of entries in the store: the agents', and the ranks' once they join."""
@@ -167,7 +167,7 @@ class JoinWatch:
 
 
 def _keep(address: str, listener: socket.socket) -> TCPStore:
-    with uncollected():
+    with gc_disabled():
         from torch.distributed import TCPStore
 
     return TCPStore(
@@ -181,7 +181,7 @@ def _keep(address: str, listener: socket.socket) -> TCPStore:
 
 
 def _connect(address: str, port: int) -> TCPStore:
-    with uncollected():
+    with gc_disabled():
         from torch.distributed import TCPStore
 
     try:

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainctl.memory.budget import MemoryBudget
-from trainctl.memory.components import NAMES, Components
 from trainctl.memory.constants import GIB
+from trainctl.memory.rank import NAMES, Components
 from trainctl.monitor.report.figure import save_chart
 
 LEAST_SHARE = 0.002

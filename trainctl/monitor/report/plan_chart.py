@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import device_budget
 from trainctl.memory.constants import GIB
+from trainctl.memory.traced import traced_model
 from trainctl.monitor.report.figure import COLOURS, INK, QUIET, save_chart
 from trainctl.search.search import Search
 from trainctl.search.space import Candidate
-from trainctl.search.traces import traced_model
 
 HIGHEST = 6.0
 """Largest multiple of the fastest step time that is drawn; slower variants are only counted."""

@@ -25,7 +25,7 @@ class FunctionConfig(FilterConfig):
 SPEC = Filter(
     name="function",
     keys=FunctionConfig,
-    build="trainctl.data.quality.lists:function",
+    build="trainctl.data.quality.statistics:user_function",
     bounds=at_least(minimum="score") + at_most(maximum="score"),
     settings=("call",),
 )

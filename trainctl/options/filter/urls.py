@@ -25,7 +25,7 @@ class UrlsConfig(FilterConfig):
 SPEC = Filter(
     name="urls",
     keys=UrlsConfig,
-    build="trainctl.data.quality.lists:urls",
+    build="trainctl.data.quality.statistics:url_list",
     bounds=at_most(max_matches="matches"),
     settings=("file",),
 )

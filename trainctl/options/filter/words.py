@@ -26,7 +26,7 @@ class WordsConfig(FilterConfig):
 SPEC = Filter(
     name="words",
     keys=WordsConfig,
-    build="trainctl.data.quality.lists:words",
+    build="trainctl.data.quality.statistics:word_list",
     bounds=at_most(max_words="listed", max_share="listed_share"),
     settings=("file",),
 )

@@ -25,12 +25,7 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
-from trainctl.data.user_functions import user_code_digest
-from trainctl.engines import patch_checks as declared
-from trainctl.engines.patches import At
-from trainctl.errors import TrainctlError
-from trainctl.models.anatomy import (
+from trainctl.config.anatomy import (
     Anatomy,
     Attention,
     Block,
@@ -40,6 +35,11 @@ from trainctl.models.anatomy import (
     block_of,
     shape_in,
 )
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
+from trainctl.data.user_functions import user_code_digest
+from trainctl.engines import patch_checks as declared
+from trainctl.engines.patches import At
+from trainctl.errors import TrainctlError
 from trainctl.train.models.fake import failure_hint, has_own_code, in_words
 from trainctl.train.models.initial import NonShardableInit, parameter_initializers
 from trainctl.train.models.model import blocks, transformers_config, users_model

@@ -1,6 +1,6 @@
 """`python -m trainctl.train.models.hf_weights_entry`: compare weights with the model.
 
-`trainctl.search.model_files` starts it if the names in the files are not the model's own, and reads
+`trainctl.search.input_files` starts it if the names in the files are not the model's own, and reads
 the answer from the last line of standard output.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
+from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig
-from trainctl.models.safetensors_files import stored_tensors
 
 
 def main() -> None:

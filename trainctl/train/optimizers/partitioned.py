@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 
 Transformation = Callable[[torch.Tensor, Axis], torch.Tensor]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.engines.shards import Pieces, Shard
 from trainctl.errors import TrainctlError
 

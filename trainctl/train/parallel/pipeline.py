@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.engines.mesh import Axis, ProcessMesh
 from trainctl.engines.micro_batch import document_lengths
+from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.train.models.model import has_flash_attention
 from trainctl.train.objectives.loss import LossModule
 from trainctl.train.parallel.shard_plan import MULTIPLIERS, shard_plan_of

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.train.adapters.layers import DoraLayer, LoraLayer
 from trainctl.train.parallel.collectives import Reduce, ReduceScatter
 

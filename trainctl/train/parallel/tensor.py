@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainctl.engines.mesh import Axis
+from trainctl.engines.process import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces, Shard
 from trainctl.errors import TrainctlError
 from trainctl.options.model import Region

@@ -8,18 +8,75 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch.optim import Optimizer
 
-from trainctl.engines.deepspeed.updaters import updater_of
 from trainctl.engines.fragments import ElementRange, Fragment, cut, square
-from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.protocol import Change, States
+from trainctl.engines.process import ProcessMesh
+from trainctl.engines.protocol import Change, States, Updater
 from trainctl.engines.shards import Pieces
-from trainctl.engines.updater import Updater
+
+
+class _CountsInInt(Updater):
+    """Updater of DeepSpeedCPULion, whose step count is an int."""
+
+    def step_count(self, tensor: torch.Tensor, value: float) -> int:
+        return int(value)
+
+
+class _FusedLion(_CountsInInt):
+    """Updater of FusedLion, which counts steps on the last parameter of a group only and ignores
+    them.
+    """
+
+    has_uniform_step_count = False
+
+
+class _CPUAdam(_CountsInInt):
+    """Updater of DeepSpeedCPUAdam, whose host kernel keeps values beyond the states."""
+
+    def state_type(self, tensor: torch.Tensor) -> torch.dtype:
+        if self.optimizer.fp32_optimizer_states:
+            return torch.float32  # also under bf16 master weights
+        return tensor.dtype
+
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Repeat the steps of the kernel's counters, on a tensor of one element.
+
+        CPUAdam keeps the powers of its betas as running products in fp32 (csrc/includes/cpu_adam.h,
+        IncrementStep); a power computed at once differs in the last bit.
+        """
+        one = torch.zeros(1)
+        for step in range(1, int(scalars.get("step", 0)) + 1):
+            group = self.optimizer.param_groups[0]
+            self.optimizer.ds_opt_adam.adam_update(
+                self.optimizer.opt_id,
+                step,
+                0.0,
+                *group["betas"],
+                group["eps"],
+                0.0,
+                group["bias_correction"],
+                *(one, one, one, one),
+            )
+
+
+_KINDS = {
+    DeepSpeedCPUAdam: _CPUAdam,
+    DeepSpeedCPULion: _CountsInInt,
+    FusedLion: _FusedLion,
+}
+
+
+def updater_of(optimizer: Optimizer) -> Updater:
+    """Return the updater for the class of the optimizer that makes the update."""
+    found = (adapter for kind, adapter in _KINDS.items() if isinstance(optimizer, kind))
+    return next(found, Updater)(optimizer)
 
 
 class Wrapper(States):
@@ -67,21 +124,6 @@ class Wrapper(States):
 
     def restore_scalars(self, scalars: Mapping[str, float]) -> None:
         updater_of(self.optimizer).restore_scalars(scalars)
-
-    def check_readable(self) -> None:
-        """Do nothing: this process holds the states."""
-
-    def is_swapped(self, index: int) -> bool:
-        return False
-
-    def numel(self, index: int) -> int:
-        return self.tensors[index].numel()
-
-    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sync_master_weights(self) -> None:
-        """Do nothing: the master weights follow every update."""
 
     @property
     def scale(self) -> float:
@@ -143,3 +185,28 @@ class Wrapper(States):
     def _clear(self) -> None:
         """Clear the gradients as an update does."""
         self._wrapper.zero_grad()
+
+
+class OnHost(Wrapper):
+    """Mixin for optimizers in host memory; it comes before the wrapper's class."""
+
+    def _gradient(self, index: int) -> list[torch.Tensor]:
+        gradient = self.tensors[index].grad
+        return [] if gradient is None else [gradient]
+
+    def _change(self, index: int, change: Change) -> None:
+        super()._change(index, change)
+        for fragment, _, values in self._cut(index):  # one part per fragment: the gradient is flat
+            self._wrapper.norm_for_param_grads[self._key(fragment)] = square(values).sqrt().float()
+
+    def _noted_squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        """Yield sums of squares from the norms that DeepSpeed took, without reading gradients from
+        NVMe.
+        """
+        for fragment in self._by_tensor[index]:
+            norm = self._wrapper.norm_for_param_grads.get(self._key(fragment))
+            if fragment.owned and norm is not None:
+                yield fragment, torch.as_tensor(norm).double().cpu().square()
+
+    def _key(self, fragment: Fragment) -> int:
+        return int(self._wrapper.get_param_id(self._parameters[fragment.name]))

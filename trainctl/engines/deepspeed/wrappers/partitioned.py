@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainctl.engines.deepspeed.wrappers.base import Wrapper
-from trainctl.engines.deepspeed.wrappers.on_host import OnHost
+from trainctl.engines.deepspeed.wrappers.base import OnHost, Wrapper
 from trainctl.engines.fragments import ElementRange, Fragment, split_transposed
 from trainctl.engines.protocol import Change
 

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 
 from trainctl.engines.deepspeed.partition import partition_range
-from trainctl.engines.deepspeed.updaters import updater_of
-from trainctl.engines.deepspeed.wrappers.base import Wrapper
-from trainctl.engines.deepspeed.wrappers.on_host import OnHost
+from trainctl.engines.deepspeed.wrappers.base import OnHost, Wrapper, updater_of
 from trainctl.engines.deepspeed.wrappers.partitioned import gradient_parts
 from trainctl.engines.fragments import Fragment
-from trainctl.engines.protocol import Change
-from trainctl.engines.updater import Updater
+from trainctl.engines.protocol import Change, Updater
 from trainctl.errors import TrainctlError
 
 

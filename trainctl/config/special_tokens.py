@@ -1,0 +1,178 @@
+"""Vocabulary size and end-of-document token of a tokenizer, read from its JSON files.
+
+The end-of-document token is the first of these that exists:
+
+1. `eos_token` of `tokenizer_config.json`, then of `special_tokens_map.json`, next to the tokenizer;
+2. `eos_token_id` of `generation_config.json`, then of `config.json`, next to it (the first of
+   several);
+3. a token of the vocabulary with one of the names in `END_NAMES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.errors import TrainctlError
+
+END_NAMES = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|eos|>",
+    "<|im_end|>",
+)
+"""Names that published tokenizers give to their end-of-document token, most specific first."""
+
+
+LARGEST_GAP = 1_000_000
+"""Maximum number of unused ids: tables have a row for each id, and published files leave a few
+thousand unused.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """Facts about a tokenizer, known without its library."""
+
+    vocab_size: int
+    """Largest id + 1; there may be unused ids below."""
+    end_of_document: int | None = None
+    """Id appended to each document; None if there is none."""
+    end_token: str = ""
+    found_in: str = ""
+    """Origin of the end-of-document token; empty without one."""
+
+    def describe(self, rows: int) -> str:
+        """Describe the ids and the document end, for a model whose embedding has `rows` rows."""
+        ids = f"{self.vocab_size:,} of {rows:,} ids"
+        if self.end_of_document is None:
+            return f"{ids}, nothing ends a document"
+        end = self.end_of_document
+        token = f"{self.end_token} ({end})" if self.end_token else f"id {end}"
+        where = f", by {self.found_in}" if self.found_in else ""
+        return f"{ids}, {token} ends a document{where}"
+
+
+def read_facts(path: Path) -> TokenizerFacts:
+    """Read the facts from a `tokenizers` file and the files next to it.
+
+    Raises:
+        TrainctlError: One of the files is missing or malformed; names the file.
+    """
+    vocabulary = _vocabulary(path)
+    size = max(vocabulary.values(), default=-1) + 1
+    if size == 0:
+        raise _malformed(path, "has no tokens")
+    if size > len(vocabulary) + LARGEST_GAP:
+        token = max(vocabulary, key=lambda each: vocabulary[each])
+        raise _malformed(
+            path, f"gives {token!r:.40} the id {size - 1:,}, and has {len(vocabulary):,} tokens"
+        )
+    for token, number, found_in in _ends(path, vocabulary):
+        return TokenizerFacts(size, number, token, found_in)
+    return TokenizerFacts(size)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Return ids by token; added tokens take precedence."""
+    content = _read(path)
+    model = content.get("model")
+    listed = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(listed, dict):
+        found = dict(listed)
+    elif isinstance(listed, list):  # unigram: tokens with their scores
+        found = {
+            str(item[0]): number
+            for number, item in enumerate(listed)
+            if isinstance(item, list) and item
+        }
+    else:
+        raise _malformed(path, "is no tokenizers file: model.vocab is missing")
+    added = content.get("added_tokens") or []
+    for item in added if isinstance(added, list) else []:
+        if not isinstance(item, dict) or "content" not in item or "id" not in item:
+            raise _malformed(path, f"has a broken entry in added_tokens: {item!r:.80}")
+        found[str(item["content"])] = item["id"]
+    for token, number in found.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise _malformed(path, f"gives {token!r:.40} the id {number!r:.40}")
+    return found
+
+
+def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
+    """Yield token, id and origin of each candidate for the document end, in order of precedence."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = beside(path, name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            continue
+        if not isinstance(token, str) or token not in vocabulary:
+            raise _malformed(
+                path.with_name(name), f"has eos_token {token!r:.60}, which {path.name} lacks"
+            )
+        yield token, vocabulary[token], f"eos_token of {name}"
+    names = {number: token for token, number in vocabulary.items()}
+    for name in ("generation_config.json", "config.json"):
+        number = next(iter(_end_ids(path, name)), None)
+        if number in names:
+            yield names[number], number, f"eos_token_id of {name}"
+    for token in END_NAMES:
+        if token in vocabulary:
+            yield token, vocabulary[token], "its name"
+
+
+def end_ids(path: Path) -> list[int]:
+    """Return all ids that end generation, by `generation_config.json` next to a tokenizer.
+
+    Raises:
+        TrainctlError: It cannot be read.
+    """
+    return _end_ids(path, "generation_config.json")
+
+
+def _end_ids(path: Path, name: str) -> list[int]:
+    said = beside(path, name).get("eos_token_id")
+    return [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)]
+
+
+def beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file next to the tokenizer's; empty if there is no such file.
+
+    Raises:
+        TrainctlError: It cannot be read.
+    """
+    other = path.with_name(name)
+    return _read(other) if other.is_file() else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # reading a pipe would block
+        raise _malformed(path, "is no regular file")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainctlError(
+            f"cannot read {path}: {error.strerror}",
+            hint="give a tokenizers JSON file, or a transformers directory with tokenizer.json",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _malformed(path, f"is not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise _malformed(
+            path, f"is no JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, f"is no JSON that can be read ({error!s:.80})") from None
+    if not isinstance(content, dict):
+        raise _malformed(path, "holds no JSON object")
+    return content
+
+
+def _malformed(path: Path, why: str) -> TrainctlError:
+    return TrainctlError(f"{path} {why}", hint="save the tokenizer again, or copy it anew")

@@ -1,0 +1,288 @@
+"""Checks of a corpus before the ranks start, without reading all of it.
+
+They look at the sizes and beginnings of files. Each kind of problem is one finding, with the number
+of files that have it and the first of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from trainctl.config.quality import HELD_OUT
+from trainctl.config.registry import load
+from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, RunConfig
+from trainctl.config.special_tokens import TokenizerFacts
+from trainctl.config.text.files import (
+    FoundFiles,
+    TextFiles,
+    endings_of,
+    find,
+    hint_for,
+    no_files_message,
+    order,
+    split_files,
+)
+from trainctl.config.text.remote import File
+from trainctl.config.text.stall_notice import warn_if_stalled
+from trainctl.config.text.stream import Damaged, is_compressed
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+
+UNNAMED = "TC074"
+MISSING = "TC115"
+BINARY = "TC138"
+TEXT_KEY = "TC139"
+FOLDER = "TC140"
+SIDES = "TC141"
+BAD_TEXT = "TC142"
+OVERLAP = "TC350"
+UNFIT_IDS = "TC360"
+
+_FILES_OPENED = 1000
+"""Maximum local files opened per key, in order: more would delay a launch."""
+_REMOTE_OPENED = 20
+"""Maximum remote files opened per key."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileProblem:
+    """A problem of one file."""
+
+    rule: str
+    """Identifier of its finding."""
+    kind: str
+    """Kind of problem: files with the same kind share a finding."""
+    message: str
+    hint: str
+    key: str = ""
+    """Key to change; empty for the key that names the file."""
+    exit_code: ExitCode = ExitCode.bad_input
+    """Exit code of a command that stops because of it."""
+
+
+Look = Callable[[File, Any], FileProblem | None]
+"""Function that returns the problem of a file under its section, judged by its beginning. It
+raises OSError or TrainctlError if the file cannot be read.
+"""
+
+
+def check_text(config: RunConfig) -> list[Finding]:
+    """Return findings about the files of `data.paths` and `data.held_out_paths`, of each source."""
+    if config.data.sources:
+        return _check_sources(config)
+    data = config.data
+    if not isinstance(data, DataFromPaths) or data.factory is not None:
+        return []
+    spec = load("data", data.kind)
+    findings: list[Finding] = []
+    if not data.paths:
+        message = f"data.kind={data.kind} needs data.paths"
+        hint = f'data.paths=["/path/to/*{spec.endings[0]}"]'
+        findings.append(Finding(rule=UNNAMED, key="data.paths", message=message, hint=hint))
+    for key, patterns in (("paths", data.paths), ("held_out_paths", data.held_out_paths)):
+        found = []
+        for pattern in patterns:
+            try:
+                found.append((pattern, find(pattern, spec.endings, spec.choose)))
+            except TrainctlError as error:  # no server answers
+                findings.append(_not_read(f"data.{key}", error))
+        findings += _of_patterns(f"data.{key}", found, spec.endings)
+        files = sorted({file for _, each in found for file in each.files}, key=order)
+        look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
+        if look is not None:
+            findings += _check_files(f"data.{key}", files, data, look)
+    has_error = any(finding.is_error for finding in findings)
+    if data.paths and not has_error and spec.is_plain:
+        split = split_files(data)
+        of_sides = [*_check_split_sizes(config, data, split)]
+        if of_sides and not any(is_compressed(file) for file in (*split.train, *split.held_out)):
+            findings += of_sides
+    return findings
+
+
+def _facts(config: RunConfig) -> TokenizerFacts | None:
+    """Return the facts of the tokenizer; None if its file is missing (another finding)."""
+    try:
+        facts: TokenizerFacts = load("tokenizer", config.tokenizer.kind).facts(config.tokenizer)
+        return facts
+    except (TrainctlError, OSError):
+        return None
+
+
+def _check_sources(config: RunConfig) -> list[Finding]:
+    """Return the findings of each source, under its own keys, and overlaps between sources."""
+    found = [
+        replace(
+            finding,
+            key=with_source_keys(name, section, finding.key),
+            message=with_source_keys(name, section, finding.message),
+            hint=with_source_keys(name, section, finding.hint),
+        )
+        for name, section in config.data.sources.items()
+        for finding in check_text(replace(config, data=cast(DataConfig, section)))
+    ]
+    return found if any(each.is_error for each in found) else [*found, *_overlaps(config.data)]
+
+
+def _overlaps(data: DataConfig) -> Iterator[Finding]:
+    """Find files that one source holds out and another trains on.
+
+    Deduplication and decontamination may still drop their texts, so nothing is reported with them.
+    """
+    if data.dedup is not Dedup.none or HELD_OUT in data.decontaminate:
+        return
+    sides = {}
+    for name, section in data.sources.items():
+        if not load("data", section.kind).is_prepared:
+            files = split_files(cast(DataConfig, section))
+            sides[name] = TextFiles([], []) if files.by_document else files
+    for name, files in sides.items():
+        for other, others in sides.items():
+            both = sorted({*files.train} & {*others.held_out}, key=order) if name != other else []
+            if both:
+                more = f" and {len(both) - 1:,} more" if len(both) > 1 else ""
+                yield Finding(
+                    rule=OVERLAP,
+                    key=f"data.sources.{name}.held_out_fraction",
+                    message=f"data.sources.{name} trains on {both[0]}{more}, which "
+                    f"data.sources.{other} holds out",
+                    hint="data.decontaminate=[held_out] leaves them out; or the same share of the "
+                    "same files in both",
+                )
+
+
+def with_source_keys(name: str, section: Any, text: str) -> str:
+    """Replace keys of `data` in a text by the keys of a source.
+
+    Names of files may look like keys, such as `data.jsonl`.
+    """
+    names = "|".join(field.name for field in fields(section))
+    return re.sub(rf"(?<![\w./-])data\.(?=(?:{names})\b)", f"data.sources.{name}.", text)
+
+
+def _of_patterns(
+    key: str, found: list[tuple[str, FoundFiles]], endings: Sequence[str]
+) -> Iterator[Finding]:
+    for pattern, each in found:
+        if not each.files:
+            rule = FOLDER if each.is_folder else MISSING
+            hint = hint_for(each).replace("FOLDER", pattern.rstrip("/"))
+            yield Finding(
+                rule=rule, key=key, message=no_files_message(pattern, each, endings), hint=hint
+            )
+        elif each.left_out:
+            yield Finding(
+                rule=FOLDER,
+                key=key,
+                message=f"{pattern} is a folder: {len(each.files):,} of its files are read, and "
+                f"left out are {endings_of(each)}",
+                hint=hint_for(each).replace("FOLDER", pattern.rstrip("/")),
+                severity=Severity.warning,
+            )
+
+
+def _not_read(key: str, error: TrainctlError) -> Finding:
+    return Finding(
+        rule=MISSING,
+        key=key,
+        message=error.message,
+        hint=error.hint,
+        exit_code=error.exit_code,
+    )
+
+
+def _check_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iterator[Finding]:
+    """Yield one finding for each kind of problem."""
+    kinds: dict[tuple[str, str], list[FileProblem]] = {}
+    here = [file for file in files if isinstance(file, Path)]
+    there = files[len(here) :]
+    for file in here[:_FILES_OPENED] + there[:_REMOTE_OPENED]:
+        problem = _problem(file, data, look)
+        if problem is not None:
+            kinds.setdefault((problem.rule, problem.kind), []).append(problem)
+    for (rule, _), problems in kinds.items():
+        first, others = problems[0], len(problems) - 1
+        more = f" (and so {others:,} more of {len(files):,} files)" if others else ""
+        message = first.message + more
+        yield Finding(
+            rule=rule,
+            key=first.key or key,
+            message=message,
+            hint=first.hint,
+            exit_code=first.exit_code,
+        )
+
+
+def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
+    try:
+        with warn_if_stalled(file):
+            return look(file, data)
+    except OSError as error:
+        why = error.strerror or "not read"
+        return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
+    except Damaged as error:
+        return FileProblem(BINARY, error.hint, error.message, error.hint)
+    except TrainctlError as error:  # a missing package, or no answer
+        return FileProblem(
+            MISSING, error.hint, error.message, error.hint, exit_code=error.exit_code
+        )
+
+
+def _check_split_sizes(
+    config: RunConfig, data: DataFromPaths, files: TextFiles
+) -> Iterator[Finding]:
+    """Find a side of the corpus with less than one sample, and a held-out side that is too large.
+
+    Sizes are upper bounds: a text has no more tokens than bytes.
+    """
+    length = config.training.sequence_length
+    train, held_out = _most_tokens(files.train, data), _most_tokens(files.held_out, data)
+    if files.by_document:
+        held_out = round(train * data.held_out_fraction)
+    if train <= length:
+        what = "every file is held out" if not files.train else f"{train:,} bytes to train on"
+        yield Finding(
+            rule=SIDES,
+            key="data.paths" if files.train else "data.held_out_paths",
+            message=f"{what}: less than one sample of training.sequence_length={length:,}",
+            hint="add text to data.paths, or shorten the sequence"
+            if files.train
+            else "name fewer of them in data.held_out_paths",
+        )
+        return
+    key = "data.held_out_paths" if data.held_out_paths else "data.held_out_fraction"
+    if held_out <= length and _wants_evaluation(config, data):
+        yield Finding(
+            rule=SIDES,
+            key=key,
+            message=f"{held_out:,} bytes are held out, less than one sample of "
+            f"training.sequence_length={length:,}: no held-out loss will be known",
+            hint="hold out more, or set training.evaluation_samples=0",
+            severity=Severity.warning,
+        )
+    share = held_out / (held_out + train)
+    if not data.held_out_paths and not files.by_document and share > 2 * data.held_out_fraction:
+        every = len(files.train) + len(files.held_out)
+        yield Finding(
+            rule=SIDES,
+            key=key,
+            message=f"{len(files.held_out):,} of {every:,} files held out are {share:.0%} of the "
+            f"text, where {data.held_out_fraction:.0%} was asked for",
+            hint="name a smaller file in data.held_out_paths, or divide the text into more files",
+            severity=Severity.warning,
+        )
+
+
+def _most_tokens(files: list[File], data: DataConfig) -> int:
+    """Return an upper bound of tokens: bytes up to `data.max_bytes`, and one for each file."""
+    size = sum(file.stat().st_size for file in files)
+    return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
+
+
+def _wants_evaluation(config: RunConfig, data: DataFromPaths) -> bool:
+    is_held_out = bool(data.held_out_fraction or data.held_out_paths)
+    return config.training.evaluation_samples > 0 and is_held_out

@@ -1,0 +1,241 @@
+"""Documents of a corpus: reading, the policy for bad text, and the split into train and held-out.
+
+`data.on_bad_text` is the policy:
+
+- `error`: the file and line are named, and nothing is tokenized.
+- `replace`: U+FFFD replaces bytes that are not UTF-8, halves of UTF-16 surrogate pairs, and NULs of
+  a text file. A JSONL line without a text is still an error, because nothing could replace it.
+- `skip`: the document is left out; so is a line that is not JSON, is nested too deeply, or has no
+  text under `data.text_key`.
+
+A binary file is always an error. Replaced and skipped documents are counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import islice
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import DataConfig, OnBadText
+from trainctl.config.text.files import TextFiles
+from trainctl.config.text.remote import File
+from trainctl.config.text.stall_notice import warn_if_stalled
+from trainctl.errors import TrainctlError
+
+EXAMPLES = 10
+"""Maximum places of bad text that are recorded."""
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+REPLACEMENT = "\ufffd"
+"""Character that replaces what is no text."""
+
+_POLICY_HINT = (
+    "correct it, or set data.on_bad_text=replace (U+FFFD in its place) or skip (leaves the "
+    "document out)"
+)
+_LINE_HINT = "correct the line, or set data.on_bad_text=skip, which leaves such lines out"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with its place."""
+
+    text: str
+    """The whole text; it can be encoded as UTF-8."""
+    file: File
+    line: int | None
+    """Line or row in the file, from 1; None if the file is one document."""
+
+
+@dataclass(slots=True)
+class BadText:
+    """Counts and examples of bad text in the documents that were read."""
+
+    replaced: int = 0
+    """Documents with a replacement by U+FFFD."""
+    skipped: int = 0
+    """Documents and lines left out."""
+    examples: list[str] = field(default_factory=list)
+    """First places of bad text, each with its problem."""
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced or self.skipped)
+
+
+class Reader:
+    """Reader of documents, by the section's kind and its policy for bad text.
+
+    `bad` counts the bad text that was read so far.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.bad = BadText()
+
+    def documents(self, files: Sequence[File]) -> Iterator[Document]:
+        """Yield the documents of files, in order.
+
+        Raises:
+            TrainctlError: A file cannot be read or is binary; or, by the policy, bad text.
+        """
+        for file in files:
+            yield from self.read(file)
+
+    def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+        """Yield the documents of a file, or of one of the ranges into which its kind divides it.
+
+        Raises:
+            TrainctlError: As in `documents`.
+        """
+        read = function_of("data", self.config.kind)
+        with _readable(file), warn_if_stalled(file) as wait:
+            for document in read(self, file) if span is None else read(self, file, span):
+                wait(False)
+                yield document
+                wait(True)
+
+    def clean(self, text: str, where: str) -> str | None:
+        """Check a text for lone surrogates by the policy; None leaves it out.
+
+        Args:
+            where: Place of the text, for errors and examples of bad text.
+        """
+        try:
+            if not text.isascii():
+                text.encode()  # several times faster than a search
+            return text
+        except UnicodeEncodeError as error:
+            problem = f"a lone surrogate, U+{ord(text[error.start]):04X}, is not text"
+            return self.apply_bad_text_policy(where, problem, _SURROGATES.sub(REPLACEMENT, text))
+
+    def decoded(self, raw: bytes, where: str, *, whole: bool = False) -> str | None:
+        """Decode bytes as UTF-8 by the policy; None leaves the text out.
+
+        Args:
+            where: Place of the bytes, for errors and examples of bad text.
+            whole: Whether the bytes are a whole file, so that errors name the line.
+        """
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            if whole:
+                line = raw.count(b"\n", 0, error.start) + 1
+                where = f"{where}:{line}"
+            problem = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+            return self.apply_bad_text_policy(where, problem, raw.decode(errors="replace"))
+
+    def apply_bad_text_policy(
+        self, where: str, problem: str, repaired: str | None = None
+    ) -> str | None:
+        """Return the replacement for a bad text by the policy; None leaves it out.
+
+        Args:
+            where: Place of the text, for errors and examples of bad text.
+            problem: What is wrong there.
+            repaired: The text repaired with U+FFFD; None if it cannot be repaired.
+
+        Raises:
+            TrainctlError: By the policy.
+        """
+        skips = self.config.on_bad_text is OnBadText.skip
+        if self.config.on_bad_text is OnBadText.error or (repaired is None and not skips):
+            hint = _LINE_HINT if repaired is None else _POLICY_HINT
+            raise TrainctlError(f"{where}: {problem}", hint=hint)
+        if len(self.bad.examples) < EXAMPLES:
+            self.bad.examples.append(f"{where}: {problem}")
+        if skips:
+            self.bad.skipped += 1
+            return None
+        self.bad.replaced += 1
+        return repaired
+
+
+def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tuple[str, Document]]:
+    """Yield each document with its side, `held_out` or `train`; each side in file order.
+
+    `data.max_bytes` limits each side; for a single file, which is split, it limits both together.
+
+    Raises:
+        TrainctlError: As in `Reader.documents`.
+    """
+    if not files.by_document:
+        for name, of_side in (("held_out", files.held_out), ("train", files.train)):
+            for document in _bounded(reader.documents(of_side), config.max_bytes):
+                yield name, document
+        return
+
+    def documents(by: Reader) -> Iterator[Document]:
+        return _bounded(by.documents(files.train), config.max_bytes)
+
+    if is_one_document(config, files):
+        (only,) = documents(reader)
+        yield from _cut(only, config.held_out_fraction)
+        return
+    places = (_place(document) for document in documents(Reader(config)))
+    limit = held_out_threshold(places, config.held_out_fraction)
+    for document in documents(reader):
+        yield "held_out" if _place(document) <= limit else "train", document
+
+
+def is_one_document(config: DataConfig, files: TextFiles) -> bool:
+    """Whether the corpus is a single file with a single document, so that its end is held out.
+
+    Raises:
+        TrainctlError: As in `Reader.documents`.
+    """
+    if not files.by_document:
+        return False
+    documents = _bounded(Reader(config).documents(files.train), config.max_bytes)
+    return len(list(islice(documents, 2))) == 1
+
+
+def held_out_threshold(places: Iterable[int], fraction: float) -> int:
+    """Return the highest place of a held-out document; each side gets at least one document.
+
+    A document's place is a function of its text. Adding documents therefore moves no other, and
+    equal texts are on the same side. The lowest and the highest place bound the limit.
+    """
+    lowest, highest = 1 << 64, -1
+    for place in places:
+        lowest, highest = min(lowest, place), max(highest, place)
+    return min(max(int(fraction * 2**64), lowest), highest - 1)
+
+
+def _place(document: Document) -> int:
+    """Return a hash of the text, below 2^64."""
+    return int.from_bytes(sha256(document.text.encode()).digest()[:8], "big")
+
+
+def _cut(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
+    """Split the only document, holding out its end; the cut is at the end of a line if possible."""
+    text = document.text
+    at = len(text) - round(len(text) * fraction)
+    at = text.rfind("\n", 0, at) + 1 or at
+    yield "held_out", Document(text[at:], document.file, document.line)
+    yield "train", Document(text[:at], document.file, document.line)
+
+
+def _bounded(documents: Iterator[Document], room: int | None) -> Iterator[Document]:
+    """Yield documents up to `room` bytes of text in total, cutting the last one."""
+    for document in documents:
+        if room is None:
+            yield document
+            continue
+        raw = document.text.encode()[:room]
+        room -= len(raw)
+        yield Document(raw.decode(errors="ignore"), document.file, document.line)
+        if room == 0:
+            return
+
+
+@contextmanager
+def _readable(file: File) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainctlError(f"cannot read {file}: {error.strerror}") from None

@@ -1,0 +1,254 @@
+"""Text and JSONL files: their documents, and a check of their beginning.
+
+A file that ends in `.jsonl` has a JSON object with a text on each line; any other file is one
+document. Either may be compressed by gzip, bzip2, xz or zstd, and then has both endings
+(`.jsonl.zst`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
+from trainctl.config.suggest import nearest
+from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
+from trainctl.config.text.documents import REPLACEMENT, Document, Reader
+from trainctl.config.text.files import HEAD_BYTES, binary_format
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import head_of, is_compressed, opened, uncompressed_name
+from trainctl.errors import TrainctlError
+
+_KEYS_SHOWN = 6
+_LINES_READ = 20
+"""Lines of each JSONL file that are read before the start."""
+_BOM = codecs.BOM_UTF8
+SKIPPED_RECORD = object()
+"""Value of a record that is left out. None is the value of JSON's null."""
+
+
+class NoTextKey(TrainctlError):
+    """A JSONL line without a text under `data.text_key`.
+
+    Args:
+        where: File and line.
+        text_key: The key that was looked for.
+        record: The line's object.
+    """
+
+    def __init__(self, where: str, text_key: str, record: dict[str, object]) -> None:
+        texts = {key: value for key, value in record.items() if isinstance(value, str)}
+        # A typing error, or another name: the key with the longest text is the likeliest.
+        keys = sorted(texts, key=lambda key: len(texts[key]), reverse=True)
+        meant = nearest(text_key, keys, count=1) or keys[:1]
+        has = f"it has texts under {_listed(keys)}"
+        hint = f"data.text_key={meant[0]}" if meant else "write the text under one key"
+        if not keys:
+            has = f"its keys are {_listed(list(record))}, with no text" if record else "it is empty"
+        super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
+
+
+def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """Return the documents of a file, or of one of its `ranges`, in order.
+
+    Within a range, lines are counted from its start.
+    """
+    return _lines(reader, file, span) if _has_lines(file) else _whole(reader, file)
+
+
+def ranges(file: File, size: int) -> list[tuple[int, int]]:
+    """Return byte ranges of whole lines, in order, each of `size` bytes or slightly more.
+
+    The file is read only around the ends of ranges. A file that is not JSONL is one document and
+    has no ranges, nor has a compressed file, which can only be read from its beginning.
+    """
+    if not _has_lines(file) or is_compressed(file):
+        return []
+    found = []
+    start, length = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        while start < length:
+            stream.seek(min(start + size, length) - 1)
+            stream.readline()
+            found.append((start, stream.tell()))
+            start = stream.tell()
+    return found
+
+
+def places(file: File) -> list[int | None]:
+    """Return the line numbers of a JSONL file's documents; [None] for any other file."""
+    if not _has_lines(file):
+        return [None]
+    with opened(file) as lines:
+        return [number for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _has_lines(file: File) -> bool:
+    return uncompressed_name(file).endswith(".jsonl")
+
+
+def problem(file: File, config: DataConfig) -> FileProblem | None:
+    """Return the problem at the beginning of a file, if any."""
+    head = head_of(file, HEAD_BYTES)
+    found = binary_format(head)
+    if found is not None:
+        kind, hint = found
+        message = f"{file} is {kind}, not text"
+        return FileProblem(BINARY, kind, message, hint.replace("FILE", str(file)))
+    look = _in_lines if _has_lines(file) else _in_text
+    bad = look(file, head, config)
+    if bad is None:
+        return None
+    rule, key = (TEXT_KEY, "text_key") if isinstance(bad, NoTextKey) else (BAD_TEXT, "on_bad_text")
+    return FileProblem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
+
+
+def _whole(reader: Reader, file: File) -> Iterator[Document]:
+    with opened(file) as stream:
+        raw = stream.read()
+    _refuse_binary(file, raw[:HEAD_BYTES])
+    text = reader.decoded(raw.removeprefix(_BOM), str(file), whole=True)
+    if text is not None and "\x00" in text:
+        where = f"{file}:{text.count(chr(10), 0, text.index(chr(0))) + 1}"
+        text = reader.apply_bad_text_policy(
+            where, "a NUL is not text", text.replace("\x00", REPLACEMENT)
+        )
+    if text is not None:
+        yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
+
+
+def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
+    for number, line in lines_of(file, span):
+        text = text_of_record(reader, line, f"{file}:{number}")
+        if text is not None:
+            yield Document(text, file, number)
+
+
+def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, bytes]]:
+    """Yield the non-empty lines of a file or of one of its `ranges`, numbered from 1 there.
+
+    Raises:
+        TrainctlError: The file is binary.
+    """
+    _refuse_binary(file, head_of(file, HEAD_BYTES))
+    start, end = span or (0, None)
+    with opened(file) as stream:
+        if start:
+            stream.seek(start)
+        at = start
+        for number, raw in enumerate(stream, 1):
+            if end is not None and at >= end:
+                return
+            line = (raw if at else raw.removeprefix(_BOM)).strip()
+            at += len(raw)
+            if line:
+                yield number, line
+
+
+def record_of(reader: Reader, raw: bytes, where: str) -> Any:
+    """Parse a line of JSON; `SKIPPED_RECORD` leaves it out.
+
+    Args:
+        reader: Has the policy for bad text.
+        where: Place of the line, for errors and examples of bad text.
+
+    Raises:
+        TrainctlError: By the policy.
+    """
+    line = reader.decoded(raw, where)
+    if line is None:
+        return SKIPPED_RECORD
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reader.apply_bad_text_policy(where, f"not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        reader.apply_bad_text_policy(where, "not read: JSON nested too deeply")
+    except ValueError as error:  # an integer of thousands of digits
+        reader.apply_bad_text_policy(where, f"not read: {error}")
+    return SKIPPED_RECORD
+
+
+def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
+    """Return the text of a JSON object, such as a JSONL line; None leaves it out.
+
+    Args:
+        reader: Has the text's key, and the policy for bad text.
+        where: Place of the object, for errors and examples of bad text.
+
+    Raises:
+        TrainctlError: By the policy.
+    """
+    config = reader.config
+    assert isinstance(config, DataFromRecords)
+    before = reader.bad.replaced
+    record = record_of(reader, raw, where)
+    if record is SKIPPED_RECORD:
+        return None
+    text = record.get(config.text_key) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        text = reader.clean(text, where)
+        reader.bad.replaced = min(reader.bad.replaced, before + 1)  # a document counts once
+        return text
+    if config.on_bad_text is OnBadText.skip:
+        return reader.apply_bad_text_policy(where, f"no text under {config.text_key!r}")
+    if not isinstance(record, dict):
+        return reader.apply_bad_text_policy(where, f"a JSON {_json_type(record)}, not an object")
+    raise NoTextKey(where, config.text_key, record)
+
+
+def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
+    """Return the first problem of a JSONL file's first lines.
+
+    If the policy skips bad lines, it is a problem only if no line is good.
+    """
+    lines = head.removeprefix(_BOM).split(b"\n")
+    if len(head) == HEAD_BYTES:
+        lines.pop()  # incomplete
+    may_skip = config.on_bad_text is OnBadText.skip
+    reader = Reader(replace(config, on_bad_text=OnBadText.error) if may_skip else config)
+    problems, good = [], 0
+    for number, line in enumerate(lines[:_LINES_READ], 1):
+        if not line.strip():
+            continue
+        try:
+            text_of_record(reader, line.strip(), f"{file}:{number}")
+            good += 1
+        except TrainctlError as error:
+            problems.append(error)
+    return problems[0] if problems and not (may_skip and good) else None
+
+
+def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
+    if config.on_bad_text is not OnBadText.error:
+        return None
+    try:
+        # The head may end within a character.
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
+    except UnicodeDecodeError:
+        try:
+            Reader(config).decoded(head, str(file), whole=True)
+        except TrainctlError as error:
+            return error
+    return None
+
+
+def _refuse_binary(file: File, head: bytes) -> None:
+    found = binary_format(head)
+    if found is not None:
+        kind, hint = found
+        raise TrainctlError(f"{file} is {kind}, not text", hint=hint.replace("FILE", str(file)))
+
+
+def _listed(keys: list[str]) -> str:
+    """Join the first keys, quoted, and the number of the others."""
+    more = [f"{len(keys) - _KEYS_SHOWN} more"] if len(keys) > _KEYS_SHOWN else []
+    return ", ".join([*(repr(key) for key in keys[:_KEYS_SHOWN]), *more])
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "literal", type(None): "literal"}
+    return names.get(type(value), "number")

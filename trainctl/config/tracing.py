@@ -1,0 +1,240 @@
+"""Inspection of a model in a child process, so that commands that plan import no torch.
+
+Many published models need no process: `trainctl.config.published` has their results.
+
+The child answers two questions by the model's own code: its anatomy
+(`trainctl.train.models.anatomy`), and what autograd saves in its blocks
+(`trainctl.train.models.trace`). Results are cached in the user's cache folder under a digest of
+everything they depend on. The anatomy depends on the directory's `config.json` and code and on the
+version of transformers; the trace also on the sequence length, the number formats and the versions
+of the other packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.published import published_anatomy, published_name, published_trace
+from trainctl.config.registry import load
+from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.errors import ExitCode, Finding, TrainctlError
+
+SECONDS = 600
+"""Timeout of the child, far above the time of any trace: a directory's own code may do anything."""
+
+PROGRESS_SECONDS = 5
+"""Interval between progress lines."""
+
+NOT_TRACED = "TC147"
+
+FORMAT = 5
+"""Version of the cache's file format; other versions are ignored."""
+
+PACKAGES = ("torch", "transformers", "trainctl")
+
+
+class Question(Enum):
+    """A question that the child answers by the model's own code."""
+
+    anatomy = "anatomy"
+    trace = "trace"
+
+
+_known: dict[str, Any] = {}
+
+
+def needs_trace(config: RunConfig) -> bool:
+    """Whether a model has no closed form: its tensors do not follow from its shape."""
+    model = config.model
+    return not model.has_closed_form and bool(model.path or model.factory)
+
+
+def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]:
+    """Return the anatomy of a model that its own code builds, in the form of `model.anatomy`.
+
+    Args:
+        folder: Where the user's own code is looked up; None is the current directory.
+
+    Raises:
+        TrainctlError: The model cannot be built; says why, and names the file.
+    """
+    ask = _ask if config.model.factory is None else _ask_process  # uncached: it may read any file
+    found: list[str] = ask(Question.anatomy, config, folder or Path.cwd())
+    return found
+
+
+def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
+    """Return the trace of a model, as JSON (`trainctl.memory.traced.TracedModel`).
+
+    Args:
+        folder: Where the user's own code is looked up; None is the current directory.
+
+    Raises:
+        TrainctlError: The model cannot be built or traced; says why, and names the file.
+    """
+    found: dict[str, Any] = _ask(Question.trace, config, folder or Path.cwd())
+    return found
+
+
+def known_trace(config: RunConfig) -> dict[str, Any] | None:
+    """Return a cached or shipped trace; None if there is none. Never starts a process."""
+    found: dict[str, Any] | None = _known_answer(Question.trace, config)[1]
+    return found
+
+
+def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
+    key, found = _known_answer(question, config)
+    if found is None:
+        found = _ask_process(question, config, folder)
+        _known[key] = found
+        _cache_answer(key, found)
+    return found
+
+
+def _known_answer(question: Question, config: RunConfig) -> tuple[str, Any]:
+    """Return the digest of a question, and its cached or shipped answer; None without one."""
+    key = _key(question, config)
+    found = _cached_answer(key)
+    if found is None and (name := published_name(config, _version("transformers"))):
+        is_anatomy = question is Question.anatomy
+        found = published_anatomy(name) if is_anatomy else published_trace(name, config)
+    return key, found
+
+
+def _cached_answer(key: str) -> Any:
+    """Return the answer cached in memory or on disk; None if there is none."""
+    if key not in _known:
+        try:
+            content = json.loads(_file(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            return None
+        if "found" not in content:  # written by another program
+            return None
+        _known[key] = content["found"]
+    return _known[key]
+
+
+def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
+    what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
+    _say(f"{what} {config.model.name} by its own code, once: torch and transformers are imported")
+    asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "trainctl.train.models.trace_entry"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    )
+    question_text: str | None = json.dumps(asked)
+    with process:
+        try:
+            for seconds in range(PROGRESS_SECONDS, SECONDS + 1, PROGRESS_SECONDS):
+                try:
+                    answered, said = process.communicate(question_text, timeout=PROGRESS_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    question_text = None  # it has been sent
+                    _say(f"  {what} {config.model.name}: {seconds} s")
+            else:
+                raise _failed(config, f"not done after {SECONDS} s")
+        except BaseException:
+            process.kill()
+            raise
+    try:
+        answer = json.loads(answered.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = (said.strip().splitlines() or ["no word"])[-1]
+        raise _failed(
+            config, f"its process ended with {process.returncode}: {last[:300]}"
+        ) from None
+    if "error" in answer:
+        raise TrainctlError.from_findings([_finding(answer["error"])])
+    return answer["found"]
+
+
+def _say(line: str) -> None:
+    """Print a line of progress on stderr, ignoring a closed stderr."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _failed(config: RunConfig, why: str) -> TrainctlError:
+    where = config.model.path or config.model.factory
+    message = f"the model of {where} cannot be read by its code: {why}"
+    return TrainctlError.from_findings([Finding(rule=NOT_TRACED, key="model", message=message)])
+
+
+def _finding(told: dict[str, Any]) -> Finding:
+    texts = {name: told[name] for name in ("rule", "key", "message", "hint")}
+    return Finding(**texts, exit_code=ExitCode(told["exit_code"]))
+
+
+def _key(question: Question, config: RunConfig) -> str:
+    """Return a digest of everything that an answer depends on.
+
+    The anatomy is part of the trace's digest, and identifies the code of `model.factory`.
+    """
+    files, model = _files(config.model), config.model
+    parts: list[Any]
+    if question is Question.anatomy:
+        parts = [files, model.family, model.trust_remote_code, _version("transformers")]
+    else:
+        shape = to_plain(model)
+        for name in ("name", "weights", "initial_weights"):
+            del shape[name]
+        parts = [
+            shape,
+            repr(load("model", model.family)),
+            to_plain(config.precision),
+            config.training.sequence_length,
+            config.data.mask_documents,
+            {package: _version(package) for package in PACKAGES},
+            files,
+        ]
+    return hashlib.sha256(json.dumps([question.value, FORMAT, *parts]).encode()).hexdigest()
+
+
+def _files(model: ModelConfig) -> list[str]:
+    """Return digests of the files of a directory that define the model."""
+    found = []
+    if model.path and model.is_directory:
+        found.append(Path(model.path) / "config.json")
+        found += sorted(Path(model.path).glob("*.py")) if model.trust_remote_code else []
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in found if path.is_file()]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _file(key: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return Path(cache) / "trainctl" / "traces" / f"{key}.json"
+
+
+def _cache_answer(key: str, found: Any) -> None:
+    """Cache an answer on disk for later commands; a failed write is ignored."""
+    path = _file(key)
+    part = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"format": FORMAT, "found": found}), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        return

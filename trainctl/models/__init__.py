@@ -1,1 +1,0 @@
-"""Facts about models, read from their directories without torch."""

@@ -1,0 +1,231 @@
+"""Explanations of rules, records, causes of failures and exit codes, read from the documentation.
+
+Pages of `docs/` are their only place; the wheel carries them, and `trainctl explain` prints them.
+The pages on the rules of a plan and of DeepSpeed's JSON are made of the rules' docstrings by
+`make docs`; the others are written by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+SITE = "TRAINCTL_DOCS_URL"
+"""Environment variable with the address of a copy of the documentation's site."""
+
+RULE, RECORD, EXIT_CODE = "rule", "kind of record in events.jsonl", "exit code"
+FAILURE, INTERVENTION, POLICY = "cause of a failure", "reason of an intervention", "policy"
+
+PLAN_RULES, READING_RULES, JSON_RULES, FAILURES, EXIT_CODES = (
+    f"troubleshooting/{name}"
+    for name in (
+        "rules-of-the-plan",
+        "rules-of-reading",
+        "deepspeed-json",
+        "failures",
+        "exit-codes",
+    )
+)
+PAGES = (PLAN_RULES, READING_RULES, JSON_RULES, "records", FAILURES, EXIT_CODES)
+"""Pages with explanations, without file extension, in the order of their lists."""
+
+_KINDS = {
+    "records": RECORD,
+    EXIT_CODES: EXIT_CODE,
+    "Causes of failures": FAILURE,
+    "Reasons of interventions": INTERVENTION,
+    "What is done about a step": POLICY,
+}
+"""Kind of the words of a page, or of a part of one; the others are of rules."""
+
+_HEADING = re.compile(r"^(##+) (?:Exit code )?(.+)$", re.MULTILINE)
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```$|^(\S.*?)(?=\n\n|\n```|\n?\Z)", re.DOTALL | re.MULTILINE)
+_TITLE = re.compile(r"\*\*(.+?)\*\*(?: \((.+)\))?")
+_ROW = re.compile(r"\| `(\w+)` \| (.*) \|")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """Explanation of one word, with its place in the documentation."""
+
+    word: str
+    """The word: ``TC024``, ``intervention``, ``device_memory``, ``6``."""
+    kind: str
+    """Kind of word, such as `RULE` or `EXIT_CODE`."""
+    page: str
+    """Page of the documentation, without file extension."""
+    meaning: str
+    severity: str = ""
+    """``error`` or ``warning`` for a rule whose example has been run; empty otherwise."""
+    cause: str = ""
+    situation: str = ""
+    """Situation in which the lines of `printed` are printed; empty if a command brings it about."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files that the example needs: text by path, cut if long."""
+    typed: str = ""
+    """The example's command; empty without one."""
+    printed: tuple[str, ...] = ()
+    """Lines that the example prints, or that a log shows."""
+    cure: str = ""
+    """Remedy; empty where none is needed."""
+    fields: dict[str, str] | None = None
+    """Meaning of each field of a record; None for other kinds."""
+
+    @property
+    def anchor(self) -> str:
+        """Anchor of the word on its page."""
+        if self.kind != EXIT_CODE:
+            return self.word.lower()
+        return f"exit-code-{self.word}" if self.word in _sections() else "exit-codes"
+
+    @property
+    def example(self) -> tuple[str, ...]:
+        """Lines of the example: situation, files, command and output."""
+        lines = [f"({self.situation})"] if self.situation else []
+        for path, text in self.files.items():
+            lines += [f"# {path}", *(f"#   {line}" for line in text.splitlines())]
+        lines += [f"$ {self.typed}"] if self.typed else []
+        return (*lines, *self.printed)
+
+
+def words() -> list[str]:
+    """Return all words that are explained: rules by identifier, then the words of each page."""
+    return [section.word for section in _sections().values()]
+
+
+def explain(word: str) -> Meaning | None:
+    """Return the meaning of a word; None if it is unknown.
+
+    Case does not matter. Exit codes above 128 are explained by their signal.
+    """
+    known, word = _sections(), word.strip().lower()
+    if word in known:
+        return _meaning(known[word])
+    is_signal = re.fullmatch("[0-9]{3}", word) and int(word) > 128
+    return _of_signal(int(word)) if is_signal else None
+
+
+def everything() -> list[Meaning]:
+    """Return all meanings, in the order of `words`."""
+    return [_meaning(section) for section in _sections().values()]
+
+
+def address(found: Meaning) -> str:
+    """Return the address of a meaning: on the site named by `TRAINCTL_DOCS_URL`, or in `docs/`."""
+    site = os.environ.get(SITE, "").rstrip("/")
+    if site:
+        return f"{site}/{found.page}.html#{found.anchor}"
+    return f"docs/{found.page}.md#{found.anchor}"
+
+
+def hint_line(words: list[str]) -> str:
+    """Return the last line of a message about rules or an exit code: where to read more."""
+    command = f"trainctl explain {' '.join(words)}"
+    found = explain(words[0]) if os.environ.get(SITE) else None
+    if found is None:
+        return command
+    where = address(found) if len(words) == 1 else address(replace(found, page="rules"))
+    return f"{command}, {where.partition('#')[0] if len(words) > 1 else where}"
+
+
+def _docs() -> Path:
+    """Return the folder of the pages: in the package, else in the repository."""
+    package = Path(__file__).parents[1]
+    inside = package / "_shipped" / "docs"
+    return inside if inside.is_dir() else package.parent / "docs"
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Section of a page, about one word."""
+
+    word: str
+    kind: str
+    page: str
+    text: str
+
+
+@cache
+def _sections() -> dict[str, _Section]:
+    """Return the sections of all pages by lower-case word."""
+    found = [section for page in PAGES for section in _of_page(page)]
+    rules = sorted((each for each in found if each.kind == RULE), key=lambda each: each.word)
+    others = [each for each in found if each.kind != RULE]
+    return {each.word.lower(): each for each in (*rules, *others)}
+
+
+def _of_page(page: str) -> Iterator[_Section]:
+    text = (_docs() / f"{page}.md").read_text(encoding="utf-8")
+    headings = list(_HEADING.finditer(text))
+    ends = [each.start() for each in headings[1:]] + [len(text)]
+    kind = _KINDS.get(page, RULE)
+    for heading, end in zip(headings, ends, strict=True):
+        if heading[2] in _KINDS:
+            kind = _KINDS[heading[2]]
+        else:
+            yield _Section(heading[2], kind, page, text[heading.end() : end])
+
+
+def _meaning(section: _Section) -> Meaning:
+    """Return the meaning that a section gives: paragraphs, code and a table."""
+    found = Meaning(word=section.word, kind=section.kind, page=section.page, meaning="")
+    path = ""
+    for block in _BLOCK.finditer(section.text):
+        code, prose = block.groups()
+        label, _, rest = (prose or "").partition(".* ")
+        if code is not None and path:
+            found, path = replace(found, files={**found.files, path: code}), ""
+        elif code is not None:
+            lines = code.splitlines()
+            typed = lines.pop(0).removeprefix("$ ") if lines[0].startswith("$ ") else ""
+            found = replace(found, typed=typed, printed=tuple(lines))
+        elif title := _TITLE.fullmatch(prose):
+            found = replace(found, meaning=_plain(title[1]), severity=title[2] or "")
+        elif name := re.fullmatch("`([^`]+)`:", prose):
+            path = name[1]
+        elif label in ("*Why", "*Cause"):
+            found = replace(found, cause=_plain(rest))
+        elif label == "*Example":
+            found = replace(found, situation=rest.removesuffix(":"))
+        elif label == "*What to do":
+            found = replace(found, cure=_plain(rest))
+        elif prose.startswith("| field |"):
+            found = replace(found, fields=_table(prose.splitlines()))
+        else:
+            found = replace(found, meaning=_plain(prose))
+    return replace(found, kind=f"{RULE}, {found.severity}") if found.kind == RULE else found
+
+
+def _table(lines: Iterable[str]) -> dict[str, str]:
+    rows = map(_ROW.fullmatch, lines)
+    return {row[1]: _plain(row[2]) for row in rows if row}
+
+
+def _plain(text: str) -> str:
+    """Return Markdown as text in one line: only code keeps its backslashes."""
+    parts = " ".join(text.split("\n")).split("`")
+    parts[::2] = [re.sub(r"\\([|*_<])", r"\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _of_signal(code: int) -> Meaning | None:
+    """Return the meaning of an exit code above 128; None if there is no such signal."""
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return None
+    cause = "128 and the number of the signal, as a shell has it."
+    if name == "SIGKILL":
+        cause = "A process was ended by it, mostly for memory: `trainctl explain host_memory`."
+    return replace(
+        _meaning(_sections()["130"]),
+        word=str(code),
+        meaning=f"Ended by signal {code - 128}, {name}.",
+        cause=cause,
+        printed=(),
+    )
