@@ -10,8 +10,7 @@ import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.launch_request import LaunchRequest
-from trainctl.launch.outcome import Outcome
+from trainctl.launch.interface import LaunchRequest, Outcome
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.directory import open_run, read_plan

@@ -14,8 +14,7 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.cli.planning import compose
 from trainctl.errors import ExitCode
-from trainctl.launch.launch_request import LaunchRequest
-from trainctl.launch.outcome import Outcome
+from trainctl.launch.interface import LaunchRequest, Outcome
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -270,7 +269,7 @@ FAILING = """
 import sys
 from trainctl.cli.main import entry_point
 from trainctl.launch import local
-from trainctl.launch.outcome import Outcome
+from trainctl.launch.interface import Outcome
 from trainctl.runs.status import State
 local.run_launch = lambda launch: Outcome(exit_code=6, state=State.failed, message="rank 1 died")
 sys.argv = ["trainctl", "launch", "recipe=tiny", "--run-dir", "r"]

@@ -11,7 +11,7 @@ import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.outcome import Outcome
+from trainctl.launch.interface import Outcome
 from trainctl.runs.directory import last_attempt, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.status import State

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from commands import TINY, curve, finish, start
 
-from trainctl.launch.program import FORK_VARIABLE
+from trainctl.launch.rank_command import FORK_VARIABLE
 
 pytestmark = pytest.mark.slow
 

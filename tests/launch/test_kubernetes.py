@@ -17,7 +17,7 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import FOLDER_VARIABLE
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import kubernetes
-from trainctl.launch.launch_request import AttemptRequest
+from trainctl.launch.interface import AttemptRequest
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths

@@ -13,7 +13,7 @@ from supervised import make_plan
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.launch_request import AttemptRequest
+from trainctl.launch.interface import AttemptRequest
 from trainctl.launch.local import render, require_space
 from trainctl.plan.deterministic import VARIABLES
 from trainctl.plan.types import RunPlan

@@ -13,8 +13,8 @@ from supervised import make_plan
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch import program
-from trainctl.launch.launch_request import AttemptRequest
+from trainctl.launch import rank_command
+from trainctl.launch.interface import AttemptRequest
 from trainctl.launch.local import render
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run
@@ -59,7 +59,7 @@ def plan(**config: Any) -> RunPlan:
     ],
 )
 def test_the_command_of_a_rank(config: dict[str, Any], command: tuple[str, ...]) -> None:
-    assert program.command(plan(**config).config, RUN, ATTEMPT) == command
+    assert rank_command.command(plan(**config).config, RUN, ATTEMPT) == command
 
 
 def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
@@ -125,10 +125,10 @@ def test_code_of_the_user_s_runs_where_it_was_launched(tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     run = create_run(plan().config, root=tmp_path, folder=work)
-    assert program.folder(plan().config, run) is None
+    assert rank_command.folder(plan().config, run) is None
     config = plan(trainer="m:f").config
-    assert program.folder(config, run) == work
+    assert rank_command.folder(config, run) == work
     work.rmdir()
     with pytest.raises(TrainctlError, match="launched from") as caught:
-        program.folder(config, run)
+        rank_command.folder(config, run)
     assert caught.value.exit_code is ExitCode.environment

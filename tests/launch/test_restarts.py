@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 from supervised import make_plan
 
-from trainctl.launch import restarts
-from trainctl.launch.launch_request import LaunchRequest
-from trainctl.launch.outcome import Outcome
-from trainctl.launch.restarts import run_with_restarts
+from trainctl.launch.attempts import Attempt, run_with_restarts, supervise
+from trainctl.launch.interface import LaunchRequest, Outcome
 from trainctl.launch.stop import StopHandler, TimeLimit
-from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import AttemptPaths
@@ -38,7 +35,7 @@ def play(
     plan = make_plan(max_restarts=most)
     run = create_run(plan.config, root=tmp_path, folder=tmp_path)
     saved, numbers, records = 0, [], []
-    monkeypatch.setattr(restarts, "_saved_step", lambda _: saved)
+    monkeypatch.setattr("trainctl.launch.attempts._saved_step", lambda _: saved)
 
     def run_one(attempt: AttemptPaths, plan: RunPlan, stop: StopHandler) -> Outcome:
         nonlocal saved

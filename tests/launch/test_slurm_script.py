@@ -9,8 +9,8 @@ import pytest
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.launch import slurm, slurm_script
-from trainctl.launch.launch_request import AttemptRequest
+from trainctl.launch import slurm
+from trainctl.launch.interface import AttemptRequest
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
@@ -85,7 +85,7 @@ def test_the_script_says_what_the_job_needs() -> None:
 def test_a_hostile_folder_is_one_word_to_the_shell(tmp_path: Path) -> None:
     for text in (
         render(make_plan(), HOSTILE).files["job.sh"],
-        slurm_script.array_script(make_plan(), HOSTILE.root, tasks=range(3), parallel=2),
+        slurm.array_script(make_plan(), HOSTILE.root, tasks=range(3), parallel=2),
     ):
         # The same script with a command in place of the launcher that prints its words.
         last = text.splitlines()[-1].replace("exec ", "exec printf '%s\\n' ", 1)
@@ -105,7 +105,7 @@ def test_a_hostile_folder_is_one_word_to_the_shell(tmp_path: Path) -> None:
 
 
 def test_an_array_has_a_log_for_each_task() -> None:
-    text = slurm_script.array_script(make_plan(), Path("/sweeps/s"), tasks=range(4), parallel=2)
+    text = slurm.array_script(make_plan(), Path("/sweeps/s"), tasks=range(4), parallel=2)
     assert "#SBATCH --array=0-3%2\n" in text
     assert "#SBATCH --output=/sweeps/s/%a/attempts/1/logs/launcher.log\n" in text
 

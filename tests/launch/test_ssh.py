@@ -25,14 +25,13 @@ from trainctl.config.schema import (
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import probe
+from trainctl.launch.elastic import shrink
+from trainctl.launch.host_checks import HostGroup, check_hosts, problems
 from trainctl.launch.host_probe import HostReport, probe_hosts
-from trainctl.launch.host_selection import HostGroup, check_hosts
-from trainctl.launch.launch_request import AttemptRequest
-from trainctl.launch.preflight import problems
-from trainctl.launch.remote import shell_line, ssh
-from trainctl.launch.shrink import shrink
+from trainctl.launch.interface import AttemptRequest
+from trainctl.launch.processes import shell_line, ssh
+from trainctl.launch.rank_command import not_forwarded
 from trainctl.launch.ssh import render
-from trainctl.launch.variables import not_forwarded
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths

@@ -16,8 +16,8 @@ from ports import reserved_port
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import mpi
-from trainctl.launch.launch_request import AttemptRequest
-from trainctl.launch.refusals.mpi import hosts_in
+from trainctl.launch.config_checks import hosts_in
+from trainctl.launch.interface import AttemptRequest
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.choose import run_launch
-from trainctl.launch.launch_request import LaunchRequest
+from trainctl.launch.interface import LaunchRequest
+from trainctl.launch.launchers import launch_function
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.lock import hold
 
@@ -27,7 +27,7 @@ def main() -> int:
                 on_event=lambda event: print(json.dumps(event), flush=True),
                 rank_command=(sys.executable, str(stand_in), sys.argv[2]),
             )
-            outcome = run_launch(launch)
+            outcome = launch_function(launch.plan)(launch)
     except TrainctlError as error:
         print(f"{error.message}\n{error.hint}", file=sys.stderr)
         return int(error.exit_code)

@@ -21,7 +21,7 @@ from trainctl.config.user_code import check_user_code
 from trainctl.data.source_counts import preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launch.refusals import refusals
+from trainctl.launch.config_checks import refusals
 from trainctl.memory.traced import TracedModel
 from trainctl.plan.shapes import head_dim
 from trainctl.rules.resolve import resolve

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from trainctl.cli.planning import Planned, name_sources
 from trainctl.errors import Finding
-from trainctl.launch.choose import check, has_scheduler
-from trainctl.launch.schedulers import missing_tool
+from trainctl.launch.launchers import check, has_scheduler, missing_tool
 from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
 

@@ -18,7 +18,7 @@ from trainctl.cli.console import print_json, print_table, printable, put, say, t
 from trainctl.cli.progress import PLAIN_TERMINALS, record_lines
 from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.schedulers import cancel
+from trainctl.launch.launchers import cancel
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import (

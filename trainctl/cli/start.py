@@ -21,11 +21,10 @@ from trainctl.config.compose import Composed
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import not_applied
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.background import start_in_background
-from trainctl.launch.choose import has_scheduler, render, run_launch
-from trainctl.launch.launch_request import AttemptRequest, LaunchRequest, cores
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, cores
+from trainctl.launch.launchers import has_scheduler, launch_function, render
 from trainctl.launch.local import require_space
-from trainctl.launch.outcome import Outcome
+from trainctl.launch.processes import start_in_background
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import DEFAULT_ROOT, create_run, last_attempt, new_attempt
@@ -141,7 +140,7 @@ def run_attempt(
         else:
             shown = LiveFollower(run)
         with shown as on_event:
-            outcome = run_launch(
+            outcome = launch_function(made)(
                 LaunchRequest(
                     run=run,
                     attempt=attempt,

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.choose import after_job, run_launch
-from trainctl.launch.launch_request import LaunchRequest
+from trainctl.launch.interface import LaunchRequest
+from trainctl.launch.launchers import after_job, launch_function
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
@@ -63,7 +63,7 @@ def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
         return 0, plan
     try:
         launch = LaunchRequest(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
-        outcome = run_launch(launch)
+        outcome = launch_function(plan)(launch)
     except TrainctlError as error:
         _settle(run, State.failed, int(error.exit_code), error.message)
         raise

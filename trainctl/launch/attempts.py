@@ -1,25 +1,47 @@
-"""Attempts of a run, one after the other: shared by the launchers that see a run to its end."""
+"""Attempts of a run: started, supervised to their end, and replaced after a failure.
+
+Shared by the launchers that see a run to its end.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from signal import Signals
+from typing import Any
 
-from trainctl.launch.agents import AgentProcess, Agents
-from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
+from trainctl.errors import TrainctlError
+from trainctl.launch.interface import (
+    AgentProcess,
+    Agents,
+    AttemptRequest,
+    LaunchRequest,
+    Outcome,
+    Rendered,
+)
 from trainctl.launch.loggers import Loggers
-from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_agent, start_tied
-from trainctl.launch.rendered import Rendered
-from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import StopHandler
-from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
-from trainctl.runs.directory import run_id
-from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.causes import Cause, disk_is_full
+from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
+from trainctl.runs.directory import new_attempt, run_id
+from trainctl.runs.failures import sentence
+from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
-from trainctl.runs.processes import RunTag
+from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.records import Event, EventFollower, EventWriter
+from trainctl.runs.status import State, Status, read_status, write_status
+
+FRUITLESS_RESTARTS = 3
+"""Restarts in a row without a new checkpoint after which a launch gives up."""
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +154,272 @@ def start_program(
         death_signal=death_signal,
     )
     return agents(process, log, name)
+
+
+def run_with_restarts(
+    launch: LaunchRequest,
+    stop: StopHandler,
+    run_one: Callable[[AttemptPaths, RunPlan, StopHandler], Outcome],
+    replan: Callable[[RunPlan, StopHandler], RunPlan] | None = None,
+) -> Outcome:
+    """Run attempts until one succeeds, or another one would not help.
+
+    Progress is a newer committed checkpoint: steps that were not saved are repeated. Checkpoints of
+    a user's program are unknown here, so it is restarted up to the limit.
+
+    Args:
+        launch: The launch, which holds its run's lock.
+        stop: Whether the launch is to end.
+        run_one: Runs an attempt to its end.
+        replan: Returns the next attempt's plan from the last one's, for the nodes that are
+            there then. It may wait for nodes, and raises TrainctlError if that is in vain. None
+            keeps the launch's plan.
+    """
+    run, attempt, plan = launch.run, launch.attempt, launch.plan
+    most = plan.config.launcher.max_restarts
+    restarts = fruitless = 0
+    saved = _saved_step(run)
+    while True:
+        outcome = run_one(attempt, plan, stop)
+        if outcome.exit_code == 0 or not outcome.is_transient or most == 0:
+            return outcome
+        before, saved = saved, _saved_step(run)
+        if saved > before or not plan.config.trains_itself:
+            fruitless = 0
+        if fruitless == FRUITLESS_RESTARTS:
+            return _give_up(
+                run, outcome, f"gave up: {fruitless} restarts brought no new checkpoint"
+            )
+        if restarts == most:
+            return _give_up(run, outcome, f"launcher.max_restarts={most} is used up")
+        if replan is not None:
+            try:
+                plan = replan(plan, stop)
+            except TrainctlError as error:
+                return _give_up(run, outcome, error.message)
+        restarts, fruitless = restarts + 1, fruitless + 1
+        with EventWriter(run.events, attempt.number) as events:
+            launch.on_event(
+                events.write(
+                    "restart",
+                    number=restarts,
+                    of=most,
+                    step=saved,
+                    nodes=plan.hardware.nodes,
+                    cause=outcome.message,
+                )
+            )
+        attempt = new_attempt(run, plan)
+
+
+def _saved_step(run: RunPaths) -> int:
+    checkpoint, _ = newest_checkpoint(run)
+    return checkpoint.step if checkpoint else 0
+
+
+def _give_up(run: RunPaths, outcome: Outcome, why: str) -> Outcome:
+    outcome = replace(outcome, message=f"{outcome.message}; {why}")
+    status = read_status(run)
+    if status is not None:
+        state, code = outcome.state, outcome.exit_code
+        write_status(run, status.changed(state, exit_code=code, message=outcome.message))
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The attempt to supervise."""
+
+    run: RunPaths
+    paths: AttemptPaths
+    tag: RunTag
+    """Tag of its processes."""
+    ranks: int
+    """Number of ranks."""
+
+
+def supervise(
+    attempt: Attempt,
+    start: Callable[[], Agents],
+    on_event: Callable[[Event], None],
+    stop: StopHandler,
+    *,
+    grace_seconds: float,
+) -> Outcome:
+    """Start the agents, pass on records, and return when no process of the attempt is left here.
+
+    Args:
+        on_event: Called with each record of the attempt.
+        stop: Signals and time limit; its context is entered.
+        grace_seconds: Time between SIGTERM and SIGKILL.
+    """
+    now = time.time()
+    status = Status(
+        state=State.starting,
+        attempt=attempt.paths.number,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=now,
+        updated=now,
+    )
+    write_status(attempt.run, status)
+    records = _Records(attempt, on_event, stop)
+    with EventWriter(attempt.run.events, attempt.paths.number) as writer:
+        writer.write("launch", host=status.host, pid=status.pid, ranks=attempt.ranks)
+        agents = start()
+        try:
+            stop.forward_to(agents, attempt.tag)
+            deadline = None
+            told = False
+            while agents.poll() is None:
+                records.poll()
+                stop.check_time()
+                if stop.asked and not told:
+                    told = True
+                    _say_stopping(writer, stop)
+                if status.state is State.starting and records.has_started:
+                    status = _say_running(attempt.run, status)
+                if deadline is None and (stop.received or records.failure):
+                    deadline = time.monotonic() + grace_seconds + agents.margin_seconds
+                if deadline is not None and time.monotonic() > deadline:
+                    sweep(attempt.tag, grace_seconds=0)
+                time.sleep(_POLL_SECONDS)
+        except BaseException as error:  # raised by on_event
+            agents.terminate()
+            sweep(attempt.tag, grace_seconds=grace_seconds)
+            write_status(attempt.run, status.changed(State.failed, message=f"launcher: {error}"))
+            raise
+        stuck = sweep(attempt.tag, grace_seconds=grace_seconds)
+        code = agents.returncode
+        assert code is not None
+        records.poll()
+        if stop.received and not stuck:
+            clean_temporary(attempt.run)  # of a save that the signal interrupted
+        if code != 0 and not records.failure and not stop.received and not stop.interrupted:
+            failure = agents.describe_death()
+            # The disk may be full even if this short record still fits into its file's last page.
+            if disk_is_full(attempt.run.root):
+                failure |= _full_disk(attempt, os.strerror(errno.ENOSPC))
+            try:
+                writer.write("failure", **failure)
+                records.poll()
+            except OSError as error:
+                failure |= _full_disk(attempt, error.strerror or str(error))
+            # HostReport the failure even if its record could not be written or read back.
+            records.failure = records.failure or failure
+        outcome = _outcome(code, stop, records, stuck)
+        with suppress(OSError):  # on a full disk, the outcome's message must be enough
+            write_status(
+                attempt.run,
+                status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
+            )
+        return outcome
+
+
+def _say_stopping(writer: EventWriter, stop: StopHandler) -> None:
+    """Record that the ranks were asked to save and end. A full disk is reported by the ranks."""
+    with suppress(OSError):
+        writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
+
+
+def _say_running(run: RunPaths, status: Status) -> Status:
+    """Write the status `running`; return the old status if that fails, to try again later.
+
+    A file system that fails for a moment must not end a run.
+    """
+    running = status.changed(State.running)
+    try:
+        write_status(run, running)
+    except OSError:
+        return status
+    return running
+
+
+class _Records:
+    """Passes records on, and keeps the first failure and the `end` record."""
+
+    def __init__(
+        self, attempt: Attempt, on_event: Callable[[Event], None], stop: StopHandler
+    ) -> None:
+        self._follower = EventFollower(attempt.run.events, attempt.paths.number)
+        self._on_event = on_event
+        self._stop = stop
+        self.failure: Event | None = None
+        self.end: Event | None = None
+        self.has_started = False
+
+    def poll(self) -> None:
+        for event in self._follower.poll():
+            kind = event["event"]
+            self.has_started |= kind in ("start", "step", "program")
+            if kind == "failure" and (self.failure is None or _is_behind(event, self.failure)):
+                self.failure = event
+            elif kind == "end":
+                self.end = event
+            self._stop.observe(event)
+            self._on_event(event)
+
+
+def _is_behind(event: Event, first: Event) -> bool:
+    """Return True if this failure is the root cause of the one recorded first, on another node.
+
+    An agent that has lost this launcher cannot know that the launcher lives and the node is lost.
+    """
+    if event.get("launcher_lost") or first.get("launcher_lost"):
+        return not event.get("launcher_lost")
+    return event["node"] != first["node"] and (
+        Cause(first["cause"]).is_consequence and not Cause(event["cause"]).is_consequence
+    )
+
+
+def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
+    """Return fields of a failure for when no process can write a record."""
+    return {
+        "cause": Cause.disk_full.value,
+        "message": f"the run stopped: nothing more can be written to {attempt.run.root} ({reason})",
+        "hint": Cause.disk_full.hint,
+    }
+
+
+def _outcome(code: int, stop: StopHandler, records: _Records, stuck: set[int]) -> Outcome:
+    left = f"; processes {sorted(stuck)} do not end, not even by SIGKILL" if stuck else ""
+    if code == 0:
+        end = records.end
+        if end is None or end["reason"] != "stop_requested":
+            return Outcome(exit_code=0, state=State.finished)
+        return Outcome(
+            exit_code=stop.code_when_saved,
+            state=State.stopped,
+            message=f"saved and stopped after step {end['step']} for {stop.asked or 'a request'}",
+        )
+    failure = records.failure
+    signalled = stop.received or _ended_by_signal(stop, failure)
+    if signalled is not None:
+        return Outcome(
+            exit_code=128 + signalled,
+            state=State.stopped,
+            message=f"stopped by {signalled.name}{left}",
+        )
+    assert failure is not None
+    code = failure.get("launch_exit_code", code)
+    return Outcome(
+        exit_code=code if code > 0 else 128 - code,
+        state=State.failed,
+        message=sentence(failure) + left,
+        cause=failure["cause"],
+        hint=failure["hint"],
+        log=Path(failure["log"]),
+        log_tail=tuple(failure["log_tail"]),
+        is_transient=Cause(failure["cause"]).is_transient and not stuck and not stop.is_stopping,
+    )
+
+
+def _ended_by_signal(stop: StopHandler, failure: Event | None) -> Signals | None:
+    """Return the signal that killed the ranks before their final checkpoint finished.
+
+    It asked for the save, and reached the agents or the ranks as well as this launcher.
+    """
+    if stop.interrupted is None:
+        return None
+    is_its_doing = failure is None or failure.get("signal") == stop.interrupted.name
+    return stop.interrupted if is_its_doing else None

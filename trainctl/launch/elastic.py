@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trainctl.config.hosts import Host
 from trainctl.errors import TrainctlError
-from trainctl.launch import program
-from trainctl.launch.host_selection import HostCheckResult, HostGroup, check_hosts
-from trainctl.launch.launch_request import LaunchRequest
-from trainctl.launch.shrink import shrink
+from trainctl.launch import rank_command
+from trainctl.launch.host_checks import HostCheckResult, HostGroup, check_hosts
+from trainctl.launch.interface import LaunchRequest
 from trainctl.launch.stop import StopHandler
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
+from trainctl.search.assess import assess
 
 LOOK_SECONDS = 2.0
 """Pause between two looks for missing nodes."""
@@ -88,7 +89,7 @@ class ElasticPlanner:
 
     def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> HostCheckResult:
         launch = self._launch
-        code_folder = program.folder(plan.config, launch.run)
+        code_folder = rank_command.folder(plan.config, launch.run)
         return check_hosts(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
 
 
@@ -97,3 +98,54 @@ def _in_vain(seen: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
         return f"{len(seen.there)} of {nodes} nodes are there, {', '.join(missing)} not"
     reasons = [finding.message for finding in seen.findings if finding.is_error]
     return f"the nodes are not fit for another attempt: {'; '.join(reasons)}"
+
+
+def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
+    """Return the plan on fewer nodes; None if it is not legal there, or may not fit.
+
+    The global batch stays, and with it the schedule and the order of samples: more gradient
+    accumulation, or a smaller micro-batch, makes up for the ranks that are gone.
+
+    Args:
+        plan: The plan for all nodes.
+        hosts: The hosts that are left.
+    """
+    config, batch, nodes = plan.config, plan.batch, len(hosts)
+    launcher = section_of(config, SshConfig)
+    hardware = replace(
+        plan.hardware,
+        nodes=nodes,
+        name=plan.hardware.name.replace(f"{plan.hardware.nodes}x", f"{nodes}x", 1),
+    )
+    for micro in _sizes(batch.micro_batch_size):
+        found = assess(
+            replace(
+                config,
+                hardware=replace(config.hardware, nodes=nodes),
+                # Keep what was decided for all nodes, such as the steps of a token budget.
+                training=replace(
+                    config.training,
+                    global_batch_size=batch.global_batch_size,
+                    micro_batch_size=micro,
+                    gradient_accumulation_steps=None,
+                ),
+                parallelism=replace(config.parallelism, data=None),
+                launcher=replace(
+                    launcher,
+                    hosts=[host.name for host in hosts],
+                    hostfile=None,
+                    include=None,
+                    exclude=None,
+                    min_nodes=min(launcher.min_nodes or nodes, nodes),
+                ),
+            ),
+            hardware,
+        )
+        if found.plan is not None and not any(finding.is_error for finding in found.findings):
+            return found.plan
+    return None
+
+
+def _sizes(micro: int) -> list[int]:
+    """Return the micro-batch sizes to try: the planned one, then its divisors, largest first."""
+    return [size for size in range(micro, 0, -1) if micro % size == 0]

@@ -20,7 +20,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.hosts import Host
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.secrets import resolve_variables
-from trainctl.launch.remote import allow_many_files, ssh
+from trainctl.launch.processes import allow_many_files, ssh
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan

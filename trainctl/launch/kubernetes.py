@@ -25,13 +25,11 @@ from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
-from trainctl.launch import program
-from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
-from trainctl.launch.outcome import Outcome
-from trainctl.launch.refusals.kubernetes import check_config
-from trainctl.launch.rendered import Rendered
-from trainctl.launch.schedulers import run_tool
-from trainctl.launch.variables import rank_variables
+from trainctl.launch import rank_command
+from trainctl.launch.config_checks import check_kubernetes
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launch.processes import run_tool
+from trainctl.launch.rank_command import rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
@@ -60,7 +58,7 @@ _RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """Return what the manifest lacks (an image, a volume for the run), and invalid names."""
     launcher = _section(plan)
-    findings = check_config(plan.config, plan.hardware)
+    findings = check_kubernetes(plan.config, plan.hardware)
     path = PurePosixPath(folder.absolute())
     if not any(path.is_relative_to(mount) for mount in launcher.kubernetes_claims.values()):
         findings.append(
@@ -113,7 +111,7 @@ def pod_command(start: AttemptRequest) -> AttemptCommand:
             for node in range(nodes)
         ),
         ranks_per_node=start.ranks_per_node,
-        **program.of_ranks(start, python=python),
+        **rank_command.of_ranks(start, python=python),
         port=launcher.port or _PORT,
         address=pod_host(name, 0) if nodes > 1 else None,
     )

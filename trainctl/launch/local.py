@@ -13,12 +13,10 @@ from trainctl.engines import patch_checks as declared
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import preflight
 from trainctl.hardware.storage import lacking_space
-from trainctl.launch import program
+from trainctl.launch import rank_command
 from trainctl.launch.attempts import run_attempts, start_one_agent
-from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
-from trainctl.launch.outcome import Outcome
-from trainctl.launch.rendered import Rendered
-from trainctl.launch.variables import rank_variables
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launch.rank_command import rank_variables
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import run_id
@@ -48,7 +46,7 @@ def render(start: AttemptRequest) -> Rendered:
     command = AttemptCommand(
         nodes=(node,),
         ranks_per_node=start.ranks_per_node,
-        **program.of_ranks(start),
+        **rank_command.of_ranks(start),
         port=plan.config.launcher.port,
     )
     return Rendered(command=command, commands=(node.argv,))

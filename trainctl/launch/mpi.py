@@ -12,14 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from trainctl.errors import ExitCode, Finding
-from trainctl.launch import program
+from trainctl.launch import rank_command
 from trainctl.launch.attempts import run_attempts, start_program
-from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
+from trainctl.launch.config_checks import check_mpi, hosts_in
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
 from trainctl.launch.local import require_space
-from trainctl.launch.outcome import Outcome
-from trainctl.launch.refusals.mpi import check_config, hosts_in
-from trainctl.launch.rendered import Rendered
-from trainctl.launch.variables import rank_variables
+from trainctl.launch.rank_command import rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.mpi import MpiConfig, MpiFlavor
 from trainctl.plan.types import RunPlan
@@ -42,7 +40,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
                 exit_code=ExitCode.environment,
             )
         )
-    return [*findings, *check_config(plan.config, plan.hardware)]
+    return [*findings, *check_mpi(plan.config, plan.hardware)]
 
 
 def render(start: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
@@ -63,7 +61,7 @@ def render(start: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
             for node in range(nodes)
         ),
         ranks_per_node=start.ranks_per_node,
-        **program.of_ranks(start),
+        **rank_command.of_ranks(start),
         port=plan.config.launcher.port,
         address=(names[0] or socket.gethostname()) if nodes > 1 else None,
     )

@@ -16,10 +16,8 @@ from pathlib import Path
 from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
-from trainctl.launch.agents import AgentProcess
 from trainctl.launch.attempts import PreparedAttempt, run_attempts, start_one_agent
-from trainctl.launch.launch_request import LaunchRequest
-from trainctl.launch.rendered import Rendered
+from trainctl.launch.interface import AgentProcess, LaunchRequest, Rendered
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from trainctl.launch.background import start_in_background
-from trainctl.launch.processes import Process
+from trainctl.launch.processes import Process, start_in_background
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 

@@ -9,16 +9,14 @@ from pathlib import Path
 
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.packages import loggers_are_installed
-from trainctl.launch import program
+from trainctl.launch import rank_command
 from trainctl.launch.attempts import PreparedAttempt, run_attempts
 from trainctl.launch.elastic import ElasticPlanner
-from trainctl.launch.host_selection import HostGroup, check_hosts, planned_hosts, unprobed_hosts
-from trainctl.launch.launch_request import AttemptRequest, LaunchRequest
-from trainctl.launch.outcome import Outcome
-from trainctl.launch.remote import ssh
-from trainctl.launch.rendered import Rendered
+from trainctl.launch.host_checks import HostGroup, check_hosts, planned_hosts, unprobed_hosts
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launch.processes import ssh
+from trainctl.launch.rank_command import not_forwarded, rank_variables
 from trainctl.launch.ssh_agents import SshAgents, terminate_on_hosts
-from trainctl.launch.variables import not_forwarded, rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
@@ -37,7 +35,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
     """
     run = RunPaths(folder)
-    code_folder = program.folder(plan.config, run) if run.record.is_file() else None
+    code_folder = rank_command.folder(plan.config, run) if run.record.is_file() else None
     findings = check_hosts(
         plan, planned_hosts(plan), folder, checkpoint_bytes, code_folder
     ).findings
@@ -72,7 +70,7 @@ def render(start: AttemptRequest, *, site: HostGroup | None = None) -> Rendered:
     command = AttemptCommand(
         nodes=nodes,
         ranks_per_node=start.ranks_per_node,
-        **program.of_ranks(start, python=python),
+        **rank_command.of_ranks(start, python=python),
         address=site.address,
         port=site.port,
     )
@@ -92,7 +90,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     """
     run, plan = launch.run, launch.plan
     launcher = section_of(plan.config, SshConfig)
-    hosts, folder = planned_hosts(plan), program.folder(plan.config, run)
+    hosts, folder = planned_hosts(plan), rank_command.folder(plan.config, run)
     seen = check_hosts(plan, hosts, run.root, launch.checkpoint_bytes, folder)
     if seen.site is None:
         raise TrainctlError.from_findings(seen.findings)

@@ -14,8 +14,7 @@ from typing import Any
 
 from trainctl.config.hosts import Host
 from trainctl.errors import ExitCode
-from trainctl.launch.processes import Process, start_tied
-from trainctl.launch.remote import ssh
+from trainctl.launch.processes import Process, ssh, start_tied
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.runs.causes import Cause
 from trainctl.runs.command import NodeCommand

@@ -12,7 +12,7 @@ from typing import Any, Self
 import psutil
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.agents import Agents
+from trainctl.launch.interface import Agents
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths

@@ -1,7 +1,7 @@
 """Fork server of a node's ranks: `python -m trainctl.train RUN --attempt N --fork`.
 
 It computes nothing, joins no process group and starts no thread of its own, so a fork inherits only
-what imports leave behind. `trainctl.launch.agent.fork_server` starts it.
+what imports leave behind. `trainctl.launch.agent.ranks` starts it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from trainctl.launch.agent.fork_server import ForkServer
+from trainctl.launch.agent.ranks import ForkServer
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.processes import is_alive
 

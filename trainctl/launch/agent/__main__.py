@@ -21,7 +21,6 @@ from trainctl.engines import patch_checks as declared
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
 from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
-from trainctl.launch.agent.fork_server import ForkServer
 from trainctl.launch.agent.guard import SignalGuard, exit_now
 from trainctl.launch.agent.hang_detection import HangDetector, HungRank
 from trainctl.launch.agent.node_identity import (
@@ -31,7 +30,7 @@ from trainctl.launch.agent.node_identity import (
     prepare_ranks,
     set_gloo_interface,
 )
-from trainctl.launch.agent.ranks import RankExit, start_ranks, watch_ranks
+from trainctl.launch.agent.ranks import ForkServer, RankExit, start_ranks, watch_ranks
 from trainctl.launch.agent.rendezvous import JoinWatch, NodeRendezvous
 from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command

@@ -1,27 +1,35 @@
 """Ranks of a node: started with torchrun's variables, watched, and ended together.
 
+A rank is forked by the fork server (`trainctl.train.fork_ranks`) where that is possible: importing
+torch, transformers and DeepSpeed costs some seconds of CPU time, and the server imports once for
+all ranks of a node while the agent prepares the corpus. Else it is started as a command.
+
 When one fails, all others are ended within one grace period. A rank that ended stays a zombie, so
 that its pid is not reused while the others are asked for their stacks.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainctl.launch.agent.builds import terminate_with_builds
-from trainctl.launch.agent.fork_server import ForkServer
 from trainctl.launch.agent.guard import SignalGuard
 from trainctl.launch.agent.hang_detection import HangDetector, HungRank
 from trainctl.launch.agent.rendezvous import NodeRendezvous
-from trainctl.runs.command import AttemptCommand
-from trainctl.runs.processes import STORE_VARIABLE, RunTag, block_sigterm
+from trainctl.runs.command import FORK_FLAG, AttemptCommand
+from trainctl.runs.processes import STORE_VARIABLE, RunTag, adopt_orphans, block_sigterm
 
 _LOOK_SECONDS = 0.02
+
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +156,60 @@ def _return_code(pid: int) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+class ForkServer:
+    """The agent's handle on the fork server; creating it starts the server.
+
+    Args:
+        command: The attempt's command; the server gets this process's environment.
+        patience_seconds: How long the imports may take.
+    """
+
+    def __init__(self, command: AttemptCommand, patience_seconds: float) -> None:
+        self._deadline = time.monotonic() + patience_seconds
+        adopt_orphans()
+        with block_sigterm():
+            self._process = subprocess.Popen(
+                [*command.rank_command, FORK_FLAG],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+
+    def fork(
+        self, variables: Sequence[Mapping[str, str]], check_stop: Callable[[], None]
+    ) -> list[int] | None:
+        """Fork one rank for each set of variables, and return their pids: children of this process.
+
+        If the server was killed, return its pid alone: its exit status stands for the first rank.
+        Return None if it failed by itself or took too long; the ranks then report the error when
+        they import.
+
+        Args:
+            variables: Variables of each rank, added to the server's environment.
+            check_stop: Called again and again; does not return when this process is to end.
+        """
+        order, answer = self._process.stdin, self._process.stdout
+        assert order is not None and answer is not None
+        with answer:
+            with suppress(BrokenPipeError), order:
+                order.write(json.dumps([dict(of_rank) for of_rank in variables]).encode() + b"\n")
+            said = b""
+            while not said.endswith(b"\n"):
+                check_stop()
+                if select.select([answer], [], [], _POLL_SECONDS)[0]:
+                    part = os.read(answer.fileno(), 1 << 16)
+                    if not part:
+                        break
+                    said += part
+                elif time.monotonic() > self._deadline:
+                    self._process.kill()
+                    return None
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_EXITED:
+            return [self._process.pid]
+        if self._process.wait() != 0:
+            return None
+        pids: list[int] = json.loads(said)
+        return pids

@@ -2,8 +2,7 @@
 
 The functions are named as `module:function` and imported when they are called, so checking a
 configuration imports nothing that starts processes. Functions of the shipped launchers are in
-`trainctl.launch`; its modules `launch_request`, `rendered` and `outcome` define their argument
-and result types.
+`trainctl.launch`, whose module `interface` defines their argument and result types.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ class KeyProblem(NamedTuple):
 class Launcher(Spec):
     """Specification of one launcher.
 
-    `build` runs a `Launch` to its end, or submits it to a scheduler, and returns an `Outcome`.
+    `build` runs a `LaunchRequest` to its end, or submits it to a scheduler; it returns an
+    `Outcome`.
     """
 
     render: str
-    """Function that returns the commands and files of a `Start` as a `Rendered`; it starts
-    nothing.
+    """Function that returns the commands and files of an `AttemptRequest` as a `Rendered`; it
+    starts nothing.
     """
     check: str = ""
     """Function that checks the machines for a plan, a folder and a checkpoint's bytes, before a run

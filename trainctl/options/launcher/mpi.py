@@ -39,5 +39,5 @@ SPEC = Launcher(
     build="trainctl.launch.mpi:run_launch",
     render="trainctl.launch.mpi:render",
     check="trainctl.launch.mpi:check",
-    check_config="trainctl.launch.refusals.mpi:check_config",
+    check_config="trainctl.launch.config_checks:check_mpi",
 )

@@ -1,0 +1,288 @@
+"""Configurations that a launcher refuses by itself: found by `validate`, before any launch.
+
+Values that get into a scheduler's files or command lines must be single plain words. This module
+imports nothing that starts processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trainctl.config.environment_references import references
+from trainctl.config.hosts import HOST_NAME_HINT, chosen_hosts, is_host_name
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
+from trainctl.config.secrets import names_in
+from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.hardware import Hardware
+from trainctl.options.launcher import section_of, spec_of
+from trainctl.options.launcher.kubernetes import KubernetesConfig
+from trainctl.options.launcher.mpi import MpiConfig
+from trainctl.options.launcher.slurm import SlurmConfig
+from trainctl.options.launcher.ssh import SshConfig
+
+UNREACHED_NODES = "TC077"
+UNSAFE_WORD, UNSAFE_PATH, UNSET = "TC160", "TC161", "TC168"
+
+_WORD = re.compile(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+")
+"""Pattern of names of partitions, accounts, features, dependencies, resources, images: no space, no
+quote, no `$`, no backquote and no control character, so that every reader sees a single word.
+"""
+
+WRONG_HOSTS = "TC169"
+NO_IMAGE, BAD_NAME = "TC164", "TC166"
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+FEW_HOSTS = "TC163"
+
+
+def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Return what keeps the configuration's launcher from starting it, on whichever machine."""
+    spec = spec_of(config.launcher)
+    found = list(_unreached_nodes(config, hardware))
+    if spec.check_config:
+        found += function_of("launcher", spec.name, "check_config")(config, hardware)
+    if spec.resolves_here:
+        found += _unset_variables(config)
+    return found
+
+
+def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]:
+    """Check that the launcher starts as many nodes as the plan has.
+
+    Commands that only plan skip this: how a cluster is reached does not change a plan.
+    """
+    spec, nodes = spec_of(config.launcher), hardware.nodes
+    if not spec.several_nodes and nodes > 1:
+        yield Finding(
+            rule=UNREACHED_NODES,
+            key="launcher.kind",
+            message=f"launcher.kind={spec.name} starts one node, and the plan is for {nodes}",
+            hint="launcher=slurm or launcher=ssh, or hardware of one node",
+        )
+    if spec.reach is not None:
+        for problem in spec.reach(config.launcher, nodes):
+            yield Finding(rule=UNREACHED_NODES, **problem._asdict())
+
+
+def _unset_variables(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding for each variable that the configuration refers to but that is unset."""
+    for name in references(config):
+        if name not in os.environ:
+            yield Finding(
+                rule=UNSET,
+                key=_key_of(config, name),
+                message=f"${{oc.env:{name}}} cannot be resolved: {name} is not set here",
+                hint=f"export {name}",
+                exit_code=ExitCode.environment,
+            )
+
+
+def _key_of(config: RunConfig, name: str) -> str:
+    """Return the first key that refers to a variable."""
+    for variable, value in config.launcher.environment.items():
+        if f"oc.env:{name}" in value.replace(" ", ""):
+            return f"launcher.environment.{variable}"
+    if any(name in names_in(url) for url in config.logging.alerts.urls):
+        return "logging.alerts.urls"
+    return "script_arguments"
+
+
+def check_words(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
+    """Yield a finding for each value that is not a single word, or starts like an option.
+
+    Args:
+        values: Config keys and their values; None is skipped.
+    """
+    for key, value in values:
+        if value is None:
+            continue
+        if not _WORD.fullmatch(value) or value.startswith("-"):
+            yield Finding(
+                rule=UNSAFE_WORD,
+                key=key,
+                message=f"{key}={value!r} is not a plain word",
+                hint="letters, digits and _.,:;+@%/=&|*()[]?!~^- without spaces, and no - in front",
+            )
+
+
+def check_programs(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
+    """Yield a finding for each program that is empty or would be read as an option.
+
+    Args:
+        values: Config keys and their values, names or paths; None is skipped.
+    """
+    for key, value in values:
+        if value is not None and (value.startswith("-") or not value.strip()):
+            yield Finding(
+                rule=UNSAFE_WORD,
+                key=key,
+                message=f"{key}={value!r} is no name and no path of a program",
+                hint="an absolute path, or a name in PATH, without - in front",
+            )
+
+
+def check_options(key: str, options: Iterable[str]) -> Iterator[Finding]:
+    """Yield a finding for each option that is not `--name` or `--name=VALUE` of plain words."""
+    for option in options:
+        name, equals, value = option.partition("=")
+        is_name = re.fullmatch(r"--[a-z][a-z0-9-]*", name) is not None
+        if not is_name or (equals and not _WORD.fullmatch(value)):
+            yield Finding(
+                rule=UNSAFE_WORD,
+                key=key,
+                message=f"{option!r} in {key} is no option of the form --name=VALUE",
+                hint=f"{key}=['--name=VALUE']",
+            )
+
+
+def check_path(path: Path) -> Iterator[Finding]:
+    """Yield a finding for a path with control characters, which a script's line cannot hold."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
+        yield Finding(
+            rule=UNSAFE_PATH,
+            message=f"the run directory's path has control characters: {str(path)!r}",
+            hint="name another directory with --run-dir",
+        )
+
+
+def check_ssh(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Return problems with the names of the hosts, and with the hostfile."""
+    launcher = section_of(config, SshConfig)
+    findings = [*check_programs([("launcher.python", launcher.python)])]
+    findings += [
+        Finding(
+            rule=WRONG_HOSTS,
+            key="launcher.hosts",
+            message=f"{name} is there twice: each node is another host",
+            hint="name each host once; hardware.devices_per_node says how many devices it has",
+        )
+        for name in sorted({name for name in launcher.hosts if launcher.hosts.count(name) > 1})
+    ]
+    if (
+        launcher.hostfile is not None
+        or launcher.include is not None
+        or launcher.exclude is not None
+    ):
+        try:
+            chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
+        except TrainctlError as error:
+            key = "launcher.hosts" if launcher.hostfile is None else "launcher.hostfile"
+            findings.append(
+                Finding(rule=WRONG_HOSTS, key=key, message=error.message, hint=error.hint)
+            )
+    return findings
+
+
+def check_slurm(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
+    launcher = section_of(config, SlurmConfig)
+    words = {
+        "slurm_partition": launcher.slurm_partition,
+        "slurm_account": launcher.slurm_account,
+        "slurm_qos": launcher.slurm_qos,
+        "slurm_constraint": launcher.slurm_constraint,
+        "slurm_gres": launcher.slurm_gres,
+        "slurm_dependency": launcher.slurm_dependency,
+        "slurm_container": launcher.slurm_container,
+    }
+    lists = [("slurm_modules", word) for word in launcher.slurm_modules]
+    lists += [("slurm_container_mounts", word) for word in launcher.slurm_container_mounts]
+    named = [(f"launcher.{name}", value) for name, value in (*words.items(), *lists)]
+    return [
+        *check_words(named),
+        *check_options("launcher.slurm_options", launcher.slurm_options),
+    ]
+
+
+def check_kubernetes(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Return problems with the image, the names and the secret; not with where the run is."""
+    launcher = section_of(config, KubernetesConfig)
+    findings = []
+    if launcher.kubernetes_image is None:
+        findings.append(
+            Finding(
+                rule=NO_IMAGE,
+                key="launcher.kubernetes_image",
+                message="launcher=kubernetes needs an image that has trainctl",
+                hint="launcher.kubernetes_image=REGISTRY/NAME:TAG",
+            )
+        )
+    names = {
+        "kubernetes_namespace": launcher.kubernetes_namespace,
+        "kubernetes_queue": launcher.kubernetes_queue,
+        "kubernetes_secret": launcher.kubernetes_secret,
+        "kubernetes_service_account": launcher.kubernetes_service_account,
+    }
+    labels = [*names.items(), *(("kubernetes_claims", name) for name in launcher.kubernetes_claims)]
+    for key, value in labels:
+        if value is not None and not _LABEL.fullmatch(value):
+            findings.append(
+                Finding(
+                    rule=BAD_NAME,
+                    key=f"launcher.{key}",
+                    message=f"launcher.{key}: {value!r} is no name of Kubernetes",
+                    hint="lower-case letters, digits, - and .",
+                )
+            )
+    findings += check_words([("launcher.kubernetes_image", launcher.kubernetes_image)])
+    findings += check_programs([("launcher.kubernetes_python", launcher.kubernetes_python)])
+    if launcher.kubernetes_secret is None:
+        findings += [
+            Finding(
+                rule=UNSET,
+                key="launcher.kubernetes_secret",
+                message=f"nothing gives the pods {name}, which ${{oc.env:{name}}} stands for",
+                hint=f"kubectl create secret generic NAME --from-literal={name}=..., and "
+                "launcher.kubernetes_secret=NAME",
+            )
+            for name in references(config)
+        ]
+    return findings
+
+
+def check_mpi(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Return problems with the program's name, and with the number and names of hosts."""
+    launcher, nodes = section_of(config, MpiConfig), hardware.nodes
+    findings = [*check_programs([("launcher.mpi_program", launcher.mpi_program)])]
+    if launcher.mpi_hostfile is not None:
+        path = Path(launcher.mpi_hostfile)
+        if not path.is_file():
+            message = f"there is no file {path}"
+            missing = Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)
+            return [*findings, missing]
+        names = _named(path.read_text(encoding="utf-8", errors="replace"))
+        findings += [
+            Finding(
+                rule=UNSAFE_WORD,
+                key="launcher.mpi_hostfile",
+                message=f"{path}: {name!r} is not a host name",
+                hint=HOST_NAME_HINT,
+            )
+            for name in names
+            if not is_host_name(name.strip("[]"))
+        ]
+        if len(names) < nodes:
+            findings.append(
+                Finding(
+                    rule=FEW_HOSTS,
+                    key="launcher.mpi_hostfile",
+                    message=f"{path} names {len(names)} hosts, and the plan is for {nodes}",
+                    hint=f"name {nodes} hosts, or hardware.nodes={len(names)}",
+                )
+            )
+    return findings
+
+
+def hosts_in(text: str) -> list[str]:
+    """Return the hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
+    return [name.rpartition("@")[2] for name in _named(text)]
+
+
+def _named(text: str) -> list[str]:
+    """Return the hosts of a hostfile, each with its `USER@` if the file has one."""
+    lines = (line.partition("#")[0].split() for line in text.splitlines())
+    names = [words[0] for words in lines if words]
+    return [name.partition(":")[0] if name.count(":") == 1 else name for name in names]
