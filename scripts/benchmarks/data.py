@@ -36,7 +36,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainctl.data.corpus import Corpus
-from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.data import PackedDataset
@@ -199,19 +199,19 @@ def _order() -> None:
         print(f"{tokens:>10.0e}{of_call[0]:>14.1f}{of_call[1]:>18.2f}{size:>10,}")
 
 
-def _an_order(tokens: int) -> Order:
+def _an_order(tokens: int) -> SampleOrder:
     weights = {"code": Fraction(7, 10), "prose": Fraction(2, 10), "manuals": Fraction(1, 10)}
     sources = [OrderedSource(name, int(tokens * share)) for name, share in weights.items()]
     annealed = {"code": Fraction(1, 5), "prose": Fraction(4, 5)}
     half = tokens // LENGTH // 2
-    return Order(
+    return SampleOrder(
         1,
         sources,
         [OrderedStage(0, LENGTH, weights), OrderedStage(half, LENGTH // 4, annealed)],
     )
 
 
-def _microseconds(order: Order, tokens: int, count: int) -> float:
+def _microseconds(order: SampleOrder, tokens: int, count: int) -> float:
     draw = np.random.default_rng(0)
     calls = [draw.integers(0, tokens // LENGTH, count) for _ in range(30)]
     times = []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.data.order import Order, OrderedSource, OrderedStage, changes_of_past
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder, incompatible_changes
 
 SOURCES = [OrderedSource("a", 900), OrderedSource("b", 5000, 2)]
 STAGES = [
@@ -20,7 +20,7 @@ STAGES = [
 
 
 def order(sources=SOURCES, stages=STAGES, seed=5, **others):
-    return Order(seed, sources, stages, shard_tokens=64, **others)
+    return SampleOrder(seed, sources, stages, shard_tokens=64, **others)
 
 
 LATER = OrderedStage(900, 8, {"c": Fraction(1), "a": Fraction(1)})
@@ -39,7 +39,7 @@ MORE = [OrderedSource("c", 700), *SOURCES]
     ],
 )
 def test_what_is_still_to_come_may_change(until, now):
-    assert not list(changes_of_past(order(), now, until))
+    assert not list(incompatible_changes(order(), now, until))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_is_still_to_come_may_change(until, now):
     ],
 )
 def test_what_was_drawn_may_not(now, says):
-    found = list(changes_of_past(order(), now, 800))
+    found = list(incompatible_changes(order(), now, 800))
     assert len(found) == 1 and says in found[0]
 
 
@@ -83,5 +83,5 @@ def test_without_a_change_the_past_is_the_same(data):
         (getattr(was, name) == getattr(becomes, name)).all()
         for name in ("stage", "source", "epoch", "index")
     )
-    if not list(changes_of_past(before, now, until)):
+    if not list(incompatible_changes(before, now, until)):
         assert same

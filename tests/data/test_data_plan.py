@@ -7,7 +7,7 @@ import pytest
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import Accelerator, RunConfig
-from trainctl.data.mixture import Count, order_of, plan_data
+from trainctl.data.mixture import SourceLength, order_of, plan_data
 from trainctl.data.source_sampler import samples_of
 from trainctl.hardware import Hardware
 from trainctl.rules.resolve import resolve
@@ -34,7 +34,7 @@ def plan_of(sources, stages=(), steps=100, **training):
 
 
 def counts(**tokens):
-    return {name: Count(tokens=count) for name, count in tokens.items()}
+    return {name: SourceLength(tokens=count) for name, count in tokens.items()}
 
 
 def test_what_is_planned_is_drawn():
@@ -83,7 +83,7 @@ def test_a_source_that_runs_out_says_by_how_much_and_when():
     step = int(problem.message.rpartition("step ")[2])
     order = order_of(plan, {"a": 20_000, "b": 10**6})
     most = 1.5 * samples_of(20_000, 64)
-    assert order.drawn((step - 1) * 16)["a"] < most <= order.drawn(step * 16)["a"]
+    assert order.draws_before((step - 1) * 16)["a"] < most <= order.draws_before(step * 16)["a"]
 
 
 def test_a_source_without_a_sample_is_a_problem_and_no_plan():

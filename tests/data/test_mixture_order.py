@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_order import sample_indices
 
-from trainctl.data.order import Order, OrderedSource, OrderedStage, samples_of
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder, samples_of
 from trainctl.data.source_sampler import SINGLE_SOURCE
 
 SHARD = 64
@@ -37,7 +37,7 @@ def plans(draw, lengths=(4,), windows=(None, 1, 3), stages=3):
 
 def order_of(plan, **others):
     seed, sources, stages, _ = plan
-    return Order(seed, sources, stages, shard_tokens=SHARD, **others)
+    return SampleOrder(seed, sources, stages, shard_tokens=SHARD, **others)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -46,7 +46,7 @@ def test_one_source_without_stages_keeps_the_order_of_runs_that_were_begun(
     shuffle, tokens, seed, start
 ):
     stages = [OrderedStage(0, 8, {SINGLE_SOURCE: Fraction(1)})]
-    order = Order(seed, [OrderedSource(SINGLE_SOURCE, tokens)], stages, shuffle=shuffle)
+    order = SampleOrder(seed, [OrderedSource(SINGLE_SOURCE, tokens)], stages, shuffle=shuffle)
     samples = samples_of(tokens, 8)
     for counters in (np.arange(2 * samples + 3), start + np.arange(40).reshape(5, 8)):
         found = order.at(counters)
@@ -54,7 +54,7 @@ def test_one_source_without_stages_keeps_the_order_of_runs_that_were_begun(
         assert (found.index == before).all()
         assert (found.epoch == counters // samples).all()
         assert not found.source.any()
-    assert order.dealt(start, 12).tolist() == list(range(start, start + 12))
+    assert order.order_over_ranks(start, 12).tolist() == list(range(start, start + 12))
 
 
 @given(plans())
@@ -115,7 +115,7 @@ def test_a_shorter_length_that_divides_leaves_nothing_out(plan, ratio):
     seed, sources, (first, *_), count = plan
     halved = OrderedStage(count // 2, max(4, first.length // ratio), first.weights)
     stages = [first, halved]
-    order = Order(seed, sources, stages, shard_tokens=SHARD)
+    order = SampleOrder(seed, sources, stages, shard_tokens=SHARD)
     assert not any(order.left_out().values())
     found = order.at(np.arange(count + 4000))
     lengths = np.array([stage.length for stage in stages])[found.stage]
@@ -129,7 +129,7 @@ def test_a_shorter_length_that_divides_leaves_nothing_out(plan, ratio):
 def test_a_longer_length_goes_on_with_the_next_window_and_says_what_it_left_out():
     stages = [OrderedStage(0, 4, {"a": Fraction(1)}), OrderedStage(40, 8, {"a": Fraction(1)})]
     for window, left in ((1, (48 - 40) * 4), (None, (799 - 40) * 4)):
-        order = Order(1, [OrderedSource("a", 3200, window)], stages, shard_tokens=SHARD)
+        order = SampleOrder(1, [OrderedSource("a", 3200, window)], stages, shard_tokens=SHARD)
         assert order.left_out() == {"a": left}
         assert order.at([39, 40]).epoch.tolist() == [0, 0 if window else 1]
 
@@ -202,7 +202,7 @@ def test_draws_are_counted_without_drawing(plan, data):
     order = order_of(plan)
     counter = data.draw(st.integers(0, plan[-1]))
     source = order.at(np.arange(counter)).source
-    assert list(order.drawn(counter).values()) == [
+    assert list(order.draws_before(counter).values()) == [
         int((source == number).sum()) for number in range(len(order.names))
     ]
 
@@ -212,7 +212,7 @@ def test_epochs_seeds_and_names_have_orders_of_their_own():
     seen = set()
     for seed in range(3):
         sources = [OrderedSource(name, 64 * 40) for name in "ab"]
-        found = Order(seed, sources, [OrderedStage(0, 4, both)]).at(np.arange(2 * 639 * 3))
+        found = SampleOrder(seed, sources, [OrderedStage(0, 4, both)]).at(np.arange(2 * 639 * 3))
         for number in range(2):
             for epoch in range(3):
                 mine = (found.source == number) & (found.epoch == epoch)
@@ -221,7 +221,7 @@ def test_epochs_seeds_and_names_have_orders_of_their_own():
 
 
 def test_a_window_needs_few_shards_at_a_time():
-    order = Order(
+    order = SampleOrder(
         3,
         [OrderedSource("a", SHARD * 100 + 20, 4)],
         [OrderedStage(0, 4, {"a": Fraction(1)})],
@@ -237,10 +237,10 @@ def test_a_window_needs_few_shards_at_a_time():
 def test_a_batch_is_dealt_so_that_each_rank_sees_each_source():
     both = {"a": Fraction(1), "b": Fraction(1)}
     sources = [OrderedSource("a", 9000), OrderedSource("b", 9000)]
-    order = Order(5, sources, [OrderedStage(0, 4, both)])
+    order = SampleOrder(5, sources, [OrderedStage(0, 4, both)])
     shares = []
     for first in range(0, 3200, 32):
-        batch = order.dealt(first, 32)
+        batch = order.order_over_ranks(first, 32)
         assert sorted(batch.tolist()) == list(range(first, first + 32))
         shares.append(order.at(batch).source[::2].mean())
     assert 0.4 < np.mean(shares) < 0.6
@@ -249,7 +249,7 @@ def test_a_batch_is_dealt_so_that_each_rank_sees_each_source():
 
 def test_a_source_without_a_sample_is_refused_by_name():
     with pytest.raises(ValueError, match="small has 8 tokens: less than one sample of 8"):
-        Order(1, [OrderedSource("small", 8)], [OrderedStage(0, 8, {"small": Fraction(1)})])
+        SampleOrder(1, [OrderedSource("small", 8)], [OrderedStage(0, 8, {"small": Fraction(1)})])
 
 
 @settings(deadline=None)
@@ -260,7 +260,7 @@ def test_its_size_is_that_of_the_plan_and_not_of_the_corpus(tokens):
         OrderedStage(0, 4096, {"a": Fraction(1), "b": Fraction(2)}),
         OrderedStage(10**9, 2048, {"b": Fraction(1), "c": Fraction(1)}),
     ]
-    order = Order(1, sources, stages)
+    order = SampleOrder(1, sources, stages)
     begin = time.process_time()
     found = order.at(np.array([0, 10**9 - 1, 10**9, 10**14]))
     assert time.process_time() - begin < 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainctl.data.packing import conversations_of, pack, pieces_of
-from trainctl.data.token_spans import LearntTokens
+from trainctl.data.token_spans import LossMask
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 
@@ -52,7 +52,7 @@ def test_every_token_is_in_one_bin_and_no_document_is_cut_that_fits(lengths, len
 def test_a_token_that_was_left_out_is_in_no_bin():
     ends, learnt = np.array([4, 12, 22]), np.zeros(22, dtype=bool)
     learnt[[3, 11, 13]] = True  # the second has nothing to learn in its beginning
-    found = conversations_of(ends, 6, LearntTokens(learnt.astype("<u2") << 15), cuts=True)
+    found = conversations_of(ends, 6, LossMask(learnt.astype("<u2") << 15), cuts=True)
     bins = pack(found.pieces, 6)
     assert found.counts["cut"] == found.counts["dropped_nothing_left"] == 1
     in_bins = [token for token in range(22) if bins.bin_of(token) is not None]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.data.order import MOST_SLOTS, quotas_of, turns_of
+from trainctl.data.order import MOST_SLOTS, quotas_from_weights, schedule_of
 
 quotas = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(sum).map(tuple)
 
@@ -21,17 +21,17 @@ def assert_within_one(source, shares):
 
 @given(quotas)
 def test_no_prefix_is_a_draw_off(shares):
-    turns = turns_of(shares)
+    turns = schedule_of(shares)
     assert_within_one(np.tile(turns.source, 2), shares)
 
 
 @given(quotas, st.data())
 def test_ranks_count_and_positions_invert(shares, data):
-    turns = turns_of(shares)
+    turns = schedule_of(shares)
     draws = data.draw(st.integers(0, 3 * turns.size))
     sources = np.resize(turns.source, draws)
     for source, quota in enumerate(shares):
-        assert turns.drawn(source, draws) == (sources == source).sum()
+        assert turns.draws_before(source, draws) == (sources == source).sum()
         positions = np.flatnonzero(sources == source)
         numbers = positions // turns.size * quota + turns.rank[positions % turns.size]
         assert numbers.tolist() == list(range(len(positions)))
@@ -42,27 +42,27 @@ def test_ranks_count_and_positions_invert(shares, data):
 @given(quotas, st.data())
 def test_a_source_without_a_share_changes_no_turn(shares, data):
     at = data.draw(st.integers(0, len(shares)))
-    more = turns_of((*shares[:at], 0, *shares[at:]))
+    more = schedule_of((*shares[:at], 0, *shares[at:]))
     known = np.delete(np.arange(len(shares) + 1), at)
-    assert (more.source == known[turns_of(shares).source]).all()
+    assert (more.source == known[schedule_of(shares).source]).all()
 
 
 def test_small_shares_among_many_do_not_come_first():
     """Nested splits would draw all small shares first, and be 49 draws off."""
     shares = (*[1] * 99, 99)
-    assert_within_one(turns_of(shares).source, shares)
+    assert_within_one(schedule_of(shares).source, shares)
 
 
 def test_decimal_weights_are_exact():
     decimal = [Fraction("0.7"), Fraction("0.1"), Fraction("0.2")]
-    assert quotas_of(decimal) == (7, 1, 2)
-    assert quotas_of([Fraction("0.333333"), Fraction("0.666667")]) == (333333, 666667)
-    assert quotas_of([Fraction(3), Fraction(1), Fraction(0)]) == (3, 1, 0)
+    assert quotas_from_weights(decimal) == (7, 1, 2)
+    assert quotas_from_weights([Fraction("0.333333"), Fraction("0.666667")]) == (333333, 666667)
+    assert quotas_from_weights([Fraction(3), Fraction(1), Fraction(0)]) == (3, 1, 0)
 
 
 @given(st.lists(st.fractions(0, 1), min_size=1, max_size=8).filter(sum))
 def test_rounded_weights_are_near_and_none_is_lost(weights):
-    found = quotas_of(weights)
+    found = quotas_from_weights(weights)
     shares = [weight / sum(weights) for weight in weights]
     assert sum(found) <= MOST_SLOTS
     for quota, share in zip(found, shares, strict=True):

@@ -23,7 +23,7 @@ from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, cache_folder, tokenize_share
 from trainctl.data.corpus_folder import chunks_of, write_corpus
 from trainctl.data.progress import PreparationProgress, format_duration
-from trainctl.data.store import Store
+from trainctl.data.store import TokenStore
 from trainctl.data.task_workers import do_tasks
 from trainctl.data.tasks import Claims
 from trainctl.data.tokenizer import ByteTokenizer
@@ -113,7 +113,7 @@ def section(name, **changes):
 
 
 def store_of(config, tokenizer=None):
-    store = Store.of(cache_folder(), config, tokenizer or ByteTokenizer())
+    store = TokenStore.of(cache_folder(), config, tokenizer or ByteTokenizer())
     files = split_files(config)
     return store, store.tasks(sorted({*files.train, *files.held_out}))
 

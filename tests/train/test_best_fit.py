@@ -15,7 +15,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
 from trainctl.data.infilling import infilling_of
-from trainctl.data.mixture import Count, plan_data
+from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import bins_of, packed_token_count
 from trainctl.data.prepare import prepare
 from trainctl.data.sample_contents import samples_of
@@ -280,7 +280,8 @@ def test_a_mixture_of_bins_is_trained_as_planned_and_goes_on_bit_for_bit(with_wo
     assert curve(stopped) == curve(whole)
     corpora = build_corpora(config, load_tokenizer(config.tokenizer))
     counts = {
-        name: Count(tokens=packed_token_count(config, corpus)) for name, corpus in corpora.items()
+        name: SourceLength(tokens=packed_token_count(config, corpus))
+        for name, corpus in corpora.items()
     }
     (stage,) = plan_data(plan, counts).stages
     steps = step_curve(read_events(whole.events)).values()

@@ -56,7 +56,7 @@ def named(tmp_path_factory):
 
 
 def _shown(template, rendered):
-    ids = [int(i) for i, learnt in zip(rendered.ids, rendered.learnt, strict=True) if learnt]
+    ids = [int(i) for i, learnt in zip(rendered.ids, rendered.loss_mask, strict=True) if learnt]
     return template._backend.decode(ids, skip_special_tokens=False)
 
 
@@ -69,10 +69,10 @@ def test_marks_are_transformers_and_prefixes_give_the_same(folder, named, messag
     )
     by_marks = ChatTemplate.of(folder / "tokenizer.json").render(messages)
     assert by_marks.ids.tolist() == theirs["input_ids"]
-    assert by_marks.learnt.tolist() == [bool(i) for i in theirs["assistant_masks"]]
+    assert by_marks.loss_mask.tolist() == [bool(i) for i in theirs["assistant_masks"]]
     by_prefixes = named(folder, UNMARKED).render(messages)
     assert by_prefixes.ids.tolist() == by_marks.ids.tolist()
-    assert by_prefixes.learnt.tolist() == by_marks.learnt.tolist()
+    assert by_prefixes.loss_mask.tolist() == by_marks.loss_mask.tolist()
 
 
 def test_the_end_of_a_turn_is_learnt_and_the_text_begins_once(folder):
@@ -87,7 +87,7 @@ def test_the_last_answer_alone_or_everything_is_learnt(folder, named, text):
     template = named(folder, text)
     messages = asked(("1+1?", "2"), ("2+2?", "4"))
     assert _shown(template, template.render(messages, learn=Learn.last)) == "4<|im_end|>"
-    assert template.render(messages, learn=Learn.all).learnt.all()
+    assert template.render(messages, learn=Learn.all).loss_mask.all()
 
 
 def test_a_template_that_forgets_is_refused_unless_the_last_answer_is_learnt(folder, named):
@@ -225,7 +225,7 @@ def test_a_template_is_rendered_within_bounds(folder, named, monkeypatch, text, 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
     monkeypatch.undo()
     messages = asked(("1+1?", "2"))
-    assert named(folder, UNMARKED).render(messages).learnt.any()
+    assert named(folder, UNMARKED).render(messages).loss_mask.any()
 
 
 def test_a_fork_of_a_process_has_a_renderer_of_its_own(folder):

@@ -7,7 +7,7 @@ import pytest
 from plain_order import sample_indices
 
 from trainctl.data.corpus import Corpus, Split
-from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import SINGLE_SOURCE
@@ -68,7 +68,7 @@ def test_padding_samples_have_no_labels(tmp_path):
 )
 def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro, accumulation):
     data = {(SINGLE_SOURCE, 2): dataset(tmp_path, list(range(250)), length=2)}
-    order = Order(
+    order = SampleOrder(
         3, [OrderedSource(SINGLE_SOURCE, 250)], [OrderedStage(0, 2, {SINGLE_SOURCE: Fraction(1)})]
     )
 
@@ -99,7 +99,7 @@ def test_rows_of_a_mixture_are_those_of_their_sources(tmp_path):
     }
     weights = {"a": Fraction(1), "b": Fraction(1)}
     sources = [OrderedSource("a", 9), OrderedSource("b", 100)]
-    order = Order(3, sources, [OrderedStage(0, 4, weights)])
+    order = SampleOrder(3, sources, [OrderedStage(0, 4, weights)])
     batch = Batch(
         global_batch_size=8,
         micro_batch_size=2,
@@ -120,5 +120,5 @@ def test_rows_of_a_mixture_are_those_of_their_sources(tmp_path):
                 assert (made.position_ids[place] == alone.position_ids[0]).all()
                 seen.append((int(counter), name))
     assert sorted(counter for counter, _ in seen) == list(range(16, 24))
-    drawn = TrainingData(order, data, 0, 2).drawn(16, 24)
+    drawn = TrainingData(order, data, 0, 2).source_draws(16, 24)
     assert drawn == {name: sum(n == name for _, n in seen) for name in "ab"} == {"a": 4, "b": 4}

@@ -24,7 +24,7 @@ from trainctl.config.text.preferences import pair_of
 from trainctl.data.conversations import preference_encoder
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
-from trainctl.data.token_spans import are_learnt, marked_vocab_size, without_marks
+from trainctl.data.token_spans import loss_mask_of, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
@@ -149,7 +149,7 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
     stored = found.astype("<u4" if is_wide else "<u2")  # as a store has them
     assert without_marks(stored).tolist() == [*whole[0], *whole[1]]
     learnt = [place >= len(asks) for each in whole for place in range(len(each))]
-    assert are_learnt(stored).tolist() == learnt
+    assert loss_mask_of(stored).tolist() == learnt
     with pytest.raises(TrainctlError, match="no chat template belongs to it"):
         preference_encoder(new_section("data", "preferences"), ByteTokenizer()).encode_all(
             [as_text(pair_of({"prompt": prompt, **answers}))]

@@ -15,7 +15,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data import mixture
 from trainctl.data.corpora import build_corpora, load_corpora
-from trainctl.data.order import Order
+from trainctl.data.order import SampleOrder
 from trainctl.data.prepare import prepare
 from trainctl.data.streaming.corpora import send
 from trainctl.data.tokenizer import ByteTokenizer
@@ -88,7 +88,7 @@ def test_what_has_no_room_or_another_tokenizer_is_refused(bucket, config, tmp_pa
 @pytest.mark.slow
 def test_batches_are_the_same_with_windows_and_masks(bucket, config, tmp_path, monkeypatch):
     """Order and shards of one small size, as they are both of 64 Mi tokens."""
-    monkeypatch.setattr(mixture, "Order", partial(Order, shard_tokens=SHARD))
+    monkeypatch.setattr(mixture, "SampleOrder", partial(SampleOrder, shard_tokens=SHARD))
     monkeypatch.setattr(rules, "SHARD_TOKENS", SHARD)
     tokenizer = ByteTokenizer()
     (corpus,) = build_corpora(config, tokenizer).values()

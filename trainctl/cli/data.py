@@ -163,7 +163,7 @@ def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
             if number:
                 put_marked(line, style="good", marks=("[[", "]]"))
                 line = [("  | ", False)]
-            line.append((printable(text), stretch.is_learnt))
+            line.append((printable(text), stretch.has_loss))
     put_marked(line, style="good", marks=("[[", "]]"))
 
 

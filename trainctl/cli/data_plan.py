@@ -19,7 +19,7 @@ from trainctl.errors import TrainctlError
 from trainctl.monitor.report.mixture import chart
 
 if TYPE_CHECKING:
-    from trainctl.data.mixture import Count, DataPlan, SourceUse, StageUse
+    from trainctl.data.mixture import DataPlan, SourceLength, SourceUse, StageUse
 
 BAR = 60
 """Characters of a stage's bar."""
@@ -156,7 +156,7 @@ def _row(name: str, use: SourceUse) -> tuple[str, ...]:
     return (name, f"{use.tokens:,}", f"{use.samples:,}", f"{use.share:.2%}", f"{use.epochs:.3f}")
 
 
-def _unseen(use: SourceUse, count: Count) -> str:
+def _unseen(use: SourceUse, count: SourceLength) -> str:
     if not use.unseen:
         return "-"
     about = "about " if count.is_estimate else ""

@@ -92,7 +92,7 @@ def _check_drawn_samples(run: RunPaths, samples: int, before: RunPlan, made: Run
     """
     from trainctl.data.corpora import recorded
     from trainctl.data.mixture import order_of
-    from trainctl.data.order import changes_of_past
+    from trainctl.data.order import incompatible_changes
     from trainctl.data.packing import packed_token_count
 
     if not run.corpus.is_file():
@@ -111,7 +111,7 @@ def _check_drawn_samples(run: RunPaths, samples: int, before: RunPlan, made: Run
             changes = [f"data.on_too_long is {now}, and it was {was}"]
         else:
             changes = list(
-                changes_of_past(order_of(before, tokens), order_of(made, tokens), samples)
+                incompatible_changes(order_of(before, tokens), order_of(made, tokens), samples)
             )
     except (KeyError, ValueError):  # a source is missing or too short, which is reported elsewhere
         return

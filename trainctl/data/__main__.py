@@ -11,7 +11,7 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
-from trainctl.data.store import Store
+from trainctl.data.store import TokenStore
 from trainctl.data.task_workers import work
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import encoder_of
@@ -29,7 +29,7 @@ def main() -> int:
         section = from_plain(TokenizerConfig, job["tokenizer"])
         data = read_section(job["data"])
         tokenizer = encoder_of(data, function_of("tokenizer", section.kind)(section))
-        store = Store(Path(job["folder"]), data, tokenizer)
+        store = TokenStore(Path(job["folder"]), data, tokenizer)
         work(store, [Task.from_plain(task) for task in job["tasks"]])
     except TrainctlError as error:
         said = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}

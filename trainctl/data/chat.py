@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-Learnt = npt.NDArray[np.bool_]
+BoolArray = npt.NDArray[np.bool_]
 
 FORMAT = 2
 """Version of the encoding of conversations. Raising it has all conversations tokenized
@@ -61,7 +61,7 @@ class ChatTokens:
 
     ids: Ids
     """Token ids, shape (tokens,)."""
-    learnt: Learnt
+    loss_mask: BoolArray
     """True for tokens that are labels, shape (tokens,)."""
 
 
@@ -208,7 +208,7 @@ class ChatTemplate:
         answers = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
         if learn is Learn.last:
             del answers[:-1]
-        learnt = np.zeros(len(ids), dtype=bool)
+        loss_mask = np.zeros(len(ids), dtype=bool)
         if self.has_marks:
             if learn is Learn.last and answers:
                 _, earlier = self._rendered(messages[: answers[0]], tools, typed, marks=True)
@@ -217,10 +217,10 @@ class ChatTemplate:
         else:
             found = [self._answer(messages, tools, n, text, ids, places) for n in answers]
         for first, end in found:
-            learnt[first:end] = True
-        if not learnt.any():
+            loss_mask[first:end] = True
+        if not loss_mask.any():
             raise CannotRender(f"nothing to learn in {_in_words(messages)}")
-        return ChatTokens(ids, learnt)
+        return ChatTokens(ids, loss_mask)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None

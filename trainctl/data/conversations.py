@@ -69,7 +69,7 @@ class ChatEncoder:
             if self._section.on_bad_text is not OnBadText.skip:
                 raise
             return np.empty(0, dtype=np.int64)
-        return marked(found.ids, found.learnt, self._tokens)
+        return marked(found.ids, found.loss_mask, self._tokens)
 
 
 FORMAT = 1
@@ -133,8 +133,8 @@ class PreferenceEncoder:
             if self._section.on_bad_text is not OnBadText.skip:
                 raise
             return np.empty(0, dtype=np.int64)
-        learnt = np.repeat([False, True, False, True], [len(each) for each in ids])
-        return marked(np.concatenate(ids), learnt, self._tokenizer.vocab_size)
+        loss_mask = np.repeat([False, True, False, True], [len(each) for each in ids])
+        return marked(np.concatenate(ids), loss_mask, self._tokenizer.vocab_size)
 
     def _of_texts(
         self, pair: Mapping[str, Any], key: str

@@ -31,7 +31,7 @@ from trainctl.data.selecting import (
     folder_of_columns,
     identity_of_choice,
 )
-from trainctl.data.store import Store, files_in_order
+from trainctl.data.store import TokenStore, files_in_order
 from trainctl.data.task_workers import do_tasks
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
@@ -117,7 +117,7 @@ def build_corpus(
 
         return _from_cache(folder, write, tell, needed)
 
-    def do(store: Store, tasks: Sequence[Task]) -> None:
+    def do(store: TokenStore, tasks: Sequence[Task]) -> None:
         do_tasks(store, tasks, section=section, workers=workers, show=progress)
 
     corpus, problem = _read(folder, needed)
@@ -243,8 +243,8 @@ def can_tokenize_in_parts(config: DataConfig) -> bool:
 
 def _store_of(
     config: DataConfig, tokenizer: Tokenizer, files: TextFiles
-) -> tuple[Store, list[Task]]:
-    store = Store.of(cache_folder(), config, encoder_of(config, tokenizer))
+) -> tuple[TokenStore, list[Task]]:
+    store = TokenStore.of(cache_folder(), config, encoder_of(config, tokenizer))
     return store, store.tasks(files_in_order(files.train, files.held_out))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.token_spans import Joined, LearntTokens, Span, Tokens, Unmarked
+from trainctl.data.token_spans import Joined, LossMask, Span, Tokens, UnmarkedTokens
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
@@ -100,15 +100,15 @@ class Corpus:
         `in_order` is passed to `stored`, whose errors this raises.
         """
         found = self.stored(split, in_order=in_order)
-        return Unmarked(found) if self.is_marked else found
+        return UnmarkedTokens(found) if self.is_marked else found
 
-    def learnt(self, split: Split) -> LearntTokens | None:
+    def loss_mask(self, split: Split) -> LossMask | None:
         """Return the split's loss mask, read by slices; None if every token is learned.
 
         Raises:
             TrainctlError: As `stored`.
         """
-        return LearntTokens(self.stored(split, in_order=False)) if self.is_marked else None
+        return LossMask(self.stored(split, in_order=False)) if self.is_marked else None
 
     def stored(self, split: Split, *, in_order: bool = True) -> Tokens:
         """Return the split's ids as stored, loss marks included, shape (tokens,), memory-mapped.

@@ -31,9 +31,9 @@ from trainctl.data.corpus_file import (
     blocks_of,
     digest_of_splits,
 )
-from trainctl.data.part import Part, writing
+from trainctl.data.part import StorePart, writing
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
-from trainctl.data.store import Store, files_in_order, shift_line_number
+from trainctl.data.store import TokenStore, files_in_order, shift_line_number
 from trainctl.data.tasks import Task
 from trainctl.data.token_spans import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encoded
@@ -335,7 +335,7 @@ class Chunk:
 
 
 def chunks(
-    store: Store,
+    store: TokenStore,
     tasks: Sequence[Task],
     files: TextFiles,
     fraction: float,
@@ -373,7 +373,7 @@ def chunks(
 
 
 def held_out_of(
-    store: Store, tasks: Sequence[Task], files: TextFiles, fraction: float
+    store: TokenStore, tasks: Sequence[Task], files: TextFiles, fraction: float
 ) -> Iterator[npt.NDArray[np.bool_]]:
     """Yield the mask of held-out documents of each task, [documents].
 
@@ -393,7 +393,7 @@ def held_out_of(
             yield of_piece[part.origin()["piece"]]
 
 
-def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
+def bad_text(store: TokenStore, tasks: Sequence[Task], files: TextFiles) -> BadText:
     """Return the account of bad text in the tasks, examples of held-out files first.
 
     Raises:
@@ -430,13 +430,13 @@ def _chosen(
     return ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen])
 
 
-def _places(part: Part) -> npt.NDArray[np.uint64]:
+def _places(part: StorePart) -> npt.NDArray[np.uint64]:
     """Return the first 8 bytes of documents' hashes as numbers, as in `config.text.documents`."""
     first = np.ascontiguousarray(part.hashes()[:, :8])
     return first.view(">u8").reshape(-1).astype(np.uint64)
 
 
-def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
+def _limit(store: TokenStore, tasks: Sequence[Task], fraction: float) -> int:
     places = (_places(store.part(task)) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
     return max(0, held_out_threshold(extremes, fraction))  # below 0 if there are no documents

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import partial
 
 from trainctl.config.schema import RunConfig, SourceConfig
-from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.data.source_sampler import samples_of
 from trainctl.errors import Finding, Severity
 from trainctl.plan.mixture import (
@@ -33,7 +33,7 @@ SHORT, OFF, LEFT_OUT, REPEATED = "TC345", "TC346", "TC347", "TC411"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class SourceLength:
     """Length of a source."""
 
     tokens: int
@@ -79,12 +79,12 @@ class DataPlan:
     stages: tuple[StageUse, ...]
     run: Mapping[str, SourceUse]
     """Use of each source over the whole run, including sources that are never drawn from."""
-    counts: Mapping[str, Count]
+    counts: Mapping[str, SourceLength]
     problems: tuple[Finding, ...]
     """Findings on sources that are too short, or whose use differs from the request."""
 
 
-def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
+def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> SampleOrder:
     """Return the sample order of a run, given the training tokens of each source.
 
     Raises:
@@ -98,7 +98,7 @@ def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
     of = sum(stage.tokens for stage in shared)
     whole = shares_of_amounts(amounts, epoch_tokens, of) if amounts else {}
     whole = whole or {name: Fraction(1) for name in sources}
-    return Order(
+    return SampleOrder(
         config.training.seed,
         [
             OrderedSource(name, tokens[name], getattr(section, "shuffle_shards", None))
@@ -112,7 +112,7 @@ def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
     )
 
 
-def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
+def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
     """Compute what a run uses of each source, and find the problems."""
     stages = stages_of_plan(plan)
     tokens = {name: count.tokens for name, count in counts.items()}
@@ -147,10 +147,10 @@ def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
     return {name: samples_of(count, length) * length for name, count in tokens.items()}
 
 
-def _use_of(order: Order, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
+def _use_of(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
     length = stage.sequence_length
-    before = order.drawn(stage.first_sample)
-    after = order.drawn(stage.first_sample + stage.samples)
+    before = order.draws_before(stage.first_sample)
+    after = order.draws_before(stage.first_sample + stage.samples)
     drawn = {name: after[name] - before[name] for name in tokens}
     return StageUse(
         first_step=stage.first_step,
@@ -205,7 +205,7 @@ def _has_share(section: object) -> bool:
 
 def _runs_out(
     config: RunConfig,
-    order: Order,
+    order: SampleOrder,
     stages: tuple[DataStage, ...],
     run: Mapping[str, SourceUse],
     tokens: Mapping[str, int],
@@ -233,7 +233,7 @@ def _runs_out(
 
 
 def _repeated(
-    config: RunConfig, run: Mapping[str, SourceUse], counts: Mapping[str, Count]
+    config: RunConfig, run: Mapping[str, SourceUse], counts: Mapping[str, SourceLength]
 ) -> Iterator[Finding]:
     """Find sources that are repeated too often, unless `max_epochs` allows it."""
     for name, use in run.items():
@@ -253,14 +253,18 @@ def _repeated(
 
 
 def _epochs_before(
-    order: Order, stages: tuple[DataStage, ...], name: str, tokens: Mapping[str, int], step: int
+    order: SampleOrder,
+    stages: tuple[DataStage, ...],
+    name: str,
+    tokens: Mapping[str, int],
+    step: int,
 ) -> float:
     """Return the number of epochs of a source before a step."""
     epochs = 0.0
     for stage in stages:
         if step > stage.first_step:
             end = stage.sample_of(min(step, stage.end_step))
-            drawn = order.drawn(end)[name] - order.drawn(stage.first_sample)[name]
+            drawn = order.draws_before(end)[name] - order.draws_before(stage.first_sample)[name]
             if drawn:
                 epochs += drawn / samples_of(tokens[name], stage.sequence_length)
     return epochs
@@ -310,7 +314,7 @@ def _why_nothing(config: RunConfig, everything: int) -> str:
     return f"its weight comes to less than one sample of the run's {everything:,} tokens"
 
 
-def _left_out(config: RunConfig, order: Order) -> list[Finding]:
+def _left_out(config: RunConfig, order: SampleOrder) -> list[Finding]:
     """Find tokens that a change of sequence length leaves out of the current epoch."""
     return [
         Finding(

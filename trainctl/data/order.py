@@ -70,20 +70,20 @@ class OrderedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleCoordinates:
     """Coordinates of samples: arrays with the shape of the counters."""
 
     stage: Integers
     """Number of the stage."""
     source: Integers
-    """Number of the source: index into `Order.names`."""
+    """Number of the source: index into `SampleOrder.names`."""
     epoch: Integers
     """Epoch of the source, from 0."""
     index: Integers
     """Index of the sample in its source: its tokens begin at index x length of the stage."""
 
 
-class Seen(NamedTuple):
+class TokenOccurrence(NamedTuple):
     """One occurrence of a token in a run: sample counter, stage, and epoch of the source."""
 
     counter: int
@@ -91,7 +91,7 @@ class Seen(NamedTuple):
     epoch: int
 
 
-class Order:
+class SampleOrder:
     """Sample order of a run.
 
     Args:
@@ -138,7 +138,7 @@ class Order:
             for stage in range(len(self.stages))
         ]
 
-    def at(self, counters: npt.ArrayLike) -> Samples:
+    def at(self, counters: npt.ArrayLike) -> SampleCoordinates:
         """Return stage, source, epoch and index of each counter (from 0, any shape).
 
         It is fastest for thousands of counters at a time.
@@ -146,7 +146,7 @@ class Order:
         asked = np.asarray(counters, dtype=np.int64)
         flat = asked.reshape(-1)
         stages = np.searchsorted(self._firsts, flat, "right") - 1
-        found = Samples(stages, *(np.empty_like(flat) for _ in range(3)))
+        found = SampleCoordinates(stages, *(np.empty_like(flat) for _ in range(3)))
         for number in np.unique(stages):
             chosen = np.flatnonzero(stages == number)
             turns, stage = self._turns[number], self.stages[number]
@@ -163,14 +163,14 @@ class Order:
                 mine = np.flatnonzero(of_tail & (sources == source))
                 epoch, index = self._courses[source][number][0].at(draws[mine])
                 found.epoch[chosen[mine]], found.index[chosen[mine]] = epoch, index
-        return Samples(
+        return SampleCoordinates(
             *(
                 each.reshape(asked.shape)
                 for each in (found.stage, found.source, found.epoch, found.index)
             )
         )
 
-    def dealt(self, first: int, size: int) -> Integers:
+    def order_over_ranks(self, first: int, size: int) -> Integers:
         """Return the counters of a batch in the order in which it is dealt to the ranks.
 
         `first` is the batch's first counter, `size` its number of samples. Sources take turns
@@ -184,17 +184,17 @@ class Order:
             return counters
         return counters[permute(counters - first, size, key_of(self.seed, _DEALT, first))]
 
-    def drawn(self, counter: int) -> dict[str, int]:
+    def draws_before(self, counter: int) -> dict[str, int]:
         """Return the number of samples of each source before a counter, over all sample lengths."""
         total = dict.fromkeys(self.names, 0)
         ends = [*(stage.first for stage in self.stages[1:]), counter]
         for stage, turns, end in zip(self.stages, self._turns, ends, strict=True):
             draws = max(0, min(end, counter) - stage.first)
             for number, name in enumerate(self.names):
-                total[name] += turns.drawn(number, draws)
+                total[name] += turns.draws_before(number, draws)
         return total
 
-    def when(self, source: str, token: int, until: int) -> list[Seen]:
+    def when(self, source: str, token: int, until: int) -> list[TokenOccurrence]:
         """Return where a token occurs before counter `until`, by counter: the inverse of `at`.
 
         `token` is a position in the source's training text.
@@ -204,9 +204,9 @@ class Order:
         found = []
         for index, (stage, end) in enumerate(zip(self.stages, ends, strict=True)):
             turns, (leg, before) = self._turns[index], self._courses[number][index]
-            drawn = turns.drawn(number, max(0, min(end, until) - stage.first))
+            drawn = turns.draws_before(number, max(0, min(end, until) - stage.first))
             found += [
-                Seen(stage.first + turns.position(number, draw - before), index, epoch)
+                TokenOccurrence(stage.first + turns.position(number, draw - before), index, epoch)
                 for epoch, draw in leg.draws_of(token, before + drawn)
                 if draw >= before
             ]
@@ -224,11 +224,11 @@ class Order:
                 (leg, before), (following, _) = course[index], course[index + 1]
                 if following is not leg:
                     size = self.stages[index + 1].first - stage.first
-                    drawn = before + turns.drawn(number, size)
+                    drawn = before + turns.draws_before(number, size)
                     lost[name] += leg.left_out(drawn, following.length)
         return lost
 
-    def _turns_of(self, stage: OrderedStage) -> Turns:
+    def _turns_of(self, stage: OrderedStage) -> SourceSchedule:
         weights = [Fraction(stage.weights.get(name, 0)) for name in self.names]
         for source, weight in zip(self.sources, weights, strict=True):
             if weight and not samples_of(source.tokens, stage.length):
@@ -236,7 +236,7 @@ class Order:
                     f"{source.name} has {source.tokens:,} tokens: less than one sample of "
                     f"{stage.length:,}"
                 )
-        return turns_of(quotas_of(weights))
+        return schedule_of(quotas_from_weights(weights))
 
 
 def _numbers(legs: list[tuple[FixedLengthSegment, int]]) -> list[npt.NDArray[np.generic]]:
@@ -257,7 +257,7 @@ def _course(
     source: OrderedSource,
     number: int,
     stages: Sequence[OrderedStage],
-    turns: Sequence[Turns],
+    turns: Sequence[SourceSchedule],
     shuffle: bool,
     shard_tokens: int,
 ) -> list[tuple[FixedLengthSegment, int]]:
@@ -281,7 +281,7 @@ def _course(
             leg, drawn = leg.next_segment(drawn, stage.length), 0
         course.append((leg, drawn))
         if index < len(ends):
-            drawn += each.drawn(number, ends[index] - stage.first)
+            drawn += each.draws_before(number, ends[index] - stage.first)
     return course
 
 
@@ -290,7 +290,7 @@ MOST_SLOTS = 10**6
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Turns:
+class SourceSchedule:
     """One period of a mixture's schedule, which is repeated."""
 
     quotas: Integers
@@ -306,7 +306,7 @@ class Turns:
     def size(self) -> int:
         return len(self.source)
 
-    def drawn(self, source: int, draws: int) -> int:
+    def draws_before(self, source: int, draws: int) -> int:
         """Return the number of a source's draws among the first `draws` of all sources."""
         periods, rest = divmod(draws, self.size)
         inside = int(np.searchsorted(self.slots[source], rest))
@@ -314,14 +314,14 @@ class Turns:
 
     def position(self, source: int, draw: int) -> int:
         """Return the position of a source's draw (from 0) among all draws: the inverse of
-        `drawn`.
+        `draws_before`.
         """
         periods, rank = divmod(draw, int(self.quotas[source]))
         return periods * self.size + int(self.slots[source][rank])
 
 
 @cache
-def turns_of(quotas: tuple[int, ...]) -> Turns:
+def schedule_of(quotas: tuple[int, ...]) -> SourceSchedule:
     """Return the period of quotas without a common divisor. Takes about 1 s for 10^6 slots.
 
     Of draws that are due at the same slot the source with the lower number is first.
@@ -340,10 +340,10 @@ def turns_of(quotas: tuple[int, ...]) -> Turns:
             released = (draw + 1) * total // quotas[index]
             heapq.heappush(waiting, (released, index, draw + 1))
     slots = tuple(np.flatnonzero(source == index) for index in range(len(quotas)))
-    return Turns(np.array(quotas, dtype=np.int64), source, rank, slots)
+    return SourceSchedule(np.array(quotas, dtype=np.int64), source, rank, slots)
 
 
-def quotas_of(weights: Sequence[Fraction]) -> tuple[int, ...]:
+def quotas_from_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Return weights as whole numbers without a common divisor, in exactly their proportions.
 
     If that needs more than `MOST_SLOTS` slots, proportions are rounded to `MOST_SLOTS` parts by
@@ -369,7 +369,7 @@ def _rounded(shares: list[Fraction]) -> tuple[int, ...]:
     return tuple(quota // divisor for quota in quotas)
 
 
-def changes_of_past(before: Order, now: Order, until: int) -> Iterator[str]:
+def incompatible_changes(before: SampleOrder, now: SampleOrder, until: int) -> Iterator[str]:
     """Yield a sentence for each change between two orders that affects samples drawn so far.
 
     Without a change, both orders give the same stage, source, epoch and index for every counter

@@ -38,7 +38,7 @@ from trainctl.data.corpus import Tell, cache_folder
 from trainctl.data.corpus_file import Corpus, Split
 from trainctl.data.corpus_folder import locked
 from trainctl.data.part import writing
-from trainctl.data.token_spans import LearntTokens
+from trainctl.data.token_spans import LossMask
 from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
@@ -114,7 +114,7 @@ class Conversations:
 
 
 def conversations_of(
-    ends: npt.NDArray[np.integer], length: int, learnt: LearntTokens, *, cuts: bool
+    ends: npt.NDArray[np.integer], length: int, loss_mask: LossMask, *, cuts: bool
 ) -> Conversations:
     """Return each conversation as one piece; conversations that are too long are cut or left out.
 
@@ -130,7 +130,7 @@ def conversations_of(
     starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
     lengths = ends - starts
     long = np.flatnonzero(lengths > length)
-    left = [bool(learnt[s + 1 : s + length + 1].any()) for s in starts[long].tolist() if cuts]
+    left = [bool(loss_mask[s + 1 : s + length + 1].any()) for s in starts[long].tolist() if cuts]
     stays = lengths > 0
     stays[long] = left if cuts else False
     counts = {
@@ -261,8 +261,8 @@ def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unhea
 
 def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     length, ends = config.training.sequence_length, _ends(corpus, split)
-    learnt = corpus.learnt(split)
-    if learnt is None:
+    loss_mask = corpus.loss_mask(split)
+    if loss_mask is None:
         return pack(pieces_of(ends, length), length)
     is_paired = spec_of(config.data).has_pairs
     what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
@@ -273,7 +273,7 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
             hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
     cuts = config.data.on_too_long is OnTooLong.cut
-    found = conversations_of(ends, length, learnt, cuts=cuts)
+    found = conversations_of(ends, length, loss_mask, cuts=cuts)
     bins = one_bin_per_piece(found.pieces) if is_paired else pack(found.pieces, length)
     return replace(bins, counts=found.counts)
 

@@ -50,7 +50,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceFacts:
+class RangeCounts:
     """Facts about a piece that are not stored per document."""
 
     lines: int = 0
@@ -63,7 +63,7 @@ class PieceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StorePart:
     """Manifest of a part, as stored in `part.json`."""
 
     folder: Path
@@ -75,11 +75,11 @@ class Part:
     """Total UTF-8 length of the documents."""
     files: dict[str, tuple[int, int]]
     """Size in bytes and CRC-32 of each file, by name."""
-    pieces: tuple[PieceFacts, ...]
+    pieces: tuple[RangeCounts, ...]
     """Facts of each piece of the task, in order."""
 
     @classmethod
-    def load(cls, folder: Path) -> Part:
+    def load(cls, folder: Path) -> StorePart:
         """Read the manifest of a folder.
 
         Raises:
@@ -89,7 +89,7 @@ class Part:
             data = json.loads((folder / MANIFEST).read_bytes())
             data["files"] = {name: tuple(pair) for name, pair in data["files"].items()}
             facts = ({**each, "examples": tuple(each["examples"])} for each in data["pieces"])
-            data["pieces"] = tuple(PieceFacts(**each) for each in facts)
+            data["pieces"] = tuple(RangeCounts(**each) for each in facts)
             return cls(folder=folder, **data)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedPart(folder, f"{MANIFEST}: {error}") from None
@@ -140,7 +140,7 @@ def write_part(
     folder: Path,
     tokenizer: Encoder,
     documents: Iterable[tuple[Origin, str]],
-    pieces: Callable[[], Iterable[PieceFacts]],
+    pieces: Callable[[], Iterable[RangeCounts]],
     progress: Callable[[int], None],
 ) -> None:
     """Tokenize documents into a new folder. All files are synced, the manifest last.

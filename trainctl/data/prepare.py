@@ -18,7 +18,7 @@ from trainctl.data.corpora import (
     tokenize_unclaimed,
 )
 from trainctl.data.infilling import infilling_of
-from trainctl.data.mixture import Count, plan_data
+from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import packed_token_count
 from trainctl.data.progress import PreparationProgress
 from trainctl.data.streaming.corpora import check_shard_caches
@@ -110,7 +110,7 @@ def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) 
     """
     config, training = plan.config, plan.config.training
     counts = {
-        name: Count(tokens=packed_token_count(config, corpus, tell))
+        name: SourceLength(tokens=packed_token_count(config, corpus, tell))
         for name, corpus in corpora.items()
     }
     if config.data.sources or config.data.stages:

@@ -14,7 +14,7 @@ from trainctl.plan.sample_order import samples_in
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SampleBatch:
     """A batch of samples of one length."""
 
     tokens: npt.NDArray[np.int64]
@@ -27,20 +27,20 @@ class Rows:
     """
 
     @classmethod
-    def empty(cls, count: int, length: int) -> Rows:
+    def empty(cls, count: int, length: int) -> SampleBatch:
         """Allocate samples; `tokens` are uninitialized."""
         shape = (count, length)
         tokens = np.empty((count, length + 1), dtype=np.int64)
         return cls(tokens, np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
 
-    def put(self, places: npt.NDArray[np.int64], others: Rows) -> None:
+    def put(self, places: npt.NDArray[np.int64], others: SampleBatch) -> None:
         """Write other samples at these rows."""
         self.tokens[places] = others.tokens
         self.ends[places] = others.ends
         self.silent[places] = others.silent
 
 
-class SampleRows:
+class SampleReader:
     """Reader for samples of one length L in one split of a corpus.
 
     Without `bins`, sample i covers tokens [i L, i L + L] of the text, one more than L for the
@@ -59,7 +59,7 @@ class SampleRows:
         infilling: Infilling | None = None,
     ) -> None:
         self._tokens = corpus.tokens(split, in_order=False)
-        self._learnt = corpus.learnt(split)
+        self._learnt = corpus.loss_mask(split)
         self._ends = corpus.ends(split)
         self._end_of_document = corpus.end_of_document
         self._length = length
@@ -77,12 +77,12 @@ class SampleRows:
 
     def read(
         self, indices: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64] | None = None
-    ) -> Rows:
+    ) -> SampleBatch:
         """Return the samples at `indices`; a negative index reads sample 0.
 
         `epochs` has the epoch of each sample, which infilling depends on; None is epoch 0.
         """
-        rows = Rows.empty(len(indices), self._length)
+        rows = SampleBatch.empty(len(indices), self._length)
         indices = np.maximum(indices, 0)
         epochs = np.zeros_like(indices) if epochs is None else epochs
         if self._bins is not None:
@@ -104,7 +104,7 @@ class SampleRows:
             assert self._ends is not None
             self._infilling.apply(row, start, self._tokens, self._ends, epoch)
 
-    def _fill(self, rows: Rows, number: int, index: int, epoch: int) -> None:
+    def _fill(self, rows: SampleBatch, number: int, index: int, epoch: int) -> None:
         """Write the sample of bin `index` into row `number`."""
         assert self._ends is not None
         row, at = rows.tokens[number], 0
@@ -136,7 +136,7 @@ class SampleRows:
             silent[: len(found)] = ~found
             silent[len(silent) - is_whole :] = True
 
-    def _find_ends(self, rows: Rows, starts: npt.NDArray[np.int64]) -> None:
+    def _find_ends(self, rows: SampleBatch, starts: npt.NDArray[np.int64]) -> None:
         """Mark the last token of each document; none if the corpus does not know the ends."""
         if self._ends is None:  # a corpus made before ends were stored
             if self._end_of_document is not None:

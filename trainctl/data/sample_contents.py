@@ -23,7 +23,7 @@ from trainctl.data.corpus_file import FILES
 from trainctl.data.infilling import infilling_of
 from trainctl.data.mixture import order_of
 from trainctl.data.packing import bins_of, packed_token_count
-from trainctl.data.rows import SampleRows
+from trainctl.data.rows import SampleReader
 from trainctl.data.token_spans import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
@@ -66,7 +66,7 @@ class ChatStretch:
 
     text: str
     """Text of the tokens, including special tokens."""
-    is_learnt: bool
+    has_loss: bool
     """Whether the tokens are labels."""
 
 
@@ -157,7 +157,7 @@ def samples_of(
     found = order.at(counters)
     numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
     texts: dict[str, TrainingText] = {}
-    readers: dict[tuple[str, int], SampleRows] = {}
+    readers: dict[tuple[str, int], SampleReader] = {}
     samples = []
     for counter, stage, source, epoch, index in numbers:
         name, length = order.names[source], order.stages[stage].length
@@ -168,7 +168,7 @@ def samples_of(
             texts[name] = training_text(plan, corpora[name], name, limit)
         text = texts[name]
         if (name, length) not in readers:
-            readers[name, length] = SampleRows(
+            readers[name, length] = SampleReader(
                 corpora[name],
                 corpora[name].train,
                 length,
@@ -232,13 +232,13 @@ def _stretches(
     most_characters: int,
 ) -> Iterator[ChatStretch]:
     """Yield a sample's text by runs of learned and other tokens. The first token is no label."""
-    is_learnt = np.concatenate([[False], ~silent[: len(ids) - 1]])
-    borders = np.flatnonzero(np.diff(is_learnt)) + 1
+    has_loss = np.concatenate([[False], ~silent[: len(ids) - 1]])
+    borders = np.flatnonzero(np.diff(has_loss)) + 1
     for first, end in pairwise([0, *borders.tolist(), len(ids)]):
         text = tokenizer.decode(ids[first:end].tolist(), with_special=True)[:most_characters]
         most_characters -= len(text)
         if text:
-            yield ChatStretch(text, bool(is_learnt[first]))
+            yield ChatStretch(text, bool(has_loss[first]))
 
 
 def training_text(

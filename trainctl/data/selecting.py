@@ -38,7 +38,7 @@ from trainctl.data.quality.batches import Bool, Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import judge
 from trainctl.data.quality.selection import Contamination, Rules, Selection
-from trainctl.data.store import Store, read_documents
+from trainctl.data.store import TokenStore, read_documents
 from trainctl.data.task_workers import processes_for
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
@@ -57,7 +57,7 @@ class Prepared:
     name: str
     """Name of the source; `data` if there is only one."""
     config: DataConfig
-    store: Store
+    store: TokenStore
     """Store of its tokens."""
     tasks: Sequence[Task]
     """All tasks of the source, in order."""

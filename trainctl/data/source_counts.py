@@ -14,7 +14,7 @@ from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 
 if TYPE_CHECKING:
-    from trainctl.data.mixture import Count, DataPlan
+    from trainctl.data.mixture import DataPlan, SourceLength
     from trainctl.data.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 16
@@ -29,27 +29,27 @@ COMPRESSED = {".gz": 3.5, ".zst": 3.5, ".xz": 4.0, ".bz2": 4.0, ".parquet": 3.0}
 NO_SOURCE = "TC348"
 
 
-def count_source_tokens(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
+def count_source_tokens(config: RunConfig) -> tuple[dict[str, SourceLength], list[Finding]]:
     """Return the length of each source, and findings on sources that cannot be read.
 
     Sources that are not in the cache are estimated, not tokenized.
     """
     from trainctl.data.corpora import with_source_key
     from trainctl.data.corpus import cached_corpus
-    from trainctl.data.mixture import Count
+    from trainctl.data.mixture import SourceLength
     from trainctl.data.packing import packed_token_count
     from trainctl.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.tokenizer)
-    counts: dict[str, Count] = {}
+    counts: dict[str, SourceLength] = {}
     problems: list[Finding] = []
     for name, section in sources_of(config.data).items():
         try:
             corpus = cached_corpus(section, tokenizer, config.data, name)
             if corpus is not None:
-                counts[name] = Count(tokens=packed_token_count(config, corpus))
+                counts[name] = SourceLength(tokens=packed_token_count(config, corpus))
             else:
-                counts[name] = Count(tokens=_guess(section, tokenizer), is_estimate=True)
+                counts[name] = SourceLength(tokens=_guess(section, tokenizer), is_estimate=True)
         except TrainctlError as error:
             moved = with_source_key(config.data, name, error)
             key = f"data.sources.{name}" if config.data.sources else "data"

@@ -30,13 +30,13 @@ from trainctl.config.text.remote import File, RemoteFile
 from trainctl.data.part import (
     DamagedPart,
     Origin,
-    Part,
-    PieceFacts,
+    RangeCounts,
+    StorePart,
     put_in_place,
     write_part,
     writing,
 )
-from trainctl.data.tasks import Claims, FilePiece, Task, tasks_of
+from trainctl.data.tasks import Claims, FileRange, Task, tasks_of
 from trainctl.data.tokenizer import Encoder
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
@@ -47,7 +47,7 @@ _BLOCK = 1 << 20
 
 
 @dataclass
-class Store:
+class TokenStore:
     """A store as one process works on it."""
 
     folder: Path
@@ -61,7 +61,7 @@ class Store:
         self.claims = Claims(self.folder / "claims")
 
     @classmethod
-    def of(cls, cache: Path, config: DataConfig, tokenizer: Encoder) -> Store:
+    def of(cls, cache: Path, config: DataConfig, tokenizer: Encoder) -> TokenStore:
         """Return the store of a source and a tokenizer under `cache`; it is created if missing.
 
         Raises:
@@ -98,7 +98,7 @@ class Store:
         content = self._content_of(task)
         return content is not None and (self._part_folder(content) / "part.json").is_file()
 
-    def part(self, task: Task) -> Part:
+    def part(self, task: Task) -> StorePart:
         """Return the part of a finished task.
 
         Raises:
@@ -107,7 +107,7 @@ class Store:
         content = self._content_of(task)
         if content is None:
             raise DamagedPart(self._record(task), "it is not there")
-        part = Part.load(self._part_folder(content))
+        part = StorePart.load(self._part_folder(content))
         if len(part.pieces) != len(task.pieces):
             raise DamagedPart(part.folder, "it is of other files")
         return part
@@ -203,7 +203,7 @@ def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File
     return sorted({*train, *held_out}, key=order) if held_out else list(train)
 
 
-def lines_before(piece: FilePiece) -> int:
+def lines_before(piece: FileRange) -> int:
     """Count the lines of a file before a range; everything before it is read."""
     found, left = 0, piece.start
     with piece.file.open("rb") as stream:
@@ -213,7 +213,7 @@ def lines_before(piece: FilePiece) -> int:
     return found
 
 
-def shift_line_number(text: str, piece: FilePiece, before: int) -> str:
+def shift_line_number(text: str, piece: FileRange, before: int) -> str:
     """Replace a range's line number at the start of a text by the line number in the file.
 
     Args:
@@ -249,9 +249,9 @@ def _documents(
             raise
 
 
-def _facts(piece: FilePiece, reader: Reader, lines: int) -> PieceFacts:
+def _facts(piece: FileRange, reader: Reader, lines: int) -> RangeCounts:
     examples = tuple(text.removeprefix(str(piece.file)) for text in reader.bad.examples)
-    return PieceFacts(lines, reader.bad.replaced, reader.bad.skipped, examples)
+    return RangeCounts(lines, reader.bad.replaced, reader.bad.skipped, examples)
 
 
 def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
@@ -286,12 +286,12 @@ def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     return digest.hexdigest(), lines
 
 
-def _lines_in(piece: FilePiece) -> int:
+def _lines_in(piece: FileRange) -> int:
     """Count the line feeds of a piece."""
     return sum(block.count(b"\n") for block in _blocks(piece))
 
 
-def _blocks(piece: FilePiece) -> Iterator[bytes]:
+def _blocks(piece: FileRange) -> Iterator[bytes]:
     """Yield the bytes of a piece."""
     left = piece.size if piece.end is None else piece.end - piece.start
     with piece.file.open("rb") as stream:

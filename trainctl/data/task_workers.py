@@ -26,7 +26,7 @@ from trainctl.config.text.documents import Reader
 from trainctl.config.text.stream import is_compressed
 from trainctl.data.part import DamagedPart
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
-from trainctl.data.store import Store
+from trainctl.data.store import TokenStore
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import dtype_for
 from trainctl.errors import ExitCode, TrainctlError
@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.2
 
 
 def do_tasks(
-    store: Store,
+    store: TokenStore,
     tasks: Sequence[Task],
     *,
     section: TokenizerConfig | None = None,
@@ -56,7 +56,7 @@ def do_tasks(
         show: Called with the progress.
 
     Raises:
-        TrainctlError: As `Store.do`; or the disk has too little space (exit code 4).
+        TrainctlError: As `TokenStore.do`; or the disk has too little space (exit code 4).
     """
     open_tasks = [task for task in tasks if not store.is_done(task)]
     if open_tasks:
@@ -69,11 +69,11 @@ def do_tasks(
     store.finish(tasks)
 
 
-def work(store: Store, tasks: Sequence[Task], show: Progress = ignore_progress) -> None:
+def work(store: TokenStore, tasks: Sequence[Task], show: Progress = ignore_progress) -> None:
     """Do unclaimed tasks in this process until all tasks are done, by any process.
 
     Raises:
-        TrainctlError: As `Store.do`.
+        TrainctlError: As `TokenStore.do`.
     """
     left = [task for task in tasks if not store.is_done(task)]
     meter = PreparationMeter(sum(task.size for task in left), show)
@@ -108,7 +108,7 @@ def processes_for(tasks: Sequence[Task], workers: int | None) -> int:
 
 
 def _in_processes(
-    store: Store, tasks: Sequence[Task], section: TokenizerConfig, count: int, show: Progress
+    store: TokenStore, tasks: Sequence[Task], section: TokenizerConfig, count: int, show: Progress
 ) -> None:
     """Run worker processes until all tasks are done, and kill them on any error.
 
@@ -154,7 +154,7 @@ def _start(count: int) -> subprocess.Popen[bytes]:
 
 
 def _watch(
-    store: Store,
+    store: TokenStore,
     tasks: Sequence[Task],
     processes: Sequence[subprocess.Popen[bytes]],
     show: Progress,
@@ -209,7 +209,7 @@ _UNPACKED = 3.0
 """Minimum bytes of text per byte of a compressed file."""
 
 
-def space_needed(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> int:
+def space_needed(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task]) -> int:
     """Estimate the bytes that the open tasks `left` and the corpus of all `tasks` will take.
 
     A part stores its tokens, and the corpus stores them a second time.
@@ -218,7 +218,7 @@ def space_needed(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> i
     return round(share * sum(task.size for task in [*tasks, *left]))
 
 
-def require_space(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> None:
+def require_space(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task]) -> None:
     """Refuse to start if the disk has too little room.
 
     Raises:
@@ -235,7 +235,7 @@ def require_space(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> 
         )
 
 
-def _bytes_per_byte(store: Store, tasks: Sequence[Task]) -> float:
+def _bytes_per_byte(store: TokenStore, tasks: Sequence[Task]) -> float:
     """Return the bytes written per byte of the files, from finished tasks or from a sample."""
     done = [task for task in islice(tasks, 1000) if store.is_done(task)]
     size = sum(task.size for task in done)
@@ -253,7 +253,7 @@ def _on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _sampled(store: Store, tasks: Sequence[Task]) -> float:
+def _sampled(store: TokenStore, tasks: Sequence[Task]) -> float:
     """Estimate bytes written per byte from the first documents. Errors in them are ignored here."""
     texts: list[str] = []
     room = _SAMPLE

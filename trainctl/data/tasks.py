@@ -46,7 +46,7 @@ Ranges are in the source's own units.
 
 
 @dataclass(frozen=True, slots=True)
-class FilePiece:
+class FileRange:
     """A file or a range of a file."""
 
     file: File
@@ -79,7 +79,7 @@ class FilePiece:
 class Task:
     """Unit of tokenizing: done by one process, and stored completely or not at all."""
 
-    pieces: tuple[FilePiece, ...]
+    pieces: tuple[FileRange, ...]
     """Files and ranges to read, in order."""
     size: int
     """Approximate number of bytes to read."""
@@ -112,7 +112,7 @@ def tasks_of(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
 
 
 def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
-    group: list[FilePiece] = []
+    group: list[FileRange] = []
     size = 0
     for file in files:
         whole = _of(file)
@@ -134,18 +134,18 @@ def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
         yield Task(tuple(group), size)
 
 
-def _of(file: File, start: int = 0, end: int | None = None) -> FilePiece:
+def _of(file: File, start: int = 0, end: int | None = None) -> FileRange:
     """Return the piece of a file with its current size and version."""
     if isinstance(file, RemoteFile):
-        return FilePiece(file, file.size, file.version, start, end)
+        return FileRange(file, file.size, file.version, start, end)
     status = file.stat()
-    return FilePiece(file, status.st_size, str(status.st_mtime_ns), start, end)
+    return FileRange(file, status.st_size, str(status.st_mtime_ns), start, end)
 
 
-def _piece(name: str, size: int, version: str, start: int, end: int | None) -> FilePiece:
-    """Create a piece from `FilePiece.to_plain`'s result."""
+def _piece(name: str, size: int, version: str, start: int, end: int | None) -> FileRange:
+    """Create a piece from `FileRange.to_plain`'s result."""
     file = RemoteFile(name, size, version) if is_url(name) else Path(name)
-    return FilePiece(file, size, version, start, end)
+    return FileRange(file, size, version, start, end)
 
 
 def _ends_a_group(file: File) -> bool:

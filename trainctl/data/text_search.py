@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 
 from trainctl.data.corpus import Corpus
 from trainctl.data.mixture import order_of
-from trainctl.data.order import Order
+from trainctl.data.order import SampleOrder
 from trainctl.data.packing import bins_of, packed_token_count
 from trainctl.data.sample_contents import training_text
 from trainctl.data.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ class _History:
         for event in events:
             if event["event"] == "step" and event.get("samples"):
                 self._add(event["step"], *event["samples"])
-        self._order: Order | None = None
+        self._order: SampleOrder | None = None
         self._plan, self._corpora = plan, corpora
         if self._steps:
             names = sources_of(plan.config.data)

@@ -177,9 +177,9 @@ def marked_vocab_size(vocab_size: int) -> int:
     return 1 << 16 if vocab_size <= 1 << 15 else 1 << 32
 
 
-def marked(ids: Ids, learnt: npt.NDArray[np.bool_], vocab_size: int) -> npt.NDArray[np.int64]:
+def marked(ids: Ids, loss_mask: npt.NDArray[np.bool_], vocab_size: int) -> npt.NDArray[np.int64]:
     """Set the mark of the learned ids. Both arrays have the shape (tokens,)."""
-    return np.where(learnt, ids | (marked_vocab_size(vocab_size) >> 1), ids).astype(np.int64)
+    return np.where(loss_mask, ids | (marked_vocab_size(vocab_size) >> 1), ids).astype(np.int64)
 
 
 def without_marks(ids: Ids) -> Ids:
@@ -187,14 +187,14 @@ def without_marks(ids: Ids) -> Ids:
     return ids & _highest(ids, minus=1)
 
 
-def are_learnt(ids: Ids) -> npt.NDArray[np.bool_]:
+def loss_mask_of(ids: Ids) -> npt.NDArray[np.bool_]:
     """Return the loss mask of marked ids."""
     found: npt.NDArray[np.bool_] = ids >= _highest(ids)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Unmarked:
+class UnmarkedTokens:
     """Slices of marked ids, without their marks."""
 
     tokens: Tokens
@@ -207,13 +207,13 @@ class Unmarked:
 
 
 @dataclass(frozen=True, slots=True)
-class LearntTokens:
+class LossMask:
     """Loss mask of marked ids, read by slices."""
 
     tokens: Tokens
 
     def __getitem__(self, place: slice, /) -> npt.NDArray[np.bool_]:
-        return are_learnt(self.tokens[place])
+        return loss_mask_of(self.tokens[place])
 
 
 def _highest(ids: Ids, minus: int = 0) -> np.integer:

@@ -13,9 +13,9 @@ import torch
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import infilling_of
 from trainctl.data.mixture import order_of
-from trainctl.data.order import Order
+from trainctl.data.order import SampleOrder
 from trainctl.data.packing import bins_of, packed_token_count
-from trainctl.data.rows import Rows, SampleRows
+from trainctl.data.rows import SampleBatch, SampleReader
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.options.data import spec_of
@@ -31,7 +31,7 @@ class PackedDataset:
         sequence_length: Tokens of a sample.
         mask_documents: Whether attention stays within a document.
         has_pairs: Whether each sample is a pair of answers.
-        how: Further arguments of `SampleRows`: `bins` and `infilling`.
+        how: Further arguments of `SampleReader`: `bins` and `infilling`.
     """
 
     reference: npt.NDArray[np.float32] | None = None
@@ -49,7 +49,7 @@ class PackedDataset:
         has_pairs: bool = False,
         **how: Any,
     ) -> None:
-        self._samples = SampleRows(corpus, split, sequence_length, **how)
+        self._samples = SampleReader(corpus, split, sequence_length, **how)
         self.mask_documents, self.has_pairs = mask_documents, has_pairs
         self.num_samples = self._samples.num_samples
         self.read, self.pieces = self._samples.read, self._samples.pieces
@@ -70,7 +70,7 @@ class PackedDataset:
 
 
 def _micro_batch(
-    rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool, has_pairs: bool = False
+    rows: SampleBatch, indices: npt.NDArray[np.int64], *, is_masked: bool, has_pairs: bool = False
 ) -> MicroBatch:
     """Build a micro-batch from the tokens of its samples."""
     ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
@@ -116,7 +116,7 @@ class TrainingData:
     group get the same samples.
     """
 
-    order: Order
+    order: SampleOrder
     """Order of the run's samples."""
     datasets: Mapping[tuple[str, int], PackedDataset]
     """Datasets by source name and sample length."""
@@ -170,13 +170,13 @@ class TrainingData:
 
     def counters(self, first_sample: int, batch: Batch) -> npt.NDArray[np.int64]:
         """Return the sample counters of this rank's micro-batches, (passes, micro_batch_size)."""
-        dealt = self.order.dealt(first_sample, batch.global_batch_size)
+        dealt = self.order.order_over_ranks(first_sample, batch.global_batch_size)
         each = dealt.reshape(-1, self.data_size, batch.micro_batch_size)
         return each[:, self.data_rank]
 
-    def drawn(self, first_sample: int, end_sample: int) -> dict[str, int]:
+    def source_draws(self, first_sample: int, end_sample: int) -> dict[str, int]:
         """Return the number of samples of each source among counters [first_sample, end_sample)."""
-        before, after = self.order.drawn(first_sample), self.order.drawn(end_sample)
+        before, after = self.order.draws_before(first_sample), self.order.draws_before(end_sample)
         return {name: after[name] - before[name] for name in self.order.names}
 
     def _micro_batch(
@@ -186,7 +186,7 @@ class TrainingData:
         epochs: npt.NDArray[np.int64],
         length: int,
     ) -> MicroBatch:
-        rows = Rows.empty(len(indices), length)
+        rows = SampleBatch.empty(len(indices), length)
         dataset = next(iter(self.datasets.values()))
         for source in np.unique(sources):
             dataset = self.datasets[self.order.names[source], length]
@@ -198,7 +198,7 @@ class TrainingData:
 
 
 def _prefetched_streams(
-    plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]
+    plan: RunPlan, order: SampleOrder, corpora: Mapping[str, Corpus]
 ) -> tuple[Stream, ...]:
     """Return the streamed corpora, set up to prefetch what the run's samples need."""
     found = {

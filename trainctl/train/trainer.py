@@ -429,7 +429,7 @@ class Trainer:
         if not session.plan.config.data.sources:
             return {}
         end = step.first_sample + step.batch.global_batch_size
-        return {"sources": session.training.drawn(step.first_sample, end)}
+        return {"sources": session.training.source_draws(step.first_sample, end)}
 
     def _precision_record(self, step: Step) -> dict[str, object]:
         """Return whether the last update was skipped, and the next step's fp16 loss scale."""

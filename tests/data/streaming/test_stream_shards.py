@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainctl.config.registry import new_section
-from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.data.streaming.cache import Lookahead, choose_evictions
 from trainctl.data.streaming.corpora import open_streamed_corpus
 from trainctl.data.streaming.layout import (
@@ -132,7 +132,7 @@ def needs_of(order, source, length, shard_tokens):
 )
 def test_what_is_in_sight_is_what_samples_need(seed, shards, window, chunk, lag, moves):
     length, size, end = 4, 32, 500
-    order = Order(
+    order = SampleOrder(
         seed,
         [OrderedSource("a", shards * size, window), OrderedSource("b", 300)],
         [OrderedStage(0, length, {"a": Fraction(2), "b": Fraction(1)})],
@@ -160,7 +160,7 @@ def test_what_is_in_sight_is_what_samples_need(seed, shards, window, chunk, lag,
 def test_two_windows_of_room_fetch_each_shard_once_an_epoch(seed, shards, window):
     """The cache serves one process that reads samples in order and fetches in between."""
     length, size, chunk = 4, 64, 8
-    order = Order(
+    order = SampleOrder(
         seed,
         [OrderedSource("a", shards * size + 1, window)],
         [OrderedStage(0, length, {"a": Fraction(1)})],

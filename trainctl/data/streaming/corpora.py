@@ -22,7 +22,7 @@ from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.config.text.remote import Tell, say
 from trainctl.data.corpus import cache_folder
 from trainctl.data.corpus_file import Corpus, Split
-from trainctl.data.order import Order
+from trainctl.data.order import SampleOrder
 from trainctl.data.part import writing
 from trainctl.data.streaming.cache import Lookahead, ShardCache
 from trainctl.data.streaming.layout import (
@@ -82,7 +82,7 @@ class Stream:
         """Return the ids and document ends of a split."""
         return StreamedTokens(self.record, split.file.removesuffix(".bin"), self.cache)
 
-    def follow(self, order: Order, source: str, *, end: int, batch: int) -> None:
+    def follow(self, order: SampleOrder, source: str, *, end: int, batch: int) -> None:
         """Start a thread that fetches shards ahead of the samples, from the first `move` on.
 
         Args:
@@ -284,7 +284,7 @@ def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
     return Stream(section, record)
 
 
-def _needs(order: Order, source: str, shard_tokens: int, first: int, count: int) -> list[int]:
+def _needs(order: SampleOrder, source: str, shard_tokens: int, first: int, count: int) -> list[int]:
     samples = order.at(np.arange(first, first + count))
     mine = samples.source == order.names.index(source)
     lengths = np.array([stage.length for stage in order.stages])[samples.stage[mine]]
