@@ -28,9 +28,9 @@ from trainctl.config.registry import function_of, load, names
 from trainctl.data.permutation import mix
 from trainctl.data.quality import minhash
 from trainctl.data.quality.batches import DocumentBatch, Entry, batches
-from trainctl.data.quality.columns import Measured, PartToMeasure
+from trainctl.data.quality.columns import MeasuredCorpus, PartToMeasure
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.decide import select
+from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts, near_pairs, shared_passages
 from trainctl.data.quality.measure import WantedColumns, measure, text_hashes
 from trainctl.data.quality.minhash import anchors
@@ -155,7 +155,7 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     for part in parts:
         measure(part, folder, WantedColumns(held_out=folder / "held_out", passages=True))
     measured = time.process_time()
-    corpus = Measured.load(parts, folder)
+    corpus = MeasuredCorpus.load(parts, folder)
     same = find_identical_texts(corpus, folder / "scratch")
     exact = time.process_time()
     pairs = near_pairs(corpus, same, 0.8, folder / "scratch")
@@ -163,7 +163,7 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     passages = shared_passages(corpus, same, folder / "scratch")
     found = time.process_time()
     rules = Rules(near=0.8, substring=0.8, filters={"all": filters}, contamination=Contamination())
-    selection = select(corpus, rules, same, pairs, passages)
+    selection = decide_removals(corpus, rules, same, pairs, passages)
     end = time.process_time()
     print(f"{megabytes / (measured - start):9.1f}  all of it, written as columns")
     print(f"{megabytes / (exact - measured):9.1f}  finding {len(same):,} copies")

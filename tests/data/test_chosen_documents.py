@@ -12,10 +12,10 @@ import pytest
 from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Dedup
-from trainctl.data import selecting, tasks
+from trainctl.data import document_selection, tasks
 from trainctl.data.corpus import build_corpus, cached_corpus
-from trainctl.data.corpus_file import Corpus
-from trainctl.data.dropped import examples_of
+from trainctl.data.corpus_record import Corpus
+from trainctl.data.dropped_documents import examples_of
 from trainctl.data.quality import measure
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
@@ -72,7 +72,7 @@ def documents(corpus: Corpus, side: str = "train") -> list[str]:
 
 
 def dropped(corpus: Corpus) -> dict[str, Any]:
-    return json.loads((Path(corpus.folder) / selecting.DROPPED).read_text())
+    return json.loads((Path(corpus.folder) / document_selection.DROPPED).read_text())
 
 
 def reasons(corpus: Corpus) -> dict[str, int]:
@@ -82,7 +82,7 @@ def reasons(corpus: Corpus) -> dict[str, int]:
 def test_nothing_asked_changes_nothing(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", TEXTS + TEXTS)
     plain = build_corpus(config(file), ByteTokenizer())
-    assert not (Path(plain.folder) / selecting.DROPPED).exists()
+    assert not (Path(plain.folder) / document_selection.DROPPED).exists()
     assert build_corpus(config(file, filters={"c4": None}), ByteTokenizer()) == plain
     assert len(documents(plain)) == 40
 
@@ -112,7 +112,7 @@ def test_another_threshold_reads_no_text(tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("a text is read")
 
     monkeypatch.setattr(measure, "batches", refuse)
-    monkeypatch.setattr(selecting, "read_documents", refuse)
+    monkeypatch.setattr(document_selection, "read_documents", refuse)
     again = config(file, **{**keys, "dedup_threshold": 0.95})
     assert reasons(build_corpus(again, ByteTokenizer())) == {"gopher_quality.min_words": 1}
     keys["filters"] = {"gopher_quality": {"min_stop_words": None, "min_words": 2}}

@@ -7,9 +7,9 @@ import pytest
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import Accelerator, RunConfig
-from trainctl.data.mixture import SourceLength, order_of, plan_data
-from trainctl.data.source_sampler import samples_of
+from trainctl.data.mixture import SourceLength, plan_data, sample_order
 from trainctl.hardware import Hardware
+from trainctl.plan.sample_order import samples_in
 from trainctl.rules.resolve import resolve
 
 CPUS = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)
@@ -44,14 +44,14 @@ def test_what_is_planned_is_drawn():
     )
     tokens = {"code": 50_000, "prose": 9_000, "late": 3_000}
     found = plan_data(plan, counts(**tokens))
-    order = order_of(plan, tokens)
+    order = sample_order(plan, tokens)
     drawn = order.at(np.arange(sum(stage.samples for stage in found.stages)))
     for number, stage in enumerate(found.stages):
         for name, use in stage.sources.items():
             mine = (drawn.stage == number) & (drawn.source == order.names.index(name))
             assert mine.sum() == use.samples
             assert use.tokens == use.samples * stage.sequence_length
-            samples = samples_of(tokens[name], stage.sequence_length)
+            samples = samples_in(tokens[name], stage.sequence_length)
             assert use.epochs == pytest.approx(use.samples / samples)
         assert sum(use.share for use in stage.sources.values()) == pytest.approx(1)
     assert [stage.first_step for stage in found.stages] == [0, 80]
@@ -65,10 +65,10 @@ def test_two_epochs_of_a_small_source_are_two():
     plan = plan_of({"small": {"epochs": 2, "max_epochs": 2}, "large": {"weight": 1}})
     tokens = {"small": 10_001, "large": 10**7}
     found = plan_data(plan, counts(**tokens))
-    samples = samples_of(10_001, 64)
+    samples = samples_in(10_001, 64)
     assert abs(found.run["small"].samples - 2 * samples) <= 1
     assert not found.problems
-    drawn = order_of(plan, tokens).at(np.arange(1600))
+    drawn = sample_order(plan, tokens).at(np.arange(1600))
     seen = np.bincount(drawn.index[drawn.source == 1], minlength=samples)
     assert (seen >= 1).all() and abs(seen.sum() - 2 * samples) <= 1
     assert found.run["large"].unseen == 10**7 - found.run["large"].tokens
@@ -81,8 +81,8 @@ def test_a_source_that_runs_out_says_by_how_much_and_when():
     assert (problem.rule, problem.key) == ("TC345", "data.sources.a.max_epochs")
     assert "falls short by 21,200 tokens" in problem.message
     step = int(problem.message.rpartition("step ")[2])
-    order = order_of(plan, {"a": 20_000, "b": 10**6})
-    most = 1.5 * samples_of(20_000, 64)
+    order = sample_order(plan, {"a": 20_000, "b": 10**6})
+    most = 1.5 * samples_in(20_000, 64)
     assert order.draws_before((step - 1) * 16)["a"] < most <= order.draws_before(step * 16)["a"]
 
 
@@ -111,7 +111,7 @@ def test_a_longer_length_says_what_it_leaves_out():
     found = plan_data(plan_of({"a": {"weight": 1}}, stages), counts(a=200_000))
     (problem,) = found.problems
     assert problem.rule == "TC347" and not problem.is_error
-    left = samples_of(200_000, 32) * 32 - 50 * 16 * 64
+    left = samples_in(200_000, 32) * 32 - 50 * 16 * 64
     assert f"{left:,} tokens of a are left out" in problem.message
 
 

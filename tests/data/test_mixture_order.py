@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_order import sample_indices
 
-from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder, samples_of
+from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.data.source_sampler import SINGLE_SOURCE
+from trainctl.plan.sample_order import samples_in
 
 SHARD = 64
 MOST = 500
@@ -35,7 +36,7 @@ def plans(draw, lengths=(4,), windows=(None, 1, 3), stages=3):
     return draw(st.integers(0, 2**40)), sources, found, first
 
 
-def order_of(plan, **others):
+def sample_order(plan, **others):
     seed, sources, stages, _ = plan
     return SampleOrder(seed, sources, stages, shard_tokens=SHARD, **others)
 
@@ -47,7 +48,7 @@ def test_one_source_without_stages_keeps_the_order_of_runs_that_were_begun(
 ):
     stages = [OrderedStage(0, 8, {SINGLE_SOURCE: Fraction(1)})]
     order = SampleOrder(seed, [OrderedSource(SINGLE_SOURCE, tokens)], stages, shuffle=shuffle)
-    samples = samples_of(tokens, 8)
+    samples = samples_in(tokens, 8)
     for counters in (np.arange(2 * samples + 3), start + np.arange(40).reshape(5, 8)):
         found = order.at(counters)
         before = sample_indices(counters, num_samples=samples, seed=seed, shuffle=shuffle)
@@ -59,10 +60,10 @@ def test_one_source_without_stages_keeps_the_order_of_runs_that_were_begun(
 
 @given(plans())
 def test_each_sample_comes_once_in_an_epoch(plan):
-    order = order_of(plan)
+    order = sample_order(plan)
     found = order.at(np.arange(plan[-1]))
     for number, source in enumerate(order.sources):
-        mine, samples = found.source == number, samples_of(source.tokens, 4)
+        mine, samples = found.source == number, samples_in(source.tokens, 4)
         epochs = found.epoch[mine]
         assert (epochs == np.arange(len(epochs)) // samples).all()
         for epoch in range(len(epochs) // samples + 1):
@@ -84,7 +85,7 @@ def test_nor_with_windows(plan):
 @given(plans(lengths=(4, 8, 12, 16, 32), windows=(None,)))
 def test_nor_in_the_order_of_the_text_which_goes_on_where_it_is(plan):
     assert_no_token_twice(plan, shuffle=False)
-    order = order_of(plan, shuffle=False)
+    order = sample_order(plan, shuffle=False)
     found = order.at(np.arange(plan[-1]))
     begin = found.index * np.array([stage.length for stage in order.stages])[found.stage]
     end = begin + np.array([stage.length for stage in order.stages])[found.stage]
@@ -95,7 +96,7 @@ def test_nor_in_the_order_of_the_text_which_goes_on_where_it_is(plan):
 
 
 def assert_no_token_twice(plan, **others):
-    order = order_of(plan, **others)
+    order = sample_order(plan, **others)
     found = order.at(np.arange(plan[-1]))
     for number, source in enumerate(order.sources):
         mine = np.flatnonzero(found.source == number)
@@ -123,7 +124,7 @@ def test_a_shorter_length_that_divides_leaves_nothing_out(plan, ratio):
         mine = found.source == number
         seen_in = np.bincount(found.epoch[mine], lengths[mine])
         for seen in seen_in[:-1]:
-            assert seen >= samples_of(source.tokens, first.length) * first.length
+            assert seen >= samples_in(source.tokens, first.length) * first.length
 
 
 def test_a_longer_length_goes_on_with_the_next_window_and_says_what_it_left_out():
@@ -136,7 +137,7 @@ def test_a_longer_length_goes_on_with_the_next_window_and_says_what_it_left_out(
 
 @given(plans(lengths=(4, 8)))
 def test_shares_hold_at_every_prefix_of_every_stage(plan):
-    order = order_of(plan)
+    order = sample_order(plan)
     source = order.at(np.arange(plan[-1])).source
     ends = [*(stage.first for stage in order.stages[1:]), plan[-1]]
     for stage, end in zip(order.stages, ends, strict=True):
@@ -151,11 +152,11 @@ def test_shares_hold_at_every_prefix_of_every_stage(plan):
 
 @given(plans(lengths=(4, 8, 16)), st.data())
 def test_a_counter_alone_decides(plan, data):
-    order, count = order_of(plan), plan[-1]
+    order, count = sample_order(plan), plan[-1]
     whole = order.at(np.arange(count))
     asked = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20))
     for counters in (np.array(asked), np.array(asked[:1]), np.array(asked).reshape(-1, 1)):
-        found = order_of(plan).at(counters)
+        found = sample_order(plan).at(counters)
         for name in ("stage", "source", "epoch", "index"):
             assert (getattr(found, name) == getattr(whole, name)[counters]).all()
 
@@ -167,8 +168,8 @@ def test_what_is_added_for_later_changes_nothing_before(plan, data):
     other = OrderedSource(data.draw(st.text("abcxyz", min_size=4, max_size=4)), 999)
     later = OrderedStage(now, 8, {other.name: Fraction(1), sources[0].name: Fraction(2)})
     before, after = (
-        order_of(plan),
-        order_of((seed, [other, *reversed(sources)], [*stages, later], 0)),
+        sample_order(plan),
+        sample_order((seed, [other, *reversed(sources)], [*stages, later], 0)),
     )
     was, becomes = before.at(np.arange(now)), after.at(np.arange(now))
     assert [before.names[s] for s in was.source] == [after.names[s] for s in becomes.source]
@@ -187,7 +188,7 @@ def test_when_a_token_of_a_source_with_windows_is_seen(plan, data):
 
 
 def assert_found_again(plan, data):
-    order, count = order_of(plan), plan[-1]
+    order, count = sample_order(plan), plan[-1]
     number = data.draw(st.integers(0, len(order.names) - 1))
     token = data.draw(st.integers(0, order.sources[number].tokens - 1))
     found = order.at(np.arange(count))
@@ -199,7 +200,7 @@ def assert_found_again(plan, data):
 
 @given(plans(lengths=(4, 8)), st.data())
 def test_draws_are_counted_without_drawing(plan, data):
-    order = order_of(plan)
+    order = sample_order(plan)
     counter = data.draw(st.integers(0, plan[-1]))
     source = order.at(np.arange(counter)).source
     assert list(order.draws_before(counter).values()) == [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainctl.data.packing import conversations_of, pack, pieces_of
-from trainctl.data.token_spans import LossMask
+from trainctl.data.token_arrays import LossMask
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 

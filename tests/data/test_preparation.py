@@ -18,7 +18,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import TokenizerConfig
 from trainctl.data import tasks
 from trainctl.data.corpus import build_corpus
-from trainctl.data.prepare import help_to_prepare
+from trainctl.data.prepare import assist_preparation
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import is_alive
@@ -251,13 +251,13 @@ def test_other_nodes_tokenize_and_the_first_puts_together(texts, tmp_path, monke
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
     config = tiny_config(steps=4, sequence_length=64)
     config.data = section(texts)
-    help_to_prepare(tiny_plan(config, 1))
+    assist_preparation(tiny_plan(config, 1))
     assert not list(tmp_path.glob("cache/corpus-*"))
     calls = []
     corpus = build_corpus(config.data, ByteTokenizer(), calls.append)
     assert corpus.train.documents > 0 and not calls
     (texts / "a" / "01.txt").write_bytes(b"\xff")
-    help_to_prepare(tiny_plan(config, 1))  # the first node says what is wrong
+    assist_preparation(tiny_plan(config, 1))  # the first node says what is wrong
 
 
 def test_two_at_once_share_the_work(texts, tmp_path):

@@ -21,10 +21,10 @@ from trainctl.config.text.files import split_files
 from trainctl.data import task_workers, tasks
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, cache_folder, tokenize_share
-from trainctl.data.corpus_folder import chunks_of, write_corpus
+from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
 from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import TokenStore
-from trainctl.data.task_workers import do_tasks
+from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Claims
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
@@ -151,7 +151,10 @@ def test_the_corpus_is_that_of_before(texts, monkeypatch, tmp_path, name, size):
     one_by_one = sides(config, split_files(config), reader)
     pairs = ((side, document.text) for side, document in one_by_one)
     write_corpus(
-        tmp_path / "plain", ByteTokenizer(), chunks_of(pairs, ByteTokenizer()), lambda: reader.bad
+        tmp_path / "plain",
+        ByteTokenizer(),
+        tokenize_chunks(pairs, ByteTokenizer()),
+        lambda: reader.bad,
     )
     plainly = Corpus.load(tmp_path / "plain" / "corpus.json")
     assert replace(plainly, folder=corpus.folder) == without_origin(corpus)
@@ -234,7 +237,7 @@ def test_where_documents_come_from_is_kept(texts, monkeypatch):
     monkeypatch.setattr(tasks, "TASK_BYTES", SMALL)
     config = section("mixed")
     store, todo = store_of(config)
-    do_tasks(store, todo)
+    run_tasks(store, todo)
     assert len(todo) > 3
     found = []
     before: dict[Path, int] = {}

@@ -14,11 +14,11 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
-from trainctl.data.infilling import infilling_of
+from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import SourceLength, plan_data
-from trainctl.data.packing import bins_of, packed_token_count
+from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.prepare import prepare
-from trainctl.data.sample_contents import samples_of
+from trainctl.data.sample_contents import read_samples
 from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.protocol import Engine
@@ -57,7 +57,7 @@ def with_data(config, **values):
 
 
 def every_sample(config, corpus, *, mask, **how):
-    bins = bins_of(config, corpus, corpus.train)
+    bins = load_bins(config, corpus, corpus.train)
     data = PackedDataset(
         corpus, corpus.train, sequence_length=LENGTH, mask_documents=mask, bins=bins, **how
     )
@@ -124,19 +124,19 @@ def test_the_loss_is_a_mean_over_labels_and_not_over_padding(config, mask):
 def test_bins_are_kept_and_made_again_where_they_are_damaged(config):
     corpus = build_corpora(config, ByteTokenizer())["data"]
     said = []
-    first = bins_of(config, corpus, corpus.train, said.append)
+    first = load_bins(config, corpus, corpus.train, said.append)
     (folder,) = Path(corpus.folder).parent.glob("packing-*[0-9a-f]")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     raw = bytearray(before["lengths.bin"])
     raw[0] ^= 1
     (folder / "lengths.bin").write_bytes(raw)
-    again = bins_of(config, corpus, corpus.train, said.append)
+    again = load_bins(config, corpus, corpus.train, said.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert said == [
         f"{folder} is damaged (lengths.bin has another checksum): packing the documents again"
     ]
     assert again.starts.tolist() == first.starts.tolist()
-    assert bins_of(with_data(config, packing=Packing.stream), corpus, corpus.train) is None
+    assert load_bins(with_data(config, packing=Packing.stream), corpus, corpus.train) is None
     longer = replace(config, training=replace(config.training, sequence_length=2 * LENGTH))
     assert packed_token_count(longer, corpus) != packed_token_count(config, corpus)
 
@@ -144,7 +144,7 @@ def test_bins_are_kept_and_made_again_where_they_are_damaged(config):
 def test_what_is_shown_is_what_was_trained_on(config):
     plan = tiny_plan(config, 1)
     corpora = build_corpora(config, ByteTokenizer())
-    samples = samples_of(plan, corpora, ByteTokenizer(), [*range(16)], most_characters=0)
+    samples = read_samples(plan, corpora, ByteTokenizer(), [*range(16)], most_characters=0)
     own = TrainingData.of(plan, corpora, data_rank=0, data_size=1)
     steps = [own.step(first, plan.batch) for first in (0, 4, 8, 12)]
     rows = [row for step in steps for batch in step for row in batch.input_ids]
@@ -175,13 +175,13 @@ def test_a_document_is_the_same_in_all_its_samples_and_another_in_the_next_epoch
 ):
     config = with_data(with_words, packing=packing)
     corpus = build_corpora(config, load_tokenizer(config.tokenizer))["data"]
-    infilling = infilling_of(config, "data")
+    infilling = infilling_settings(config, "data")
     data = PackedDataset(
         corpus,
         corpus.train,
         sequence_length=LENGTH,
         mask_documents=False,
-        bins=bins_of(config, corpus, corpus.train),
+        bins=load_bins(config, corpus, corpus.train),
         infilling=infilling,
     )
     text, ends = corpus.tokens(corpus.train)[: corpus.train.tokens], corpus.ends(corpus.train)
@@ -232,7 +232,7 @@ def test_a_cached_text_of_before_ends_were_kept_is_tokenized_again_where_they_ar
 def test_tokens_that_there_are_not_are_named(with_words):
     config = with_data(with_words, fim_tokens=["<|fim_prefix|>", "<MID>", "<|fim_suffix|>"])
     with pytest.raises(TrainctlError, match=r"words\.json has no token '<MID>'"):
-        infilling_of(config, "data")
+        infilling_settings(config, "data")
 
 
 @pytest.mark.parametrize("packing", Packing)

@@ -21,7 +21,7 @@ from trainctl.config.text.conversations import (
     conversation_of,
 )
 from trainctl.data.corpora import build_corpora, cached_corpora
-from trainctl.data.packing import bins_of, describe_packing, packed_token_count
+from trainctl.data.packing import describe_packing, load_bins, packed_token_count
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
@@ -144,7 +144,7 @@ def learnt(config, corpus, tokenizer):
         corpus.train,
         sequence_length=config.training.sequence_length,
         mask_documents=True,
-        bins=bins_of(config, corpus, corpus.train),
+        bins=load_bins(config, corpus, corpus.train),
     )
     batch = data.micro_batch(np.arange(data.num_samples))
     found = []
@@ -217,7 +217,7 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     _, text = learnt(config, corpus, tokenizer)
     assert 0 < text.count("b") < 200 and "bb" in text
     assert "a" not in text.replace("<|im_end|>", "")
-    bins = bins_of(config, corpus, corpus.train)
+    bins = load_bins(config, corpus, corpus.train)
     told = describe_packing(bins.counts, corpus.held_out.documents)
     assert told == (
         "14 conversations to train on, 0 held out; 1 cut at the length of a sample; 1 left out, as "
@@ -229,13 +229,13 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     drops = replace(config, data=replace(config.data, on_too_long=OnTooLong.drop))
     _, text = learnt(drops, corpus, tokenizer)
     assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
-    assert bins_of(drops, corpus, corpus.train).counts["dropped_too_long"] == 2
+    assert load_bins(drops, corpus, corpus.train).counts["dropped_too_long"] == 2
     shorter = replace(drops, training=replace(drops.training, sequence_length=8))
     batch, text = learnt(shorter, corpus, tokenizer)
     assert len(batch.input_ids) == 0 and not text, "all are left out, and there is no sample"
     refuses = replace(config, data=replace(config.data, on_too_long=OnTooLong.error))
     with pytest.raises(TrainctlError, match=r"a conversation has \d+ tokens, and training"):
-        bins_of(refuses, corpus, corpus.train)
+        load_bins(refuses, corpus, corpus.train)
 
 
 def test_what_is_bad_is_an_error_or_left_out_and_counted(tmp_path):
@@ -258,7 +258,7 @@ def test_what_is_bad_is_an_error_or_left_out_and_counted(tmp_path):
     assert corpus.bad_text["skipped"] == len(BAD)
     _, text = learnt(skips, corpus, tokenizer)
     assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
-    assert bins_of(skips, corpus, corpus.train).counts["dropped_unwritten"] == 1
+    assert load_bins(skips, corpus, corpus.train).counts["dropped_unwritten"] == 1
 
 
 def test_a_json_array_is_refused_with_the_way_out(tmp_path):
@@ -274,9 +274,9 @@ def test_a_tokenizer_without_a_template_is_refused_before_the_start(tmp_path):
     path = write(tmp_path / "chat.jsonl", QUESTIONS)
     (finding,) = missing_files(config_of(tmp_path, [path], template=None))
     assert finding.rule == "TC367" and "has no chat template" in finding.message
-    of_bytes = config_of(tmp_path, [path])
-    of_bytes.tokenizer = new_section("tokenizer", "byte")
-    (finding,) = missing_files(of_bytes)
+    byte_tokenizer = config_of(tmp_path, [path])
+    byte_tokenizer.tokenizer = new_section("tokenizer", "byte")
+    (finding,) = missing_files(byte_tokenizer)
     assert finding.rule == "TC367"
 
 

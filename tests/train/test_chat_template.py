@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from trainctl.config.chat_template import template_of
 from trainctl.config.text.conversations import Learn
 from trainctl.data import template_rendering as rendering
-from trainctl.data.chat import CannotRender, ChatTemplate
+from trainctl.data.chat_template import CannotRender, ChatTemplate
 from trainctl.data.tokenizer import FileTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.runs.processes import is_alive

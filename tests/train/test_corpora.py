@@ -19,16 +19,16 @@ from trainctl.config.schema import DataType, OnBadText, Packing, RunConfig
 from trainctl.data.corpora import (
     build_corpora,
     changed_sources,
-    digests_of,
+    corpus_digests,
     load_corpora,
-    recorded,
+    load_recorded_corpora,
     require_unchanged_corpora,
     save_corpora,
     unigram_entropy,
 )
-from trainctl.data.prepare import corpora_of, prepare
-from trainctl.data.sample_contents import samples_of
-from trainctl.data.source_counts import preview_data_plan
+from trainctl.data.prepare import load_run_corpora, prepare
+from trainctl.data.sample_contents import read_samples
+from trainctl.data.source_lengths import preview_data_plan
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
@@ -72,14 +72,14 @@ def test_they_are_built_by_several_processes_and_recorded(texts, tmp_path):
     assert calls[-1].documents == 150
     file = tmp_path / "corpus.json"
     save_corpora(file, corpora)
-    assert recorded(file) == load_corpora(file, config.data) == corpora
+    assert load_recorded_corpora(file) == load_corpora(file, config.data) == corpora
     with pytest.raises(TrainctlError, match="has not read the text of notes yet"):
         load_corpora(file, mixed(texts, "code", "notes").data)
     # Of one source the record is the corpus itself, as before there were several.
     one = {"data": corpora["code"]}
     save_corpora(file, one)
-    assert "folder" in json.loads(file.read_text()) and recorded(file) == one
-    assert digests_of(one) == {"corpus_digest": corpora["code"].digest}
+    assert "folder" in json.loads(file.read_text()) and load_recorded_corpora(file) == one
+    assert corpus_digests(one) == {"corpus_digest": corpora["code"].digest}
     low, high = sorted(corpus.unigram_entropy for corpus in corpora.values())
     assert low < unigram_entropy(corpora) < high
 
@@ -90,8 +90,8 @@ def test_a_source_that_left_is_remembered_and_a_changed_one_refused(texts, tmp_p
     save_corpora(file, require_unchanged_corpora(first, file))
     without = build_corpora(mixed(texts, "code", "notes"), ByteTokenizer())
     save_corpora(file, require_unchanged_corpora(without, file))
-    assert set(recorded(file)) == {"code", "prose", "notes"}
-    manifest = digests_of(first)
+    assert set(load_recorded_corpora(file)) == {"code", "prose", "notes"}
+    manifest = corpus_digests(first)
     assert changed_sources(without, manifest) == []
     (texts / "prose.jsonl").write_text('{"text": "another"}\n' * 50)
     again = build_corpora(mixed(texts, "code", "prose"), ByteTokenizer())
@@ -208,8 +208,8 @@ def test_samples_of_any_step_have_their_source_and_document(texts, tmp_path):
     stages = [{"until_step": 2}, {"weights": {"code": 1, "prose": 3}, "sequence_length": 16}]
     plan = tiny_plan(mixed(texts, "code", "prose", stages=stages), 1)
     run, _ = run_of(tmp_path / "run", plan, 0, 0)
-    found = samples_of(
-        plan, corpora_of(plan, run), ByteTokenizer(), list(range(40)), most_characters=0
+    found = read_samples(
+        plan, load_run_corpora(plan, run), ByteTokenizer(), list(range(40)), most_characters=0
     )
     assert {sample.source for sample in found} == {"code", "prose"}
     for sample in found:

@@ -21,7 +21,7 @@ from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.files import split_files
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
-from trainctl.data.corpus_folder import locked
+from trainctl.data.corpus_writer import locked
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
@@ -126,7 +126,7 @@ def test_how_much_is_tokenized_together_changes_nothing(texts, monkeypatch):
     config = files_config(texts)
     together = build_corpus(config, ByteTokenizer())
     shutil.rmtree(cache_folder())
-    monkeypatch.setattr("trainctl.data.tokenizer.AT_ONCE", 7)
+    monkeypatch.setattr("trainctl.data.tokenizer.BATCH_CHARACTERS", 7)
     assert build_corpus(config, ByteTokenizer()) == together
 
 

@@ -21,10 +21,10 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
 from trainctl.config.text.conversations import as_text
 from trainctl.config.text.preferences import pair_of
-from trainctl.data.conversations import preference_encoder
+from trainctl.data.chat_encoders import preference_encoder
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
-from trainctl.data.token_spans import loss_mask_of, marked_vocab_size, without_marks
+from trainctl.data.token_arrays import loss_mask_of, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError

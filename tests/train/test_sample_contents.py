@@ -9,8 +9,13 @@ from rank_processes import tiny_config, tiny_plan
 from trainctl.cli import data as command
 from trainctl.config.registry import new_section
 from trainctl.data.corpus import build_corpus
-from trainctl.data.prepare import corpora_of, prepare
-from trainctl.data.sample_contents import MOST_SAMPLES, counters_of_step, parse_counters, samples_of
+from trainctl.data.prepare import load_run_corpora, prepare
+from trainctl.data.sample_contents import (
+    MOST_SAMPLES,
+    counters_of_step,
+    parse_counters,
+    read_samples,
+)
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE
@@ -45,7 +50,7 @@ def plan_of(folder, pattern, **data):
 
 def shown(plan, counters, most=0):
     corpus = build_corpus(plan.config.data, ByteTokenizer())
-    return corpus, samples_of(
+    return corpus, read_samples(
         plan, {SINGLE_SOURCE: corpus}, ByteTokenizer(), counters, most_characters=most
     )
 
@@ -95,7 +100,9 @@ def test_texts_are_cut_and_files_may_be_gone(texts):
     corpus = build_corpus(plan.config.data, ByteTokenizer())
     for file in texts.iterdir():
         file.unlink()
-    (sample,) = samples_of(plan, {SINGLE_SOURCE: corpus}, ByteTokenizer(), [3], most_characters=10)
+    (sample,) = read_samples(
+        plan, {SINGLE_SOURCE: corpus}, ByteTokenizer(), [3], most_characters=10
+    )
     assert len(sample.text) == 10 and sample.is_cut
     assert {passage.file for passage in sample.passages} == {None}
 
@@ -148,6 +155,6 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     answer = json.loads(capsys.readouterr().out)
     with pytest.raises(TrainctlError, match="which samples"):
         command.show([str(run.root)])
-    corpora = corpora_of(plan, run)
-    expected = samples_of(plan, corpora, ByteTokenizer(), [0, 1], most_characters=5)
+    corpora = load_run_corpora(plan, run)
+    expected = read_samples(plan, corpora, ByteTokenizer(), [0, 1], most_characters=5)
     assert answer["samples"] == json.loads(json.dumps([asdict(sample) for sample in expected]))

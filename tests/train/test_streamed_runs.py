@@ -17,7 +17,7 @@ from trainctl.data import mixture
 from trainctl.data.corpora import build_corpora, load_corpora
 from trainctl.data.order import SampleOrder
 from trainctl.data.prepare import prepare
-from trainctl.data.streaming.corpora import send
+from trainctl.data.streaming.corpora import upload_corpus
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plan.types import RunPlan
@@ -72,7 +72,7 @@ def streamed(config, **values):
 def test_what_has_no_room_or_another_tokenizer_is_refused(bucket, config, tmp_path):
     tokenizer = ByteTokenizer()
     (corpus,) = build_corpora(config, tokenizer).values()
-    send(corpus, tokenizer, PLACE, SHARD, unheard)
+    upload_corpus(corpus, tokenizer, PLACE, SHARD, unheard)
     run = RunPaths(tmp_path / "run")
     run.root.mkdir()
     for changes, message in [
@@ -92,7 +92,7 @@ def test_batches_are_the_same_with_windows_and_masks(bucket, config, tmp_path, m
     monkeypatch.setattr(rules, "SHARD_TOKENS", SHARD)
     tokenizer = ByteTokenizer()
     (corpus,) = build_corpora(config, tokenizer).values()
-    record = send(corpus, tokenizer, PLACE, SHARD, unheard)
+    record = upload_corpus(corpus, tokenizer, PLACE, SHARD, unheard)
     size = max(facts.size for facts in record.shards["train"])
     config = streamed(config, shuffle=True, shuffle_shards=3, cache_bytes=8 * size)
     plan: RunPlan = tiny_plan(config, 1)
@@ -125,7 +125,7 @@ def test_batches_are_the_same_with_windows_and_masks(bucket, config, tmp_path, m
 def test_two_ranks_train_from_a_bucket_as_from_here(bucket, config, tmp_path):
     tokenizer = ByteTokenizer()
     (corpus,) = build_corpora(config, tokenizer).values()
-    record = send(corpus, tokenizer, PLACE, SHARD, unheard)
+    record = upload_corpus(corpus, tokenizer, PLACE, SHARD, unheard)
     limit = 6 * max(facts.size for facts in record.shards["train"])
     assert limit < record.size("train") / 2
     here, there = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there")

@@ -8,8 +8,8 @@ from rank_processes import tiny_config, tiny_plan
 from trainctl.config.registry import new_section, part_class
 from trainctl.config.schema import SourceConfig, StageConfig
 from trainctl.data.corpora import build_corpora
-from trainctl.data.sample_contents import samples_of
-from trainctl.data.text_search import AROUND, first_of, matches
+from trainctl.data.sample_contents import read_samples
+from trainctl.data.text_search import AROUND, find_text, take_first
 from trainctl.data.tokenizer import ByteTokenizer
 
 LENGTH = 32
@@ -53,7 +53,7 @@ def run(tmp_path):
 @pytest.mark.slow
 def test_every_document_is_found_and_each_step_that_saw_it(run):
     plan, corpora, events = run
-    found = list(matches(plan, corpora, ByteTokenizer(), "Number", events))
+    found = list(find_text(plan, corpora, ByteTokenizer(), "Number", events))
     assert [(each.source, each.document) for each in found] == [
         (name, number) for name in sorted(NUMBERS) for number in range(NUMBERS[name])
     ]
@@ -65,7 +65,7 @@ def test_every_document_is_found_and_each_step_that_saw_it(run):
         sightings += len(seen)
         for event in events:
             samples = list(range(*event["samples"]))
-            for sample in samples_of(plan, corpora, ByteTokenizer(), samples, most_characters=0):
+            for sample in read_samples(plan, corpora, ByteTokenizer(), samples, most_characters=0):
                 has_it = any(
                     sample.source == each.source
                     and passage.document == each.document
@@ -81,11 +81,11 @@ def test_every_document_is_found_and_each_step_that_saw_it(run):
 
 def test_case_surroundings_and_how_many(run):
     plan, corpora, _ = run
-    assert not list(matches(plan, corpora, ByteTokenizer(), "number 7,", []))
-    found = matches(plan, corpora, ByteTokenizer(), "number 7,", [], ignore_case=True)
-    some, has_more = first_of(found, 1)
+    assert not list(find_text(plan, corpora, ByteTokenizer(), "number 7,", []))
+    found = find_text(plan, corpora, ByteTokenizer(), "number 7,", [], ignore_case=True)
+    some, has_more = take_first(found, 1)
     assert has_more and [each.document for each in some] == [7]
     assert some[0].text == "code Number 7, twice: Number 7."[: 5 + 9 + AROUND]
     assert some[0].seen == ()
-    every, has_more = first_of(matches(plan, corpora, ByteTokenizer(), "Number 7,", []), 0)
+    every, has_more = take_first(find_text(plan, corpora, ByteTokenizer(), "Number 7,", []), 0)
     assert len(every) == 2 and not has_more

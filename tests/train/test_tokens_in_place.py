@@ -23,8 +23,8 @@ from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import build_corpus, cached_corpus, tokenize_share
-from trainctl.data.corpus_file import Corpus
-from trainctl.data.token_spans import Joined, Span
+from trainctl.data.corpus_record import Corpus
+from trainctl.data.token_arrays import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType

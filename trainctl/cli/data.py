@@ -72,8 +72,8 @@ def show(
     trainctl data show my-recipe data.paths=[chat.jsonl] --samples 0;
     trainctl data show my-recipe --dropped
     """
-    from trainctl.data.prepare import corpora_of
-    from trainctl.data.sample_contents import counters_of_step, parse_counters, samples_of
+    from trainctl.data.prepare import load_run_corpora
+    from trainctl.data.sample_contents import counters_of_step, parse_counters, read_samples
     from trainctl.data.tokenizer import load_tokenizer
 
     name, overrides = split_target(target)
@@ -92,13 +92,13 @@ def show(
         plan = read_plan(paths.attempt(attempt or standing_attempt(paths).number).plan)
         if step is not None:
             counters = counters_of_step(steps_from_end(paths.events, [step]).values(), step)
-        corpora = corpora_of(plan, paths)
+        corpora = load_run_corpora(plan, paths)
     else:
         plan, corpora = _before_a_run(name, overrides, config_dir)
         if step is not None:
             counters = _planned_counters(plan, step)
     tokenizer = load_tokenizer(plan.config.tokenizer)
-    found = samples_of(plan, corpora, tokenizer, counters, most_characters=characters)
+    found = read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
     if as_json:
         shown = [asdict(sample) for sample in found]
         root = str(found_run[0].root) if found_run is not None else None
@@ -116,8 +116,8 @@ def _before_a_run(
     Raises:
         TrainctlError: There is no plan, or not enough text for a sample.
     """
-    from trainctl.data.prepare import corpora_of_plan
-    from trainctl.data.streaming.corpora import opened
+    from trainctl.data.prepare import build_plan_corpora
+    from trainctl.data.streaming.corpora import with_streams
 
     composed = compose_target(name, overrides, config_dir)
     data_prepare.require_text(composed)
@@ -125,7 +125,7 @@ def _before_a_run(
     plan = planned.assessment.plan
     if plan is None:
         raise TrainctlError.from_findings(planned.findings)
-    return plan, opened(plan.config.data, corpora_of_plan(plan))
+    return plan, with_streams(plan.config.data, build_plan_corpora(plan))
 
 
 def _planned_counters(plan: RunPlan, step: int) -> list[int]:

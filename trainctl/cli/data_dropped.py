@@ -14,7 +14,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import sources_of
 
 if TYPE_CHECKING:
-    from trainctl.data.dropped import DroppedDocument
+    from trainctl.data.dropped_documents import DroppedDocument
 
 
 def show_dropped(config: RunConfig, *, as_json: bool) -> None:
@@ -24,7 +24,7 @@ def show_dropped(config: RunConfig, *, as_json: bool) -> None:
         TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
             prepared.
     """
-    from trainctl.data.dropped import examples_of
+    from trainctl.data.dropped_documents import examples_of
 
     found = list(dropped_of(config))
     if as_json:
@@ -67,7 +67,7 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
             prepared.
     """
     from trainctl.data.corpus import cached_corpus
-    from trainctl.data.dropped import read_dropped
+    from trainctl.data.dropped_documents import read_dropped
     from trainctl.data.tokenizer import load_tokenizer
 
     if not has_quality_rules(config.data) or config.data.factory is not None:

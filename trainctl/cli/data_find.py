@@ -36,19 +36,19 @@ def find(
 
     Example: trainctl data find runs/NAME "the quick brown fox"
     """
-    from trainctl.data.prepare import corpora_of
-    from trainctl.data.text_search import first_of, matches
+    from trainctl.data.prepare import load_run_corpora
+    from trainctl.data.text_search import find_text, take_first
     from trainctl.data.tokenizer import load_tokenizer
 
     if not text:
         raise TrainctlError("there is nothing to look for", hint="trainctl data find RUN TEXT")
     paths = open_run(run)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
-    corpora = corpora_of(plan, paths)
+    corpora = load_run_corpora(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
     events = iter_events(paths.events, "step")
     with Meter() as meter:
-        every = matches(
+        every = find_text(
             plan,
             corpora,
             tokenizer,
@@ -57,7 +57,7 @@ def find(
             ignore_case=ignore_case,
             progress=lambda done, total: meter("looking through the tokens", done, total),
         )
-        found, has_more = first_of(every, most)
+        found, has_more = take_first(every, most)
     if as_json:
         documents = [asdict(each) for each in found]
         print_json(

@@ -143,12 +143,12 @@ def _written(
     """
     from trainctl.data.prepare import say
     from trainctl.data.source_sampler import SHARD_TOKENS
-    from trainctl.data.streaming.corpora import send
+    from trainctl.data.streaming.corpora import upload_corpus
 
     base = to.rstrip("/")
     places = {name: f"{base}/{name}" if is_mixture else base for name in corpora}
     for name, corpus in corpora.items():
-        send(corpus, tokenizer, places[name], SHARD_TOKENS, say)
+        upload_corpus(corpus, tokenizer, places[name], SHARD_TOKENS, say)
     return places
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainctl.cli.console import say
-from trainctl.data.source_counts import count_source_tokens
+from trainctl.data.source_lengths import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
 from trainctl.plan.mixture import sources_of, stages_of_plan
@@ -90,14 +90,14 @@ def _check_drawn_samples(run: RunPaths, samples: int, before: RunPlan, made: Run
     Raises:
         TrainctlError: With all such changes.
     """
-    from trainctl.data.corpora import recorded
-    from trainctl.data.mixture import order_of
+    from trainctl.data.corpora import load_recorded_corpora
+    from trainctl.data.mixture import sample_order
     from trainctl.data.order import incompatible_changes
     from trainctl.data.packing import packed_token_count
 
     if not run.corpus.is_file():
         return
-    corpora = recorded(run.corpus)
+    corpora = load_recorded_corpora(run.corpus)
     tokens = {name: packed_token_count(made.config, corpus) for name, corpus in corpora.items()}
     if not set(sources_of(made.config.data)) <= set(tokens):
         counts, _ = count_source_tokens(made.config)
@@ -111,7 +111,9 @@ def _check_drawn_samples(run: RunPaths, samples: int, before: RunPlan, made: Run
             changes = [f"data.on_too_long is {now}, and it was {was}"]
         else:
             changes = list(
-                incompatible_changes(order_of(before, tokens), order_of(made, tokens), samples)
+                incompatible_changes(
+                    sample_order(before, tokens), sample_order(made, tokens), samples
+                )
             )
     except (KeyError, ValueError):  # a source is missing or too short, which is reported elsewhere
         return

@@ -18,7 +18,7 @@ from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
 from trainctl.config.tracing import anatomy_in_child, trace_in_child
 from trainctl.config.user_code import check_user_code
-from trainctl.data.source_counts import preview_data_plan
+from trainctl.data.source_lengths import preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals

@@ -26,7 +26,7 @@ from trainctl.data.corpus import (
     tokenize_share,
 )
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
-from trainctl.data.streaming.corpora import opened
+from trainctl.data.streaming.corpora import with_streams
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
@@ -210,7 +210,7 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
     Raises:
         TrainctlError: The record is invalid, or lacks a source (exit code 5).
     """
-    found = recorded(path)
+    found = load_recorded_corpora(path)
     missing = [name for name in sources_of(data) if name not in found]
     if missing:
         raise TrainctlError(
@@ -218,10 +218,10 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
             hint="it does when its next attempt starts",
             exit_code=ExitCode.run_state,
         )
-    return opened(data, {name: found[name] for name in sources_of(data)})
+    return with_streams(data, {name: found[name] for name in sources_of(data)})
 
 
-def recorded(path: Path) -> Corpora:
+def load_recorded_corpora(path: Path) -> Corpora:
     """Return every corpus in a run's record, including sources that the run no longer has.
 
     Raises:
@@ -234,7 +234,7 @@ def recorded(path: Path) -> Corpora:
         return {SINGLE_SOURCE: Corpus.load(path)}  # a run with one source, or an error
 
 
-def digests_of(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
+def corpus_digests(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
     """Return the corpus digests that a checkpoint records."""
     if set(corpora) == {SINGLE_SOURCE}:
         return {"corpus_digest": corpora[SINGLE_SOURCE].digest}
@@ -264,7 +264,7 @@ def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corp
     """
     if not path.is_file():
         return dict(corpora)
-    before = recorded(path)
+    before = load_recorded_corpora(path)
     return {
         **before,
         **{

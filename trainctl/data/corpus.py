@@ -18,21 +18,28 @@ from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
-from trainctl.data.corpus_file import FORMAT, Corpus, Split, read_corpus
-from trainctl.data.corpus_folder import bad_text, chunks, chunks_of, locked, migrate, write_corpus
-from trainctl.data.part import DamagedPart
-from trainctl.data.pretokenized_corpus import chunks_in_place
-from trainctl.data.progress import Progress, ignore_progress
-from trainctl.data.selecting import (
+from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
+from trainctl.data.corpus_writer import (
+    bad_text,
+    locked,
+    migrate,
+    store_chunks,
+    tokenize_chunks,
+    write_corpus,
+)
+from trainctl.data.document_selection import (
     DROPPED,
     KeptDocuments,
-    Prepared,
-    choose,
-    folder_of_columns,
-    identity_of_choice,
+    TokenizedSource,
+    columns_folder,
+    select_training_documents,
+    selection_digest,
 )
+from trainctl.data.pretokenized_corpus import chunks_in_place
+from trainctl.data.progress import Progress, ignore_progress
 from trainctl.data.store import TokenStore, files_in_order
-from trainctl.data.task_workers import do_tasks
+from trainctl.data.store_part import DamagedPart
+from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load, make_importable
@@ -113,12 +120,14 @@ def build_corpus(
             reader = Reader(config)
             texts = ((side, document.text) for side, document in sides(config, files, reader))
             encoder = encoder_of(config, tokenizer)
-            write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
+            write_corpus(
+                folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
+            )
 
         return _from_cache(folder, write, tell, needed)
 
     def do(store: TokenStore, tasks: Sequence[Task]) -> None:
-        do_tasks(store, tasks, section=section, workers=workers, show=progress)
+        run_tasks(store, tasks, section=section, workers=workers, show=progress)
 
     corpus, problem = _read(folder, needed)
     if corpus is not None:
@@ -133,10 +142,10 @@ def build_corpus(
             if can_tokenize_in_parts(its):
                 its_store, its_tasks = _store_of(its, tokenizer, split_files(its))
                 do(its_store, its_tasks)
-                sources.append(Prepared(source, its, its_store, its_tasks, split_files(its)))
-        columns = folder_of_columns(cache_folder(), whole, sources)
+                sources.append(TokenizedSource(source, its, its_store, its_tasks, split_files(its)))
+        columns = columns_folder(cache_folder(), whole, sources)
         with locked(columns, tell):
-            return choose(
+            return select_training_documents(
                 whole, sources, columns, workers=1 if section is None else workers, show=progress
             )
 
@@ -147,7 +156,7 @@ def build_corpus(
             try:
                 chosen = choose_of_run() if has_quality_rules(whole) else None
                 keep = chosen.keep[name] if chosen is not None else None
-                found = chunks(store, tasks, files, config.held_out_fraction, keep)
+                found = store_chunks(store, tasks, files, config.held_out_fraction, keep)
                 return write_corpus(
                     folder,
                     tokenizer,
@@ -220,7 +229,7 @@ def tokenize_share(
     files = split_files(config)
     store, tasks = _store_of(config, tokenizer, files)
     number, count = share
-    do_tasks(store, tasks[number - 1 :: count], section=section, workers=workers, show=progress)
+    run_tasks(store, tasks[number - 1 :: count], section=section, workers=workers, show=progress)
     return sum(not store.is_done(task) for task in tasks)
 
 
@@ -283,7 +292,7 @@ def _cached_at(
     choice = []
     if has_quality_rules(whole):
         every = {each: (its, split_files(its)) for each, its in sources_of(whole).items()}
-        choice = [name, identity_of_choice(whole, every)]
+        choice = [name, selection_digest(whole, every)]
     folder = cache / f"corpus-{_key([str(FORMAT), *parts, *choice])}"
     return folder, cache / f"corpus-{_key(_of_format_1(parts))}", files
 
@@ -318,7 +327,9 @@ def build_users_corpus(
             for text in _users_texts(config, side, reader)
         )
         encoder = encoder_of(config, tokenizer)
-        write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
+        write_corpus(
+            folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
+        )
 
     with locked(folder, tell):
         migrate(folder, tell)

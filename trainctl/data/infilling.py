@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
 from trainctl.data.permutation import Words, key_of, mix
-from trainctl.data.token_spans import Tokens
+from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import sources_of
@@ -116,7 +116,7 @@ def _share(number: np.uint64) -> float:
     return (int(number) >> 11) / (1 << 53)
 
 
-def infilling_of(config: RunConfig, name: str) -> Infilling | None:
+def infilling_settings(config: RunConfig, name: str) -> Infilling | None:
     """Return the fill-in-the-middle settings of a source; None if it does not use it.
 
     Raises:

@@ -10,7 +10,6 @@ from functools import partial
 
 from trainctl.config.schema import RunConfig, SourceConfig
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
-from trainctl.data.source_sampler import samples_of
 from trainctl.errors import Finding, Severity
 from trainctl.plan.mixture import (
     DataStage,
@@ -19,6 +18,7 @@ from trainctl.plan.mixture import (
     sources_of,
     stages_of_plan,
 )
+from trainctl.plan.sample_order import samples_in
 from trainctl.plan.types import RunPlan
 
 ROUNDING = 1e-3
@@ -84,7 +84,7 @@ class DataPlan:
     """Findings on sources that are too short, or whose use differs from the request."""
 
 
-def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> SampleOrder:
+def sample_order(plan: RunPlan, tokens: Mapping[str, int]) -> SampleOrder:
     """Return the sample order of a run, given the training tokens of each source.
 
     Raises:
@@ -119,7 +119,7 @@ def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
     too_short = list(_too_short(plan.config, stages, tokens))
     if too_short:
         return DataPlan(stages=(), run={}, counts=counts, problems=tuple(too_short))
-    order = order_of(plan, tokens)
+    order = sample_order(plan, tokens)
     uses = tuple(_use_of(order, stage, tokens) for stage in stages)
     everything = sum(stage.tokens for stage in uses)
     run: dict[str, SourceUse] = {}
@@ -144,7 +144,7 @@ def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
 
 def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
     """Return the tokens of one epoch of each source in samples of this length."""
-    return {name: samples_of(count, length) * length for name, count in tokens.items()}
+    return {name: samples_in(count, length) * length for name, count in tokens.items()}
 
 
 def _use_of(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
@@ -165,7 +165,7 @@ def _use_of(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> 
                 tokens=samples * length,
                 samples=samples,
                 share=samples / stage.samples,
-                epochs=samples / samples_of(tokens[name], length),
+                epochs=samples / samples_in(tokens[name], length),
             )
             for name, samples in drawn.items()
             if samples
@@ -184,7 +184,7 @@ def _too_short(
             for stage in stages
             if (name in stage.weights if stage.weights is not None else _has_share(section))
         ]
-        if lengths and not samples_of(tokens[name], max(lengths)):
+        if lengths and not samples_in(tokens[name], max(lengths)):
             found.append(
                 Finding(
                     rule=SHORT,
@@ -266,7 +266,7 @@ def _epochs_before(
             end = stage.sample_of(min(step, stage.end_step))
             drawn = order.draws_before(end)[name] - order.draws_before(stage.first_sample)[name]
             if drawn:
-                epochs += drawn / samples_of(tokens[name], stage.sequence_length)
+                epochs += drawn / samples_in(tokens[name], stage.sequence_length)
     return epochs
 
 

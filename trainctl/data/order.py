@@ -33,9 +33,9 @@ from trainctl.data.source_sampler import (
     SHARD_TOKENS,
     FixedLengthSegment,
     epoch_and_index,
-    samples_of,
     source_key,
 )
+from trainctl.plan.sample_order import samples_in
 
 _DEALT = -2
 """Value hashed in place of a source's name for the permutation that deals a batch to
@@ -231,7 +231,7 @@ class SampleOrder:
     def _turns_of(self, stage: OrderedStage) -> SourceSchedule:
         weights = [Fraction(stage.weights.get(name, 0)) for name in self.names]
         for source, weight in zip(self.sources, weights, strict=True):
-            if weight and not samples_of(source.tokens, stage.length):
+            if weight and not samples_in(source.tokens, stage.length):
                 raise ValueError(
                     f"{source.name} has {source.tokens:,} tokens: less than one sample of "
                     f"{stage.length:,}"

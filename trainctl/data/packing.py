@@ -35,10 +35,10 @@ import numpy.typing as npt
 from trainctl.config.schema import OnTooLong, Packing, RunConfig
 from trainctl.config.text.files import digest_of
 from trainctl.data.corpus import Tell, cache_folder
-from trainctl.data.corpus_file import Corpus, Split
-from trainctl.data.corpus_folder import locked
-from trainctl.data.part import writing
-from trainctl.data.token_spans import LossMask
+from trainctl.data.corpus_record import Corpus, Split
+from trainctl.data.corpus_writer import locked
+from trainctl.data.store_part import writing
+from trainctl.data.token_arrays import LossMask
 from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
@@ -223,7 +223,9 @@ def _unheard(message: str) -> None:
     """Ignore a message."""
 
 
-def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard) -> Bins | None:
+def load_bins(
+    config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard
+) -> Bins | None:
     """Return the bins of a side for a run, from the cache or newly packed.
 
     None if the run does not pack, or the side is empty. `tell` is called with a sentence before
@@ -282,12 +284,12 @@ def packed_token_count(config: RunConfig, corpus: Corpus, tell: Tell = _unheard)
     """Return the tokens of a source's training text as a run draws it, including bins' padding.
 
     The order computes floor((N - 1) / L) samples of length L from this number N. `tell` is called
-    as in `bins_of`, and with how much of the samples is text.
+    as in `load_bins`, and with how much of the samples is text.
 
     Raises:
-        TrainctlError: As `bins_of`.
+        TrainctlError: As `load_bins`.
     """
-    bins = bins_of(config, corpus, corpus.train, tell)
+    bins = load_bins(config, corpus, corpus.train, tell)
     if bins is None:
         return corpus.train.tokens
     tokens = len(bins) * config.training.sequence_length

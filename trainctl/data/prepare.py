@@ -17,7 +17,7 @@ from trainctl.data.corpora import (
     save_corpora,
     tokenize_unclaimed,
 )
-from trainctl.data.infilling import infilling_of
+from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import packed_token_count
 from trainctl.data.progress import PreparationProgress
@@ -50,14 +50,14 @@ def prepare(
         TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
             more ids than the model, or the corpus is not the one that this run started with.
     """
-    corpora = corpora_of_plan(plan, tell, show, users_folder=run.users_corpus)
+    corpora = build_plan_corpora(plan, tell, show, users_folder=run.users_corpus)
     kept = require_unchanged_corpora(corpora, run.corpus)
     _check_ends(plan.config, kept)
     check_shard_caches(plan.config, corpora)
     save_corpora(run.corpus, kept)
 
 
-def corpora_of_plan(
+def build_plan_corpora(
     plan: RunPlan,
     tell: Callable[[str], None] = say,
     show: Callable[[str], None] = lambda _: None,
@@ -84,12 +84,12 @@ def corpora_of_plan(
         config, tokenizer, TokenizingProgress(show), tell, users_folder=users_folder
     )
     for name in sources_of(config.data):
-        infilling_of(config, name)
+        infilling_settings(config, name)
     _check_length(plan, corpora, tell)
     return corpora
 
 
-def help_to_prepare(plan: RunPlan) -> None:
+def assist_preparation(plan: RunPlan) -> None:
     """Tokenize unclaimed tasks for the node that assembles the corpus.
 
     Errors in the text are ignored here; that node reports them.
@@ -158,7 +158,7 @@ def _check_ends(config: RunConfig, corpora: Corpora) -> None:
             )
 
 
-def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
+def load_run_corpora(plan: RunPlan, run: RunPaths) -> Corpora:
     """Return the corpora of a launched run, tokenized again if the cache has lost one.
 
     Raises:

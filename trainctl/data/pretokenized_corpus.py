@@ -17,9 +17,9 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.check import UNFIT_IDS
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
-from trainctl.data.corpus_folder import Chunk
+from trainctl.data.corpus_writer import Chunk
 from trainctl.data.store import files_in_order
-from trainctl.data.token_spans import Span, fingerprint, places
+from trainctl.data.token_arrays import Span, fingerprint, places
 from trainctl.data.tokenized import Ends, Tokenized, ends_by_id
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import Finding, TrainctlError
@@ -43,7 +43,7 @@ class _Document:
     """Number of the first document in the file, from 1."""
 
 
-def look(
+def open_token_files(
     config: DataConfig, vocab_size: int, end_of_document: int | None, files: Sequence[File]
 ) -> tuple[list[Tokenized], list[Finding]]:
     """Open files of ids and return them with all problems found.
@@ -80,7 +80,7 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
         TrainctlError: With all problems of the files.
     """
     every = files_in_order(files.train, files.held_out)
-    opened, found = look(config, tokenizer.vocab_size, tokenizer.end_of_document, every)
+    opened, found = open_token_files(config, tokenizer.vocab_size, tokenizer.end_of_document, every)
     found += _of_another_tokenizer(config, tokenizer, opened)
     if found:
         more = f" (and {len(found) - 1:,} more problems)" if len(found) > 1 else ""
@@ -90,7 +90,7 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
         ends = _ends_of(tokenized, tokenizer.end_of_document)
         if files.by_document:
             for side, part in zip(
-                ("train", "held_out"), _divided(ends, config.held_out_fraction), strict=True
+                ("train", "held_out"), _split_file(ends, config.held_out_fraction), strict=True
             ):
                 yield _chunk(side, tokenized, part, number, tokenizer.vocab_size)
         else:
@@ -108,7 +108,7 @@ def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
     return ends_by_id(tokenized.ids, end_of_document)
 
 
-def _divided(ends: Ends, fraction: float) -> tuple[_Document, _Document]:
+def _split_file(ends: Ends, fraction: float) -> tuple[_Document, _Document]:
     """Divide a single file into training documents and held-out documents, its last ones."""
     total = int(ends[-1])
     kept = round(total * (1 - fraction))
@@ -136,7 +136,7 @@ def _chunk(side: str, tokenized: Tokenized, part: _Document, file: int, limit: i
     count = len(part.ends)
     return Chunk(
         side,
-        _counted(ids, limit),
+        _id_sample(ids, limit),
         part.ends,
         np.full(count, file),
         np.arange(part.number, part.number + count),
@@ -144,7 +144,7 @@ def _chunk(side: str, tokenized: Tokenized, part: _Document, file: int, limit: i
     )
 
 
-def _counted(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integer]:
+def _id_sample(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integer]:
     """Return ids from places all over a span, as a sample for the unigram entropy.
 
     Ids outside the vocabulary are left out here; they are reported when they are read.

@@ -19,12 +19,12 @@ from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
 from trainctl.config.text.remote import File, is_url
 from trainctl.data.corpus import Corpus
-from trainctl.data.corpus_file import FILES
-from trainctl.data.infilling import infilling_of
-from trainctl.data.mixture import order_of
-from trainctl.data.packing import bins_of, packed_token_count
-from trainctl.data.rows import SampleReader
-from trainctl.data.token_spans import Tokens
+from trainctl.data.corpus_record import FILES
+from trainctl.data.infilling import infilling_settings
+from trainctl.data.mixture import sample_order
+from trainctl.data.packing import load_bins, packed_token_count
+from trainctl.data.sample_reader import SampleReader
+from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
@@ -136,7 +136,7 @@ def counters_of_step(events: Iterable[Event], step: int) -> list[int]:
     return list(range(first, end))
 
 
-def samples_of(
+def read_samples(
     plan: RunPlan,
     corpora: Mapping[str, Corpus],
     tokenizer: Tokenizer,
@@ -151,7 +151,7 @@ def samples_of(
     sections = sources_of(plan.config.data)
     try:
         tokens = {name: packed_token_count(plan.config, corpora[name]) for name in sections}
-        order = order_of(plan, tokens)
+        order = sample_order(plan, tokens)
     except ValueError:  # there are no samples
         return []
     found = order.at(counters)
@@ -172,8 +172,8 @@ def samples_of(
                 corpora[name],
                 corpora[name].train,
                 length,
-                bins=bins_of(plan.config, corpora[name], corpora[name].train),
-                infilling=infilling_of(plan.config, name),
+                bins=load_bins(plan.config, corpora[name], corpora[name].train),
+                infilling=infilling_settings(plan.config, name),
             )
         reader = readers[name, length]
         pieces = reader.pieces(int(index))
@@ -201,7 +201,7 @@ def samples_of(
     return samples
 
 
-def document_of_all(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:
+def common_document(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:
     """Return a document that every batch has tokens of, with its source; None if there is none.
 
     If there are several, it is the one with the most samples in the batches.

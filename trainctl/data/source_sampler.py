@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.permutation import Integers, Words, key_of, mix, permute, unpermute
+from trainctl.plan.sample_order import samples_in
 
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, which is fetched and shuffled as one piece."""
@@ -33,11 +34,6 @@ Permutation = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], Integers]
 
 _SHARDS = -1
 """Value hashed in place of a window's first sample for the permutation of the shards."""
-
-
-def samples_of(tokens: int, length: int) -> int:
-    """Return the number of samples in a text; the last one needs one more token as label."""
-    return max(0, (tokens - 1) // length)
 
 
 def source_key(seed: int, name: str) -> int:
@@ -83,7 +79,7 @@ class FixedLengthSegment:
     @property
     def samples(self) -> int:
         """Number of samples in an epoch."""
-        return samples_of(self.tokens, self.length)
+        return samples_in(self.tokens, self.length)
 
     def at(self, draws: Integers) -> tuple[Integers, Integers]:
         """Return epoch and index of the sample of each draw; its tokens begin at index x length."""
@@ -114,7 +110,7 @@ class FixedLengthSegment:
     def next_segment(self, draws: int, length: int) -> FixedLengthSegment:
         """Return the leg that follows after this many draws, at another length."""
         end, epoch, done = self._window_end(draws)
-        samples = samples_of(self.tokens, length)
+        samples = samples_in(self.tokens, length)
         place = min(done * (self._per_window(length) or samples), samples)
         rest, ratio = end - draws, self.length // length
         has_tail = rest > 0 and self.length % length == 0 and self.shuffle

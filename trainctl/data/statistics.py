@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.token_spans import Tokens
+from trainctl.data.token_arrays import Tokens
 
 PERCENTILES = (10, 50, 90, 99)
 SAMPLED = 256

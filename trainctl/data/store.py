@@ -27,7 +27,7 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import digest_of, order
 from trainctl.config.text.remote import File, RemoteFile
-from trainctl.data.part import (
+from trainctl.data.store_part import (
     DamagedPart,
     Origin,
     RangeCounts,
@@ -36,7 +36,7 @@ from trainctl.data.part import (
     write_part,
     writing,
 )
-from trainctl.data.tasks import Claims, FileRange, Task, tasks_of
+from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
@@ -89,7 +89,7 @@ class TokenStore:
             TrainctlError: A file does not exist.
         """
         try:
-            return tasks_of(files, spec_of(self.config).ranges)
+            return plan_tasks(files, spec_of(self.config).ranges)
         except OSError as error:
             raise TrainctlError(f"cannot read {error.filename}: {error.strerror}") from None
 

@@ -24,9 +24,9 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import TokenizerConfig
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.stream import is_compressed
-from trainctl.data.part import DamagedPart
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.store import TokenStore
+from trainctl.data.store_part import DamagedPart
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import dtype_for
 from trainctl.errors import ExitCode, TrainctlError
@@ -39,7 +39,7 @@ of them.
 _POLL_SECONDS = 0.2
 
 
-def do_tasks(
+def run_tasks(
     store: TokenStore,
     tasks: Sequence[Task],
     *,
@@ -61,7 +61,7 @@ def do_tasks(
     open_tasks = [task for task in tasks if not store.is_done(task)]
     if open_tasks:
         require_space(store, tasks, open_tasks)
-        count = processes_for(open_tasks, workers) if section is not None else 1
+        count = worker_count(open_tasks, workers) if section is not None else 1
         if count > 1 and section is not None:
             _in_processes(store, open_tasks, section, count, show)
         else:
@@ -96,7 +96,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def processes_for(tasks: Sequence[Task], workers: int | None) -> int:
+def worker_count(tasks: Sequence[Task], workers: int | None) -> int:
     """Return the number of processes that are worth their start, at least 1.
 
     `workers` is the number that the user wants; None means up to one per core.

@@ -100,7 +100,7 @@ class Task:
         return cls(tuple(_piece(*each) for each in data["pieces"]), data["size"])
 
 
-def tasks_of(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
+def plan_tasks(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
     """Return the tasks that read all documents of files, in order.
 
     `ranges` divides files that are larger than a task; None divides no file.

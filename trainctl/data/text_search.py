@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from trainctl.data.corpus import Corpus
-from trainctl.data.mixture import order_of
+from trainctl.data.mixture import sample_order
 from trainctl.data.order import SampleOrder
-from trainctl.data.packing import bins_of, packed_token_count
+from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_contents import training_text
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.plan.mixture import sources_of
@@ -59,7 +59,7 @@ class Match:
     """Samples that contained the first occurrence, from the run's records so far."""
 
 
-def matches(
+def find_text(
     plan: RunPlan,
     corpora: Mapping[str, Corpus],
     tokenizer: Tokenizer,
@@ -105,7 +105,7 @@ def matches(
         before += lengths[name]
 
 
-def first_of(found: Iterable[Match], most: int) -> tuple[list[Match], bool]:
+def take_first(found: Iterable[Match], most: int) -> tuple[list[Match], bool]:
     """Return the first `most` matches (0 for all), and whether there are more."""
     if not most:
         return list(found), False
@@ -140,7 +140,7 @@ class _History:
         if self._steps:
             names = sources_of(plan.config.data)
             tokens = {name: packed_token_count(plan.config, corpora[name]) for name in names}
-            self._order = order_of(plan, tokens)
+            self._order = sample_order(plan, tokens)
 
     def _add(self, step: int, first: int, end: int) -> None:
         """Record a step's samples. A repeated step replaces its earlier record and later ones."""
@@ -156,7 +156,7 @@ class _History:
         if self._order is None:
             return
         corpus = self._corpora[source]
-        bins = bins_of(self._plan.config, corpus, corpus.train)
+        bins = load_bins(self._plan.config, corpus, corpus.train)
         if bins is not None:  # the order counts in bins
             place = bins.bin_of(token)
             if place is None:

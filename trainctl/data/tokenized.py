@@ -101,7 +101,7 @@ class Tokenized:
         return found
 
 
-def open_of(section: Any, file: Path) -> Tokenized:
+def open_section_file(section: Any, file: Path) -> Tokenized:
     """Open a file of a source of `options.data.tokens`. Raises as `open_tokenized`."""
     return open_tokenized(file, section.id_type.value if section.id_type else None)
 

@@ -62,12 +62,12 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return made
 
 
-def of_bytes(section: TokenizerConfig) -> Tokenizer:
+def byte_tokenizer(section: TokenizerConfig) -> Tokenizer:
     """Create the tokenizer of UTF-8 bytes."""
     return ByteTokenizer()
 
 
-def of_library(section: TokenizerFromPath) -> Tokenizer:
+def file_tokenizer(section: TokenizerFromPath) -> Tokenizer:
     """Load the tokenizer file that the kind names.
 
     Raises:
@@ -153,7 +153,7 @@ class FileTokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=not with_special))
 
 
-AT_ONCE = 4 << 20
+BATCH_CHARACTERS = 4 << 20
 """Characters tokenized together: enough work for every core, in little memory."""
 
 T = TypeVar("T")
@@ -225,27 +225,27 @@ def dtype_for(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def encoded(
+def encode_documents(
     texts: Iterable[tuple[T, str]], tokenizer: Encoder
 ) -> Iterator[tuple[T, str, npt.NDArray[np.int64]]]:
     """Yield each item with its text and ids, in order. The ids include the end-of-document id.
 
-    Texts are encoded `AT_ONCE` characters at a time; a longer text is encoded alone.
+    Texts are encoded `BATCH_CHARACTERS` characters at a time; a longer text is encoded alone.
     """
     end = tokenizer.end_of_document
-    for together in _together(texts):
+    for together in _batches(texts):
         ids_of_each = tokenizer.encode_all([text for _, text in together])
         for (what, text), ids in zip(together, ids_of_each, strict=True):
             yield what, text, ids if end is None else np.append(ids, end)
 
 
-def _together(texts: Iterable[tuple[T, str]]) -> Iterator[list[tuple[T, str]]]:
+def _batches(texts: Iterable[tuple[T, str]]) -> Iterator[list[tuple[T, str]]]:
     group: list[tuple[T, str]] = []
     size = 0
     for what, text in texts:
         group.append((what, text))
         size += len(text)
-        if size >= AT_ONCE:
+        if size >= BATCH_CHARACTERS:
             yield group
             group, size = [], 0
     if group:

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from trainctl.data.corpus import Corpus, Split
-from trainctl.data.infilling import infilling_of
-from trainctl.data.mixture import order_of
+from trainctl.data.infilling import infilling_settings
+from trainctl.data.mixture import sample_order
 from trainctl.data.order import SampleOrder
-from trainctl.data.packing import bins_of, packed_token_count
-from trainctl.data.rows import SampleBatch, SampleReader
+from trainctl.data.packing import load_bins, packed_token_count
+from trainctl.data.sample_reader import SampleBatch, SampleReader
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.options.data import spec_of
@@ -137,15 +137,17 @@ class TrainingData:
             ValueError: A stage draws from a source that is shorter than one of its samples.
         """
         sections = sources_of(plan.config.data)
-        order = order_of(plan, {n: packed_token_count(plan.config, corpora[n]) for n in sections})
+        order = sample_order(
+            plan, {n: packed_token_count(plan.config, corpora[n]) for n in sections}
+        )
         datasets = {
             (name, stage.length): PackedDataset(
                 corpora[name],
                 corpora[name].train,
                 sequence_length=stage.length,
                 mask_documents=plan.config.data.mask_documents,
-                bins=bins_of(plan.config, corpora[name], corpora[name].train),
-                infilling=infilling_of(plan.config, name),
+                bins=load_bins(plan.config, corpora[name], corpora[name].train),
+                infilling=infilling_settings(plan.config, name),
                 has_pairs=spec_of(plan.config.data).has_pairs,
             )
             for stage in order.stages
@@ -224,7 +226,7 @@ def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, Pac
             corpora[name].held_out,
             sequence_length=plan.batch.sequence_length,
             mask_documents=plan.config.data.mask_documents,
-            bins=bins_of(plan.config, corpora[name], corpora[name].held_out),
+            bins=load_bins(plan.config, corpora[name], corpora[name].held_out),
             has_pairs=spec_of(plan.config.data).has_pairs,
         )
         for name in sources_of(plan.config.data)

@@ -180,14 +180,14 @@ def _evaluate(
     plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     from trainctl.data.corpora import unigram_entropy
-    from trainctl.data.prepare import corpora_of
+    from trainctl.data.prepare import load_run_corpora
     from trainctl.options.objective import objective_of
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.models.loaded import load
     from trainctl.train.objectives.reference import attach_saved_reference
 
-    corpora = corpora_of(plan, run)
+    corpora = load_run_corpora(plan, run)
     datasets = held_out_data(plan, corpora)
     objective = objective_of(plan.config.objective)
     if objective.needs_reference:

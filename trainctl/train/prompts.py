@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import DataConfig
 from trainctl.config.special_tokens import end_ids
-from trainctl.data.chat import ChatTemplate
+from trainctl.data.chat_template import ChatTemplate
 from trainctl.data.tokenizer import Tokenizer, stores_loss_mask
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig

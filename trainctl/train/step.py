@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from trainctl.config.schema import OnBadLoss
-from trainctl.data.sample_contents import document_of_all, samples_of
+from trainctl.data.sample_contents import common_document, read_samples
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
@@ -305,9 +305,9 @@ class Stepper:
     def _look_for_document(self, batches: Sequence[list[int]]) -> dict[str, Any] | None:
         session = self._session
         read = partial(
-            samples_of, session.plan, session.corpora, session.tokenizer, most_characters=1
+            read_samples, session.plan, session.corpora, session.tokenizer, most_characters=1
         )
-        shared = document_of_all([read(counters[:LISTED_SAMPLES]) for counters in batches])
+        shared = common_document([read(counters[:LISTED_SAMPLES]) for counters in batches])
         if shared is None:
             return None
         source, passage = shared

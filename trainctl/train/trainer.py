@@ -10,8 +10,8 @@ from dataclasses import asdict
 from functools import partial
 
 from trainctl.config.text.remote import say
-from trainctl.data.corpora import bad_text, digests_of, unigram_entropy
-from trainctl.data.packing import bins_of
+from trainctl.data.corpora import bad_text, corpus_digests, unigram_entropy
+from trainctl.data.packing import load_bins
 from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
@@ -301,7 +301,7 @@ class Trainer:
                     "norms": session.norms.state(),
                     "ema": session.average.saved() if session.average is not None else {},
                     "learning_rate": session.learning_rate.state(),
-                    **digests_of(session.corpora),
+                    **corpus_digests(session.corpora),
                     "shapes": session.shapes,
                     **self._origin,
                 }
@@ -412,7 +412,7 @@ class Trainer:
         chats = {
             name: dict(bins.counts)
             for name, corpus in corpora.items()
-            if corpus.is_marked and (bins := bins_of(config, corpus, corpus.train))
+            if corpus.is_marked and (bins := load_bins(config, corpus, corpus.train))
         }
         return {
             "train_tokens": sum(corpus.train.tokens for corpus in corpora.values()),

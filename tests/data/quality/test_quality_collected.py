@@ -22,7 +22,7 @@ from planted_corpus import edited, five_grams, jaccard
 from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.data.corpus import build_corpus
-from trainctl.data.selecting import DROPPED
+from trainctl.data.document_selection import DROPPED
 from trainctl.data.tokenizer import ByteTokenizer
 
 MEGABYTES = float(os.environ.get("TRAINCTL_TEST_CORPUS_MB", "10"))

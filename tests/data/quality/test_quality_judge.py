@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from planted_corpus import parts_of, texts_of_python
 
-from trainctl.data.dropped import describe_examples
+from trainctl.data.dropped_documents import describe_examples
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import PartToMeasure
-from trainctl.data.quality.decide import judge
+from trainctl.data.quality.decide import select_documents
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.errors import ExitCode, TrainctlError
@@ -65,7 +65,9 @@ def test_another_threshold_makes_only_the_decision_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def once(rules: Rules) -> np.ndarray:
-        return judge(parts(), tmp_path, rules, precedence=["prose"], held_out=held_out()).why
+        return select_documents(
+            parts(), tmp_path, rules, precedence=["prose"], held_out=held_out()
+        ).why
 
     first = once(RULES)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
@@ -86,7 +88,7 @@ def test_another_threshold_makes_only_the_decision_anew(
 
 def test_what_went_is_shown(tmp_path: Path) -> None:
     every = parts()
-    selection = judge(every, tmp_path, RULES, precedence=["prose"], held_out=held_out())
+    selection = select_documents(every, tmp_path, RULES, precedence=["prose"], held_out=held_out())
 
     def text(source: str, part: str, number: int) -> tuple[str, str]:
         (found,) = (each for each in every if (each.source, each.name) == (source, part))
@@ -111,14 +113,15 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from test_quality_judge import RULES, held_out, judge, parts\n"
+        "from test_quality_judge import RULES, held_out, select_documents, parts\n"
         "print('begun', flush=True)\n"
-        "judge(parts(), Path(sys.argv[1]), RULES, precedence=['prose'], held_out=held_out())\n"
+        "select_documents(parts(), Path(sys.argv[1]), RULES, precedence=['prose'],\n"
+        "                 held_out=held_out())\n"
     )
     command = [sys.executable, "-c", script]
     here = str(Path(__file__).parent)
     draw = random.Random(5)
-    judge(parts(), tmp_path / "whole", RULES, precedence=["prose"], held_out=held_out())
+    select_documents(parts(), tmp_path / "whole", RULES, precedence=["prose"], held_out=held_out())
     disturbed = tmp_path / "disturbed"
     for _ in range(4):
         process = subprocess.Popen([*command, str(disturbed), here], stdout=subprocess.PIPE)
@@ -128,7 +131,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    judge(parts(), disturbed, RULES, precedence=["prose"], held_out=held_out())
+    select_documents(parts(), disturbed, RULES, precedence=["prose"], held_out=held_out())
     assert files(disturbed) == files(tmp_path / "whole")
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from planted_corpus import entries, parts_of
 
 from trainctl.data.quality.batches import DocumentBatch
-from trainctl.data.quality.columns import Measured
-from trainctl.data.quality.decide import select
+from trainctl.data.quality.columns import MeasuredCorpus
+from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import MEMORY, find_identical_texts, shared_passages
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.minhash import ANCHOR_WORDS, SHARED, anchors, covered
@@ -75,10 +75,10 @@ def test_documents_of_passages_of_others_go(tmp_path: Path, memory: int) -> None
     }
     parts = parts_of(texts)
     measure_all(parts, tmp_path, WantedColumns(passages=True))
-    corpus = Measured.load(parts, tmp_path)
+    corpus = MeasuredCorpus.load(parts, tmp_path)
     same = find_identical_texts(corpus, tmp_path / "scratch")
     passages = shared_passages(corpus, same, tmp_path / "scratch", memory)
-    selection = select(corpus, Rules(substring=0.6), same, passages=passages)
+    selection = decide_removals(corpus, Rules(substring=0.6), same, passages=passages)
     gone = [corpus.where(each) for each in np.flatnonzero(selection.why).tolist()]
     assert [(part.name, number) for part, number in gone] == [("a", 1), ("a", 3), ("b", 1)]
     shares = {each.number: each.value for each in selection.examples["one"][SUBSTRING]}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, planted
 
-from trainctl.data.quality.columns import Measured
+from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.contamination import passage, write_held_out
-from trainctl.data.quality.decide import select
+from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import Pairs, find_identical_texts, near_pairs
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import (
@@ -33,7 +33,7 @@ class Case:
     """The planted corpus, measured, with its duplicates found."""
 
     planted: Planted
-    corpus: Measured
+    corpus: MeasuredCorpus
     same: np.ndarray
     pairs: Pairs
 
@@ -77,14 +77,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     write_held_out(held_out, entries(corpus.held_out))
     parts = parts_of(corpus.texts)
     measure_all(parts, folder, WantedColumns(held_out=held_out))
-    measured = Measured.load(parts, folder, ["code", "prose"])
+    measured = MeasuredCorpus.load(parts, folder, ["code", "prose"])
     same = find_identical_texts(measured, folder / "scratch")
     pairs = near_pairs(measured, same, min(THRESHOLDS), folder / "scratch")
     return Case(corpus, measured, same, pairs)
 
 
 def test_all_copies_go_and_the_one_of_the_first_source_stays(case: Case) -> None:
-    selection = select(case.corpus, Rules(), case.same)
+    selection = decide_removals(case.corpus, Rules(), case.same)
     copies, originals = (case.ids(list(each)) for each in zip(*case.planted.copies, strict=True))
     assert np.flatnonzero(selection.why).tolist() == sorted(copies)
     assert selection.stays[originals].all()
@@ -97,7 +97,7 @@ def test_near_copies_go(case: Case, threshold: float) -> None:
     """At least 95 % of the copies above the threshold are removed, and only documents that resemble
     a kept one.
     """
-    selection = select(case.corpus, Rules(near=threshold), case.same, case.pairs)
+    selection = decide_removals(case.corpus, Rules(near=threshold), case.same, case.pairs)
     near, originals = (case.ids(list(each)) for each in zip(*case.planted.near, strict=True))
     indices = [
         jaccard(case.grams[each], case.grams[other])
@@ -114,7 +114,7 @@ def test_near_copies_go(case: Case, threshold: float) -> None:
 
 
 def test_a_copy_is_named_with_what_stays(case: Case) -> None:
-    selection = select(case.corpus, Rules(near=0.7), case.same, case.pairs)
+    selection = decide_removals(case.corpus, Rules(near=0.7), case.same, case.pairs)
     for reason, least in ((EXACT, 1.0), (NEAR, 0.69)):
         examples = selection.examples["planted"][reason]
         assert 0 < len(examples) <= 5
@@ -129,7 +129,7 @@ def test_a_copy_is_named_with_what_stays(case: Case) -> None:
 
 def test_all_held_out_passages_are_found_and_nothing_else(case: Case) -> None:
     rules = Rules(exact=False, contamination=Contamination())
-    selection = select(case.corpus, rules, case.same)
+    selection = decide_removals(case.corpus, rules, case.same)
     assert np.flatnonzero(selection.why).tolist() == sorted(case.ids(case.planted.contaminated))
     for each in selection.examples["planted"][CONTAMINATED]:
         assert each.word is not None
@@ -139,7 +139,7 @@ def test_all_held_out_passages_are_found_and_nothing_else(case: Case) -> None:
 
 
 def test_a_selection_is_kept(case: Case, tmp_path: Path) -> None:
-    selection = select(
+    selection = decide_removals(
         case.corpus, Rules(near=0.8, contamination=Contamination()), case.same, case.pairs
     )
     selection.write(tmp_path / "selection", "key")

@@ -14,9 +14,9 @@ from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts
 
 from trainctl.data.permutation import mix
 from trainctl.data.quality.batches import DocumentBatch, Entry, Segments, batches
-from trainctl.data.quality.columns import Measured
+from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.decide import select
+from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import (
     MEMORY,
     components,
@@ -56,10 +56,10 @@ def outcome(
         parts = parts_of(texts, **RULES.filters)
         wanted = WantedColumns(held_out=folder / "held_out")
         measure_all(parts, folder, wanted, processes=processes)
-        corpus = Measured.load(parts, folder, ["two", "one"])
+        corpus = MeasuredCorpus.load(parts, folder, ["two", "one"])
         same = find_identical_texts(corpus, folder / "scratch", memory)
         pairs = near_pairs(corpus, same, 0.5, folder / "scratch", memory=memory)
-        selection = select(corpus, RULES, same, pairs)
+        selection = decide_removals(corpus, RULES, same, pairs)
         assert not (folder / "scratch").exists()
         result = {}
         for document, why in enumerate(selection.why.tolist()):

@@ -13,9 +13,9 @@ from planted_corpus import entries, parts_of
 
 from trainctl.data.quality import duplicates as near
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.columns import Columns, Measured, PartToMeasure, folder_of
+from trainctl.data.quality.columns import Columns, MeasuredCorpus, PartToMeasure, folder_of
 from trainctl.data.quality.contamination import HeldOut, write_held_out
-from trainctl.data.quality.decide import select
+from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts, near_pairs
 from trainctl.data.quality.measure import WantedColumns, measure, measure_all
 from trainctl.data.quality.selection import Contamination, Rules, Selection
@@ -46,14 +46,14 @@ def decide(
         write_held_out(folder / "held_out", entries(held_out))
     wanted = WantedColumns(held_out=folder / "held_out" if held_out is not None else None)
     measure_all(parts, folder, wanted)
-    corpus = Measured.load(parts, folder, precedence)
+    corpus = MeasuredCorpus.load(parts, folder, precedence)
     same = find_identical_texts(corpus, folder / "scratch")
     pairs = near_pairs(corpus, same, rules.near, folder / "scratch") if rules.near else None
-    selection = select(corpus, rules, same, pairs)
+    selection = decide_removals(corpus, rules, same, pairs)
     return _as_reasons(corpus, selection)
 
 
-def _as_reasons(corpus: Measured, selection: Selection) -> dict[Document, str]:
+def _as_reasons(corpus: MeasuredCorpus, selection: Selection) -> dict[Document, str]:
     found = {}
     for document in np.flatnonzero(selection.why).tolist():
         part, number = corpus.where(document)
@@ -181,7 +181,7 @@ def test_a_part_that_fails_is_not_there(tmp_path: Path) -> None:
         measure_all([good, bad], tmp_path, WantedColumns())
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["a"]
     with pytest.raises(TrainctlError, match="No such file"):
-        Measured.load([good, bad], tmp_path)
+        MeasuredCorpus.load([good, bad], tmp_path)
 
 
 def remove(path: Path) -> None:
@@ -201,7 +201,7 @@ def test_damaged_columns_are_refused(
     measure(part, tmp_path, WantedColumns())
     damage(folder_of(part, tmp_path) / file)
     if file == "manifest.json" and damage is cut:  # only its last line feed
-        Measured.load([part], tmp_path)
+        MeasuredCorpus.load([part], tmp_path)
         return
     with pytest.raises(TrainctlError, match="no columns of a corpus"):
-        Measured.load([part], tmp_path)
+        MeasuredCorpus.load([part], tmp_path)

@@ -16,8 +16,8 @@ from planted_corpus import entries, parts_of, texts_of_python
 from trainctl.config.registry import load, names
 from trainctl.data.quality import statistics
 from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
-from trainctl.data.quality.columns import Measured
-from trainctl.data.quality.decide import select
+from trainctl.data.quality.columns import MeasuredCorpus
+from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
@@ -253,9 +253,9 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
         prose=filters,
     )
     measure_all(parts, tmp_path, WantedColumns(near=False))
-    corpus = Measured.load(parts, tmp_path)
+    corpus = MeasuredCorpus.load(parts, tmp_path)
     rules = Rules(filters={"code": filters, "prose": filters})
-    selection = select(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
+    selection = decide_removals(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
     gone = selection.counts["code"]
     assert gone["c4.max_curly_brackets"].applies > 0
     assert sum(each.documents for each in gone.values()) >= 0.9 * len(texts["code"])
@@ -266,7 +266,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
     filters["c4"].max_curly_brackets = None
     measure_all(parts, tmp_path, WantedColumns(near=False))
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
-    again = select(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
+    again = decide_removals(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
     assert "c4.max_curly_brackets" not in again.counts["code"]
     assert again.stays.sum() >= selection.stays.sum()
 
@@ -284,6 +284,10 @@ def test_what_is_no_number_is_within_no_bound(tmp_path: Path) -> None:
         writer.append({"number": np.arange(3), "characters": np.full(3, 5)})
         writer.append({"function.score": np.array([nan, -1, 1], dtype=np.float32)})
         writer.finish()
-    corpus = Measured([MeasuredPart("s", "p", Columns.load(tmp_path / "part"), 0)])
+    corpus = MeasuredCorpus([MeasuredPart("s", "p", Columns.load(tmp_path / "part"), 0)])
     rules = Rules(filters={"s": {"function": keys}})
-    assert select(corpus, rules, np.empty((0, 2), np.int64)).stays.tolist() == [False, False, True]
+    assert decide_removals(corpus, rules, np.empty((0, 2), np.int64)).stays.tolist() == [
+        False,
+        False,
+        True,
+    ]

@@ -237,7 +237,7 @@ class MeasuredPart:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCorpus:
     """The table of all parts."""
 
     parts: Sequence[MeasuredPart]
@@ -246,7 +246,7 @@ class Measured:
     @classmethod
     def load(
         cls, parts: Sequence[PartToMeasure], folder: Path, precedence: Sequence[str] = ()
-    ) -> Measured:
+    ) -> MeasuredCorpus:
         """Load the columns of measured parts.
 
         `parts` may be in any order. `precedence` lists sources, the first with the highest

@@ -24,7 +24,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load
 from trainctl.data.permutation import mix
 from trainctl.data.quality.batches import I64, Bool, Entry
-from trainctl.data.quality.columns import Measured, MeasuredPart, PartToMeasure, key_of
+from trainctl.data.quality.columns import MeasuredCorpus, MeasuredPart, PartToMeasure, key_of
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.duplicates import MEMORY, Pairs, Passages, find_duplicates, key_of_corpus
 from trainctl.data.quality.measure import WantedColumns, measure_all
@@ -43,13 +43,13 @@ from trainctl.data.quality.selection import (
 )
 
 
-def select(
-    corpus: Measured,
+def decide_removals(
+    corpus: MeasuredCorpus,
     rules: Rules,
-    same: I64,
+    identical: I64,
     pairs: Pairs | None = None,
     passages: Passages | None = None,
-    fixed: Bool | None = None,
+    protected: Bool | None = None,
 ) -> Selection:
     """Decide which documents stay.
 
@@ -63,44 +63,46 @@ def select(
         fixed: Mask of held-out documents, [documents]. They always stay, and precede all others.
             None has none.
     """
-    judge = _Judge(corpus, fixed)
+    removals = _Removals(corpus, protected)
     for part in corpus.parts:
         for reason, value, goes in _filtered(part, rules.filters.get(part.source, {})):
-            judge.remove(reason, part.ids[goes], value[goes])
+            removals.remove(reason, part.ids[goes], value[goes])
     common = 0
     if rules.contamination is not None:
-        common = _contaminated(judge, rules.contamination, same)
-    stays = _first_copies(judge, same, rules.exact or rules.near is not None)
+        common = _contaminated(removals, rules.contamination, identical)
+    stays = _first_copies(removals, identical, rules.exact or rules.near is not None)
     if rules.near is not None and pairs is not None:
-        _similar(judge, pairs.above(rules.near), same, stays)
+        _similar(removals, pairs.above(rules.near), identical, stays)
     if rules.substring is not None and passages is not None:
-        _repeating(judge, passages, rules.substring, stays)
-    return judge.selection(common)
+        _repeating(removals, passages, rules.substring, stays)
+    return removals.selection(common)
 
 
-class _Judge:
+class _Removals:
     """Record of which documents go, with the reasons, counts and examples."""
 
-    def __init__(self, corpus: Measured, fixed: Bool | None = None) -> None:
+    def __init__(self, corpus: MeasuredCorpus, protected: Bool | None = None) -> None:
         self.corpus = corpus
-        self.fixed = fixed if fixed is not None else np.zeros(corpus.documents, dtype=np.bool_)
+        self.protected = (
+            protected if protected is not None else np.zeros(corpus.documents, dtype=np.bool_)
+        )
         self.why = np.zeros(corpus.documents, dtype=np.uint8)
         self._reasons: dict[str, int] = {}
         self._counts: dict[str, dict[str, Tally]] = {}
         self._examples: dict[str, dict[str, list[tuple[int, int, float | None, int | None]]]] = {}
 
-    def places(self, ids: I64) -> I64:
+    def ranks(self, ids: I64) -> I64:
         """Return ranks: of two duplicates the document with the higher rank goes. Fixed ones are
         first.
         """
-        return np.where(self.fixed[ids], ids, ids + len(self.fixed))
+        return np.where(self.protected[ids], ids, ids + len(self.protected))
 
     def remove(
         self,
         reason: str,
         ids: I64,
         values: npt.NDArray[Any] | None = None,
-        likes: I64 | None = None,
+        originals: I64 | None = None,
     ) -> None:
         """Remove documents for a reason.
 
@@ -110,11 +112,11 @@ class _Judge:
             values: The number that decided, for each document.
             likes: The document that stays in place of each.
         """
-        goes = ~self.fixed[ids]
+        goes = ~self.protected[ids]
         if not goes.all():
             ids = ids[goes]
             values = values[goes] if values is not None else None
-            likes = likes[goes] if likes is not None else None
+            originals = originals[goes] if originals is not None else None
         code = self._reasons.setdefault(reason, len(self._reasons) + 1)
         assert code < 256
         stays = self.why[ids] == 0
@@ -125,7 +127,7 @@ class _Judge:
                 rows = ids[places] - part.first
                 characters = int(part.columns["characters"][rows].sum())
                 self._add(part.source, reason, Tally(len(places), characters, int(end - begin)))
-                self._show(part.source, reason, places, ids, values, likes)
+                self._show(part.source, reason, places, ids, values, originals)
         self.why[ids[stays]] = code
 
     def selection(self, common: int) -> Selection:
@@ -157,7 +159,7 @@ class _Judge:
         places: I64,
         ids: I64,
         values: npt.NDArray[Any] | None,
-        likes: I64 | None,
+        originals: I64 | None,
     ) -> None:
         """Keep the examples with the lowest hashed ids: they do not depend on other documents."""
         if not len(places):
@@ -172,7 +174,7 @@ class _Judge:
                     int(mix(np.uint64(number))),
                     number,
                     value if value is not None and isfinite(value) else None,  # JSON has no NaN
-                    int(likes[place]) if likes is not None else None,
+                    int(originals[place]) if originals is not None else None,
                 )
             )
         some[:] = sorted(some)[:EXAMPLES]
@@ -210,18 +212,18 @@ def _filtered(
             yield f"{name}.{bound.key}", value, ~within  # NaN is out of bounds
 
 
-def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
+def _contaminated(removals: _Removals, rule: Contamination, identical: I64) -> int:
     """Remove documents with passages of held-out texts.
 
     Returns:
         Number of n-grams that were ignored as boilerplate.
     """
-    parts = judge.corpus.parts
+    parts = removals.corpus.parts
     highest = max((int(part.columns["contamination"].max(initial=0)) for part in parts), default=0)
     frequency = np.zeros(highest + 1, dtype=np.int64)
     for part in parts:
         owner = _owners(part)
-        copies = (part.among(same[:, 0]) | judge.fixed[part.ids])[owner]
+        copies = (part.among(identical[:, 0]) | removals.protected[part.ids])[owner]
         frequency += np.bincount(part.columns["contamination"][~copies], minlength=highest + 1)
     counted = np.ones(highest + 1, dtype=np.bool_)
     if rule.max_documents is not None:
@@ -230,7 +232,7 @@ def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
         owner = _owners(part)[counted[part.columns["contamination"]]]
         hits = np.bincount(owner, minlength=part.columns.documents)
         goes = hits >= max(1, rule.min_ngrams)
-        judge.remove(CONTAMINATED, part.ids[goes], hits[goes])
+        removals.remove(CONTAMINATED, part.ids[goes], hits[goes])
     return int((~counted).sum())
 
 
@@ -240,50 +242,50 @@ def _owners(part: MeasuredPart) -> I64:
     return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
 
 
-def _first_copies(judge: _Judge, same: I64, removes: bool) -> dict[int, int]:
+def _first_copies(removals: _Removals, identical: I64, removes: bool) -> dict[int, int]:
     """Remove copies of identical texts, except the first of each text that is still there.
 
     Returns:
         For the first document of each text with several copies, the copy that stays, or -1 if none
         does. Documents that stay themselves are left out.
     """
-    groups = np.concatenate((np.unique(same[:, 1]), same[:, 1]))
-    members = np.concatenate((np.unique(same[:, 1]), same[:, 0]))
-    order = np.lexsort((judge.places(members), groups))
+    groups = np.concatenate((np.unique(identical[:, 1]), identical[:, 1]))
+    members = np.concatenate((np.unique(identical[:, 1]), identical[:, 0]))
+    order = np.lexsort((removals.ranks(members), groups))
     groups, members = groups[order], members[order]
-    here = judge.why[members] == 0
+    here = removals.why[members] == 0
     first, begin = np.unique(groups[here], return_index=True)
     stays = members[here][begin]
     if removes:
-        likes = stays[np.searchsorted(first, groups[here])] if len(first) else groups[here]
-        goes = likes != members[here]
-        ids, likes = members[here][goes], likes[goes]
+        originals = stays[np.searchsorted(first, groups[here])] if len(first) else groups[here]
+        goes = originals != members[here]
+        ids, originals = members[here][goes], originals[goes]
         order = np.argsort(ids)
-        judge.remove(EXACT, ids[order], likes=likes[order])
+        removals.remove(EXACT, ids[order], originals=originals[order])
     result = dict.fromkeys(np.setdiff1d(groups, first).tolist(), -1)
     moved = first != stays
     return result | dict(zip(first[moved].tolist(), stays[moved].tolist(), strict=True))
 
 
-def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -> None:
+def _similar(removals: _Removals, pairs: Pairs, identical: I64, stays: Mapping[int, int]) -> None:
     """Remove near duplicates of earlier documents that stay."""
     ids = pairs.ids
     if stays:
         ids = ids.copy()
         for first, other in stays.items():
             ids[pairs.ids == first] = other
-    there = (ids >= 0).all(1) & (judge.why[ids] == 0).all(1)
-    places, index = np.sort(judge.places(ids[there]), axis=1), pairs.jaccard[there]
-    ids = places % max(1, len(judge.fixed))
-    order = np.lexsort((places[:, 0], places[:, 1]))
+    there = (ids >= 0).all(1) & (removals.why[ids] == 0).all(1)
+    ranks, index = np.sort(removals.ranks(ids[there]), axis=1), pairs.jaccard[there]
+    ids = ranks % max(1, len(removals.protected))
+    order = np.lexsort((ranks[:, 0], ranks[:, 1]))
     gone: dict[int, tuple[int, float]] = {}
     for (low, high), value in zip(ids[order].tolist(), index[order].tolist(), strict=True):
-        if judge.fixed[high]:
+        if removals.protected[high]:
             continue
         if high not in gone and low not in gone:  # `low` is final: pairs are sorted by `high`
             gone[high] = (low, value)
     removed = np.array(list(gone), dtype=np.int64)
-    judge.remove(
+    removals.remove(
         NEAR,
         removed,
         np.array([value for _, value in gone.values()]),
@@ -291,33 +293,35 @@ def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -
     )
 
 
-def _repeating(judge: _Judge, passages: Passages, share: float, stays: Mapping[int, int]) -> None:
+def _repeating(
+    removals: _Removals, passages: Passages, share: float, stays: Mapping[int, int]
+) -> None:
     """Remove documents that consist mostly of passages of earlier documents that stay."""
     begins = np.flatnonzero(np.diff(passages.document, prepend=-1))
     first = passages.document[begins]
     taking = np.array([stays.get(each, each) for each in first.tolist()], dtype=np.int64)
-    there = (taking >= 0) & (judge.why[taking] == 0)
+    there = (taking >= 0) & (removals.why[taking] == 0)
     ends = np.append(begins[1:], len(passages.document))[there]
     begins, taking = begins[there], taking[there]
-    every = judge.corpus.rows("words", taking)
+    every = removals.corpus.rows("words", taking)
     has = np.zeros(int(passages.anchor.max(initial=-1)) + 1, dtype=np.bool_)
     gone: dict[int, float] = {}
-    for number in np.argsort(judge.places(taking)).tolist():
+    for number in np.argsort(removals.ranks(taking)).tolist():
         own = slice(begins[number], ends[number])
         known = has[passages.anchor[own]]
         part = covered(passages.word[own][known]) / int(every[number])
-        if part >= share and not judge.fixed[taking[number]]:
+        if part >= share and not removals.protected[taking[number]]:
             gone[int(taking[number])] = part
         else:
             has[passages.anchor[own]] = True
-    judge.remove(SUBSTRING, np.array(list(gone), dtype=np.int64), np.array(list(gone.values())))
+    removals.remove(SUBSTRING, np.array(list(gone), dtype=np.int64), np.array(list(gone.values())))
 
 
 HELD_OUT, DUPLICATES, SELECTION = ".held_out", ".duplicates", ".selection"
 """Folders beside those of the sources, whose names do not begin with a dot."""
 
 
-def judge(
+def select_documents(
     parts: Sequence[PartToMeasure],
     folder: Path,
     rules: Rules,
@@ -325,7 +329,7 @@ def judge(
     precedence: Sequence[str] = (),
     held_out: Iterable[Entry] = (),
     held_out_identity: str = "",
-    fixed: Callable[[MeasuredPart], Bool] | None = None,
+    protected: Callable[[MeasuredPart], Bool] | None = None,
     processes: int = 1,
     memory: int = MEMORY,
     done: Callable[[PartToMeasure], None] = lambda part: None,
@@ -362,14 +366,18 @@ def judge(
     )
     parts = [replace(part, filters=rules.filters.get(part.source, {})) for part in parts]
     measure_all(parts, folder, wanted, processes=processes, done=done)
-    corpus = Measured.load(parts, folder, precedence)
-    stay = np.concatenate([np.empty(0, np.bool_), *map(fixed, corpus.parts)]) if fixed else None
+    corpus = MeasuredCorpus.load(parts, folder, precedence)
+    stay = (
+        np.concatenate([np.empty(0, np.bool_), *map(protected, corpus.parts)])
+        if protected
+        else None
+    )
     mark = sha256(np.packbits(stay).tobytes()).hexdigest() if stay is not None else ""
     key = key_of_corpus(corpus, _plain(rules), mark)
     if key_of(folder / SELECTION) == key:
         return Selection.load(folder / SELECTION)
     found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
-    selection = select(corpus, rules, found.same, found.pairs, found.passages, stay)
+    selection = decide_removals(corpus, rules, found.identical, found.pairs, found.passages, stay)
     selection.write(folder / SELECTION, key)
     return selection
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.quality.batches import I64, U64
-from trainctl.data.quality.columns import Columns, ColumnWriter, Measured, key_of
+from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredCorpus, key_of
 from trainctl.data.quality.minhash import HASHES, Bands, jaccard
 from trainctl.data.quality.selection import Rules
 
@@ -154,8 +154,8 @@ class Pairs:
 
 
 def near_pairs(
-    corpus: Measured,
-    same: I64,
+    corpus: MeasuredCorpus,
+    identical: I64,
     threshold: float,
     scratch: Path,
     *,
@@ -179,7 +179,7 @@ def near_pairs(
 
     def rows() -> Iterator[tuple[U64, I64]]:
         for part in corpus.parts:
-            copies = part.among(same[:, 0])
+            copies = part.among(identical[:, 0])
             for begin in range(0, part.columns.documents, _ROWS):
                 ids = part.ids[begin : begin + _ROWS]
                 there = np.asarray(part.columns["ngrams"][begin : begin + _ROWS]) > 0
@@ -199,7 +199,7 @@ def near_pairs(
 class _Search:
     """Comparison of documents, which collects the pairs that are similar."""
 
-    def __init__(self, corpus: Measured, threshold: float) -> None:
+    def __init__(self, corpus: MeasuredCorpus, threshold: float) -> None:
         self._corpus, self._threshold = corpus, threshold
         error = np.sqrt(threshold * (1 - threshold) / HASHES)
         self._least_alike = HASHES * (threshold - _UNLIKELY * error)
@@ -297,13 +297,13 @@ _NOTHING = np.empty(0, dtype=np.int64)
 class Duplicates:
     """Identical texts, near duplicates and shared passages; empty where the rules need none."""
 
-    same: I64
+    identical: I64
     pairs: Pairs
     passages: Passages
 
 
 def find_duplicates(
-    corpus: Measured, rules: Rules, folder: Path, memory: int = MEMORY
+    corpus: MeasuredCorpus, rules: Rules, folder: Path, memory: int = MEMORY
 ) -> Duplicates:
     """Return the duplicates that the rules need, from `folder` if they were found before.
 
@@ -317,15 +317,15 @@ def find_duplicates(
         if rules.near is None or found.manifest["near"] <= rules.near:
             return _loaded(found)
     scratch = folder.with_name(f".{folder.name}.scratch")
-    same = find_identical_texts(corpus, scratch, memory)
+    identical = find_identical_texts(corpus, scratch, memory)
     pairs = Pairs(_NOTHING.reshape(0, 2), np.empty(0, np.float32))
     if rules.near is not None:
-        pairs = near_pairs(corpus, same, rules.near, scratch, memory=memory)
+        pairs = near_pairs(corpus, identical, rules.near, scratch, memory=memory)
     passages = Passages(_NOTHING, _NOTHING, _NOTHING)
     if rules.substring is not None:
-        passages = shared_passages(corpus, same, scratch, memory)
+        passages = shared_passages(corpus, identical, scratch, memory)
     with ColumnWriter(folder, key) as writer:
-        writer.append({"same": same, "pairs": pairs.ids, "jaccard": pairs.jaccard})
+        writer.append({"same": identical, "pairs": pairs.ids, "jaccard": pairs.jaccard})
         writer.append(
             {
                 "anchor": passages.anchor,
@@ -334,10 +334,10 @@ def find_duplicates(
             }
         )
         writer.finish(near=rules.near)
-    return Duplicates(same, pairs, passages)
+    return Duplicates(identical, pairs, passages)
 
 
-def key_of_corpus(corpus: Measured, *others: object) -> str:
+def key_of_corpus(corpus: MeasuredCorpus, *others: object) -> str:
     """Return a digest of everything measured, in the order of the ids, and of other values."""
     parts: Sequence[object] = [
         (part.source, part.name, part.columns.manifest["key"]) for part in corpus.parts
@@ -353,7 +353,7 @@ def _loaded(found: Columns) -> Duplicates:
     )
 
 
-def find_identical_texts(corpus: Measured, scratch: Path, memory: int = MEMORY) -> I64:
+def find_identical_texts(corpus: MeasuredCorpus, scratch: Path, memory: int = MEMORY) -> I64:
     """Return each document with the text of an earlier one, and the first such one, [documents, 2].
 
     This takes 16 bytes of memory per duplicate beside `memory`, the bytes used for sorting.
@@ -391,8 +391,10 @@ class Passages:
     """Word of the document at which the anchor begins, [occurrences]."""
 
 
-def shared_passages(corpus: Measured, same: I64, scratch: Path, memory: int = MEMORY) -> Passages:
-    """Return the anchors that occur more than once. Copies of a text (`same`) are left out.
+def shared_passages(
+    corpus: MeasuredCorpus, identical: I64, scratch: Path, memory: int = MEMORY
+) -> Passages:
+    """Return the anchors that occur more than once. Copies of a text (`identical`) are left out.
 
     This takes 24 bytes of memory an occurrence beside `memory`, the bytes used for sorting.
     `scratch` is a folder for what does not fit.
@@ -402,7 +404,7 @@ def shared_passages(corpus: Measured, same: I64, scratch: Path, memory: int = ME
 
     def rows() -> Iterator[tuple[U64, I64]]:
         for part, end, offset in zip(corpus.parts, ends, offsets[:-1], strict=True):
-            kept = ~np.repeat(part.among(same[:, 0]), np.diff(end, prepend=0))
+            kept = ~np.repeat(part.among(identical[:, 0]), np.diff(end, prepend=0))
             places = np.flatnonzero(kept)
             yield np.asarray(part.columns["anchor"])[places], places + offset
 

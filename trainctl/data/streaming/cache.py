@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 
-from trainctl.data.part import writing
+from trainctl.data.store_part import writing
 from trainctl.data.streaming.layout import ShardFacts
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import open_lock

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.config.text.remote import Tell, say
 from trainctl.data.corpus import cache_folder
-from trainctl.data.corpus_file import Corpus, Split
+from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.order import SampleOrder
-from trainctl.data.part import writing
+from trainctl.data.store_part import writing
 from trainctl.data.streaming.cache import Lookahead, ShardCache
 from trainctl.data.streaming.layout import (
     RECORD,
@@ -228,7 +228,7 @@ def check_shard_caches(config: RunConfig, corpora: Mapping[str, Corpus]) -> None
             )
 
 
-def opened(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]:
+def with_streams(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]:
     """Return the same corpora, with remote ones replaced by readable `StreamedCorpus` objects."""
     sections = sources_of(data)
     found = dict(corpora)
@@ -241,7 +241,7 @@ def opened(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]
     return found
 
 
-def send(
+def upload_corpus(
     corpus: Corpus, tokenizer: Tokenizer, place: str, shard_tokens: int, show: Tell
 ) -> StreamRecord:
     """Write a corpus to remote storage, in the layout that `data=stream` reads.

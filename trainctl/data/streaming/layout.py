@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.token_spans import Tokens
+from trainctl.data.token_arrays import Tokens
 from trainctl.errors import ExitCode, TrainctlError
 
 RECORD = "stream.json"

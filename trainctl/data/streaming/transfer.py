@@ -28,7 +28,7 @@ from trainctl.data.streaming.layout import (
     packed,
     spans,
 )
-from trainctl.data.token_spans import Tokens
+from trainctl.data.token_arrays import Tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
 

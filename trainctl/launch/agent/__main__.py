@@ -161,12 +161,12 @@ class Agent:
             file=self._attempt.store if is_file else None,
         )
         if command.prepare:
-            from trainctl.data.prepare import help_to_prepare, prepare
+            from trainctl.data.prepare import assist_preparation, prepare
 
             # All nodes tokenize. With a shared cache, node 0 alone assembles the corpus, and the
             # others then find it there.
             if self._node > 0:
-                help_to_prepare(plan)
+                assist_preparation(plan)
                 rendezvous.await_mark("prepared", guard.block_if_stopping)
             if self._node == 0:
                 shown = Heartbeat(self._attempt.preparation)

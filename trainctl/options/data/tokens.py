@@ -69,7 +69,7 @@ def problem(
 SPEC = DataSource(
     name="tokens",
     keys=TokensConfig,
-    build="trainctl.data.tokenized:open_of",
+    build="trainctl.data.tokenized:open_section_file",
     endings=(".bin", ".ds", ".npy"),
     choose=without_indexes,
     problem=problem,

@@ -18,7 +18,7 @@ def published(section: TokenizerFromPath) -> dict[str, Path]:
 SPEC = TokenizerSource(
     name="file",
     keys=TokenizerFromPath,
-    build="trainctl.data.tokenizer:of_library",
+    build="trainctl.data.tokenizer:file_tokenizer",
     facts=lambda section: read_facts(path_of(section)),
     file=path_of,
     path_is="tokenizer.json",

@@ -17,7 +17,7 @@ def file(section: TokenizerFromPath) -> Path:
 SPEC = TokenizerSource(
     name="hf",
     keys=TokenizerFromPath,
-    build="trainctl.data.tokenizer:of_library",
+    build="trainctl.data.tokenizer:file_tokenizer",
     facts=lambda section: read_facts(file(section)),
     file=file,
     path_is="directory",

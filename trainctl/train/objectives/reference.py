@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainctl.data.corpora import Corpora, digests_of
+from trainctl.data.corpora import Corpora, corpus_digests
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.objective import ANSWERS, objective_of
 from trainctl.plan.mixture import SINGLE_SOURCE
@@ -134,7 +134,9 @@ def identity(corpora: Corpora, counts: dict[str, int]) -> str:
     Args:
         counts: Number of pairs by side.
     """
-    return json.dumps({"format": FORMAT, "samples": counts, **digests_of(corpora)}, sort_keys=True)
+    return json.dumps(
+        {"format": FORMAT, "samples": counts, **corpus_digests(corpora)}, sort_keys=True
+    )
 
 
 def _computed(

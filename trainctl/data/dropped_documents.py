@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainctl.data.document_selection import DROPPED
 from trainctl.data.quality.contamination import passage
 from trainctl.data.quality.selection import (
     CONTAMINATED,
@@ -17,7 +18,6 @@ from trainctl.data.quality.selection import (
     Example,
     example_of,
 )
-from trainctl.data.selecting import DROPPED
 from trainctl.data.store import lines_before, read_documents
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from trainctl.config.schema import OnBadText
 from trainctl.config.text.conversations import Learn
 from trainctl.config.text.preferences import ANSWERS
-from trainctl.data.chat import CannotRender, ChatTemplate
-from trainctl.data.token_spans import marked, marked_vocab_size
+from trainctl.data.chat_template import CannotRender, ChatTemplate
+from trainctl.data.token_arrays import marked, marked_vocab_size
 from trainctl.data.tokenizer import Encoder, Tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.chat import ChatConfig

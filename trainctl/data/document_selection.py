@@ -32,14 +32,14 @@ from trainctl.config.schema import DataConfig, Dedup
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
-from trainctl.data.corpus_folder import held_out_of
+from trainctl.data.corpus_writer import held_out_masks
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.quality.batches import Bool, Entry
 from trainctl.data.quality.columns import PartToMeasure
-from trainctl.data.quality.decide import judge
+from trainctl.data.quality.decide import select_documents
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import TokenStore, read_documents
-from trainctl.data.task_workers import processes_for
+from trainctl.data.task_workers import worker_count
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section
@@ -51,7 +51,7 @@ rules.
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class TokenizedSource:
     """A source whose tasks are done."""
 
     name: str
@@ -75,9 +75,7 @@ class KeptDocuments:
     """Content of `DROPPED` by source, as plain JSON."""
 
 
-def identity_of_choice(
-    whole: DataConfig, sources: Mapping[str, tuple[DataConfig, TextFiles]]
-) -> str:
+def selection_digest(whole: DataConfig, sources: Mapping[str, tuple[DataConfig, TextFiles]]) -> str:
     """Return a digest of everything that the selection depends on, for the keys of corpora.
 
     It covers the settings of the rules, the texts of every source, which texts are held out, and
@@ -117,7 +115,7 @@ def _of_texts(section: DataConfig) -> list[Any]:
     return [identity_of(section), section.on_bad_text.value, section.max_bytes]
 
 
-def folder_of_columns(cache: Path, whole: DataConfig, sources: Iterable[Prepared]) -> Path:
+def columns_folder(cache: Path, whole: DataConfig, sources: Iterable[TokenizedSource]) -> Path:
     """Return the folder of the sources' measured columns, shared by all thresholds and files."""
     what = {
         "dedup": whole.dedup.value,
@@ -127,9 +125,9 @@ def folder_of_columns(cache: Path, whole: DataConfig, sources: Iterable[Prepared
     return cache / f"quality-{digest_of(json.dumps(what, sort_keys=True))[:24]}"
 
 
-def choose(
+def select_training_documents(
     whole: DataConfig,
-    sources: Sequence[Prepared],
+    sources: Sequence[TokenizedSource],
     folder: Path,
     *,
     workers: int | None = None,
@@ -159,35 +157,37 @@ def choose(
         substring=threshold_of(whole) if whole.dedup is Dedup.substring else None,
     )
     parts: list[PartToMeasure] = []
-    task_of: dict[tuple[str, str], tuple[Prepared, Task]] = {}
-    fixed: dict[tuple[str, str], Bool] = {}
+    task_of: dict[tuple[str, str], tuple[TokenizedSource, Task]] = {}
+    protected: dict[tuple[str, str], Bool] = {}
     for source in sources:
-        masks = held_out_of(
+        masks = held_out_masks(
             source.store, source.tasks, source.files, source.config.held_out_fraction
         )
         for order, (task, mask) in enumerate(zip(source.tasks, masks, strict=True)):
             part = _part(source, task, order, task_of)
             parts.append(part)
             task_of[source.name, part.name] = source, task
-            fixed[source.name, part.name] = mask
+            protected[source.name, part.name] = mask
     meter = PreparationMeter(
         sum(task.size for each in sources for task in each.tasks), show, doing="judging documents"
     )
-    selection = judge(
+    selection = select_documents(
         parts,
         folder,
         rules,
         precedence=precedence_of(whole),
-        held_out=_held_out_texts(whole, task_of, fixed),
-        held_out_identity=_identity_of_texts(whole, parts, fixed),
-        fixed=lambda part: fixed[part.source, part.name],
-        processes=processes_for([task for each in sources for task in each.tasks], workers),
+        held_out=_held_out_texts(whole, task_of, protected),
+        held_out_identity=_identity_of_texts(whole, parts, protected),
+        protected=lambda part: protected[part.source, part.name],
+        processes=worker_count([task for each in sources for task in each.tasks], workers),
         done=lambda part: meter.task(task_of[part.source, part.name][1].size),
     )
-    return _chosen(selection, task_of, fixed, sources)
+    return _chosen(selection, task_of, protected, sources)
 
 
-def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> PartToMeasure:
+def _part(
+    source: TokenizedSource, task: Task, order: int, taken: Mapping[Any, object]
+) -> PartToMeasure:
     content = source.store.part(task).folder.name
     name, number = content, 1
     while (source.name, name) in taken:  # two tasks with the same content
@@ -209,7 +209,7 @@ def _entries(section: Mapping[str, Any], task: Mapping[str, Any]) -> Iterator[En
         yield Entry(number, text)
 
 
-def _settings(source: Prepared) -> list[Any]:
+def _settings(source: TokenizedSource) -> list[Any]:
     """Return the filter settings that a source's columns depend on."""
     return [
         [name, *(getattr(keys, each) for each in load("filter", name).settings)]
@@ -218,14 +218,14 @@ def _settings(source: Prepared) -> list[Any]:
 
 
 def _identity_of_texts(
-    whole: DataConfig, parts: Sequence[PartToMeasure], fixed: Mapping[tuple[str, str], Bool]
+    whole: DataConfig, parts: Sequence[PartToMeasure], protected: Mapping[tuple[str, str], Bool]
 ) -> str:
     named = [
         [to_plain(section), *map(version_of, split_files(section).train)]
         for section in held_out_sections(whole)
     ]
     own = [
-        [part.source, part.identity, np.packbits(fixed[part.source, part.name]).tobytes().hex()]
+        [part.source, part.identity, np.packbits(protected[part.source, part.name]).tobytes().hex()]
         for part in (parts if HELD_OUT in whole.decontaminate else ())
     ]
     return digest_of(json.dumps([named, own]))
@@ -233,8 +233,8 @@ def _identity_of_texts(
 
 def _held_out_texts(
     whole: DataConfig,
-    task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
-    fixed: Mapping[tuple[str, str], Bool],
+    task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
+    protected: Mapping[tuple[str, str], Bool],
 ) -> Iterator[Entry]:
     """Yield the texts to decontaminate against, numbered consecutively."""
     number = 0
@@ -245,25 +245,25 @@ def _held_out_texts(
     if HELD_OUT not in whole.decontaminate:
         return
     for at, (source, task) in task_of.items():
-        if fixed[at].any():
+        if protected[at].any():
             for entry in _entries(to_plain(source.config), task.to_plain()):
-                if fixed[at][entry.number]:
+                if protected[at][entry.number]:
                     yield replace(entry, number=number)
                     number += 1
 
 
 def _chosen(
     selection: Selection,
-    task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
-    fixed: Mapping[tuple[str, str], Bool],
-    sources: Sequence[Prepared],
+    task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
+    protected: Mapping[tuple[str, str], Bool],
+    sources: Sequence[TokenizedSource],
 ) -> KeptDocuments:
     keep: dict[str, dict[str, Bool]] = {each.name: {} for each in sources}
     trained = dict.fromkeys(keep, 0)
     left = dict.fromkeys(keep, 0)
     stays = selection.stays
     for name, part, first in selection.parts:
-        mask = fixed[name, part]
+        mask = protected[name, part]
         own = stays[first : first + len(mask)]
         if len(own) != len(mask):
             raise TrainctlError(
@@ -308,7 +308,7 @@ def describe_removals(dropped: Mapping[str, Any]) -> str:
 def _examples(
     selection: Selection,
     name: str,
-    task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
+    task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
 ) -> dict[str, Any]:
     """Return a source's examples of dropped documents, and how to read their texts."""
     of = selection.examples.get(name, {})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.token_spans import Joined, LossMask, Span, Tokens, UnmarkedTokens
+from trainctl.data.token_arrays import Joined, LossMask, Span, Tokens, UnmarkedTokens
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trainctl.config.text.documents import EXAMPLES, BadText, held_out_threshold
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
-from trainctl.data.corpus_file import (
+from trainctl.data.corpus_record import (
     BLOCK_BYTES,
     ENDS,
     FILES,
@@ -31,12 +31,12 @@ from trainctl.data.corpus_file import (
     blocks_of,
     digest_of_splits,
 )
-from trainctl.data.part import StorePart, writing
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
 from trainctl.data.store import TokenStore, files_in_order, shift_line_number
+from trainctl.data.store_part import StorePart, writing
 from trainctl.data.tasks import Task
-from trainctl.data.token_spans import Span, digest_of_spans, marked_vocab_size, without_marks
-from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encoded
+from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
+from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
 from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json
 
@@ -71,7 +71,7 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
 def write_corpus(
     folder: Path,
     tokenizer: Tokenizer,
-    chunks: Iterable[Chunk],
+    store_chunks: Iterable[Chunk],
     bad: Callable[[], BadText],
     files: Sequence[File] = (),
     facts: Mapping[str, Any] | None = None,
@@ -100,7 +100,7 @@ def write_corpus(
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         corpus = _written(
-            folder, temporary, tokenizer, chunks, has_origin=bool(files), is_marked=is_marked
+            folder, temporary, tokenizer, store_chunks, has_origin=bool(files), is_marked=is_marked
         )
         account = bad()
         with writing(folder):
@@ -117,14 +117,14 @@ def write_corpus(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def chunks_of(
+def tokenize_chunks(
     texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: Progress = ignore_progress
 ) -> Iterator[Chunk]:
     """Tokenize texts in this process and yield each as a chunk of its own.
 
     Each text comes with its side, `train` or `held_out`. `progress` is called after each text.
     """
-    for done, (side, _, ids) in enumerate(encoded(texts, tokenizer), 1):
+    for done, (side, _, ids) in enumerate(encode_documents(texts, tokenizer), 1):
         yield Chunk(side, ids, np.array([len(ids)]))
         progress(PreparationProgress(done))
 
@@ -133,7 +133,7 @@ def _written(
     folder: Path,
     temporary: Path,
     tokenizer: Tokenizer,
-    chunks: Iterable[Chunk],
+    store_chunks: Iterable[Chunk],
     has_origin: bool,
     is_marked: bool,
 ) -> Corpus:
@@ -154,7 +154,7 @@ def _written(
             )
             for side in ("train", "held_out")
         }
-        for chunk in chunks:
+        for chunk in store_chunks:
             sides[chunk.side].add(chunk, dtype)
             if chunk.side == "train":
                 ids = without_marks(chunk.ids) if is_marked else chunk.ids
@@ -334,7 +334,7 @@ class Chunk:
     """Location of tokens that stay in place; `ids` are then a sample of them, for counting."""
 
 
-def chunks(
+def store_chunks(
     store: TokenStore,
     tasks: Sequence[Task],
     files: TextFiles,
@@ -354,7 +354,7 @@ def chunks(
     """
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     before: dict[File, int] = {}
-    sides = held_out_of(store, tasks, files, fraction)
+    sides = held_out_masks(store, tasks, files, fraction)
     for task, held_out in zip(tasks, sides, strict=True):
         part = store.part(task)
         origin = part.origin()
@@ -372,12 +372,12 @@ def chunks(
             before[piece.file] = before.get(piece.file, 0) + facts.lines
 
 
-def held_out_of(
+def held_out_masks(
     store: TokenStore, tasks: Sequence[Task], files: TextFiles, fraction: float
 ) -> Iterator[npt.NDArray[np.bool_]]:
     """Yield the mask of held-out documents of each task, [documents].
 
-    Arguments are as in `chunks`.
+    Arguments are as in `store_chunks`.
 
     Raises:
         DamagedPart: A part is not what was written.

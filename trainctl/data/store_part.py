@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.tokenizer import Encoder, dtype_for, encoded
+from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import sync_directory, write_json
 
@@ -160,7 +160,7 @@ def write_part(
     tokens = text_bytes = checksum = 0
     folder.mkdir()
     with (folder / "ids.bin").open("wb") as stream:
-        for origin, text, ids in encoded(documents, tokenizer):
+        for origin, text, ids in encode_documents(documents, tokenizer):
             raw = ids.astype(dtype).tobytes()
             stream.write(raw)
             checksum = zlib.crc32(raw, checksum)
