@@ -9,7 +9,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import RunConfig
-from trainctl.data.corpora import recorded
+from trainctl.data.corpora import load_recorded_corpora
 from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
@@ -71,7 +71,9 @@ def test_a_mixture_in_stages_is_trained_as_planned_and_goes_on_elsewhere(tmp_pat
     whole, stopped = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "stopped")
     train_cases(2, [Case(plan, whole), Case(with_stop(plan, STOP), stopped)], together=True)
 
-    tokens = {name: corpus.train.tokens for name, corpus in recorded(whole.corpus).items()}
+    tokens = {
+        name: corpus.train.tokens for name, corpus in load_recorded_corpora(whole.corpus).items()
+    }
     planned = plan_data(plan, {name: SourceLength(tokens=count) for name, count in tokens.items()})
     assert not planned.problems and 2 <= planned.run["small"].epochs < 3
     steps = steps_of(whole)

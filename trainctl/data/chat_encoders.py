@@ -36,7 +36,7 @@ def chat_encoder(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
 class ChatEncoder:
     """An encoder of conversations, each as the JSON that `data=chat` makes of it.
 
-    `vocab_size` bounds the ids with their marks (`data.loss_marks`).
+    `vocab_size` bounds the ids with their marks (`data.token_arrays`).
     """
 
     end_of_document: int | None = None
@@ -88,7 +88,7 @@ class PreferenceEncoder:
     model answers, and the tokenizer's end-of-document id follows each answer. Messages are rendered
     by the chat template, and an answer is everything it adds to the prompt.
 
-    `vocab_size` bounds the ids with their marks (`data.loss_marks`).
+    `vocab_size` bounds the ids with their marks (`data.token_arrays`).
     """
 
     end_of_document: int | None = None

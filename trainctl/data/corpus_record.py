@@ -92,7 +92,7 @@ class Corpus:
     format: int = FORMAT
     """Version of this record's format."""
     is_marked: bool = False
-    """Whether each id carries a bit that tells whether it is learned (`data.loss_marks`)."""
+    """Whether each id carries a bit that tells whether it is learned (`data.token_arrays`)."""
 
     def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
         """Return the split's ids without loss marks, shape (tokens,), read by slices.

@@ -88,7 +88,7 @@ def write_corpus(
         bad: Returns the account of bad text; called after the last chunk.
         files: The files that the chunks number; empty if chunks have no file numbers.
         facts: Other files of the folder, by name, as plain JSON.
-        is_marked: Whether ids carry loss marks (`data.loss_marks`).
+        is_marked: Whether ids carry loss marks (`data.token_arrays`).
 
     Raises:
         TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit code

@@ -216,7 +216,7 @@ def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
 
 
 def stores_loss_mask(section: DataConfig) -> bool:
-    """Return True if a source's ids carry loss marks (`data.loss_marks`)."""
+    """Return True if a source's ids carry loss marks (`data.token_arrays`)."""
     return section.factory is None and bool(source_spec_of(section).encoder)
 
 

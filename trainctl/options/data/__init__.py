@@ -71,7 +71,7 @@ class DataSource(Spec):
     encoder: str = ""
     """`module:function` that makes the encoder of its documents, if a tokenizer is not enough, and
     that marks the ids to learn. It is called as ``of(section, tokenizer)`` and returns a
-    `data.encoding.Encoder` of marked ids (`data.loss_marks`).
+    `data.tokenizer.Encoder` of marked ids (`data.token_arrays`).
     """
     is_tokenized: bool = False
     """Whether its files hold ids, which are used in place. `build` is then called as
