@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.config.sweep import expand_sweep
 from trainctl.config.user_files import user_code_files
 from trainctl.errors import TrainctlError
+from trainctl.runs.records import read_events
 from trainctl.runs.sweeps import new_sweep
 
 PACKAGE = Path(__file__).parent / "package" / "extra_options"
@@ -196,8 +196,7 @@ def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, folder: Path) -> No
     later = ("run", "training.stop_after_steps=null")
     assert "--trust-code" in trainctl("resume", *later, expect=4).stderr
     trainctl(*trust, "resume", *own, *later)
-    events = (folder.parent / "run" / "events.jsonl").read_text().splitlines()
-    steps = [each["step"] for each in map(json.loads, events) if each["event"] == "step"]
-    assert steps == [1, 2, 3, 4]
+    steps = read_events(folder.parent / "run" / "events.jsonl", "step")
+    assert [each["step"] for each in steps] == [1, 2, 3, 4]
     trainctl("config", "show", "run", expect=4)
     trainctl("config", "show", "run", **{FOLDER_VARIABLE: "own/options"})

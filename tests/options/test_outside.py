@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.runs.records import read_events
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 PACKAGE = Path(__file__).parent / "package"
@@ -112,8 +114,7 @@ def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, preloaded
 
 def steps(run: Path) -> dict[int, float]:
     """Return the loss of each step."""
-    records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return {each["step"]: each["loss"] for each in records if each["event"] == "step"}
+    return {each["step"]: each["loss"] for each in read_events(run / "events.jsonl", "step")}
 
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(trained: Trained) -> None:
@@ -208,8 +209,8 @@ def write_texts(folder: Path) -> Path:
 def test_an_objective_is_trained_on_and_records_what_it_measures(trained: Trained) -> None:
     """The focal loss is below the cross entropy of a guess, because likely tokens count less."""
     assert 0 < steps(trained.whole)[1] < 0.995 * math.log(264)
-    records = map(json.loads, (trained.whole / "events.jsonl").read_text().splitlines())
-    measured = [each["objective"] for each in records if each["event"] == "step"]
+    records = read_events(trained.whole / "events.jsonl", "step")
+    measured = [each["objective"] for each in records]
     assert len(measured) == 4 and all(0 <= each["sure"] <= 1 for each in measured)
     chosen = ("validate", "recipe=tiny", "objective=focal")
     staged = trained.trainctl(*chosen, "parallelism.pipeline=2", "zero_stage=1", expect=2)

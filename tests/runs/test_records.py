@@ -22,21 +22,23 @@ from trainctl.runs.records import (
 )
 
 
-def test_records_carry_the_contract_and_every_digit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["step", "evaluation"])
+def test_records_carry_the_contract_and_every_digit(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path, 3) as writer:
-        written = writer.write("step", step=1, loss=1 / 3, samples=[0, 8])
+        written = writer.write(kind, step=1, loss=1 / 3, samples=[0, 8])
     (event,) = read_events(path)
     assert event == written
-    assert (event["schema"], event["attempt"], event["event"]) == (1, 3, "step")
-    assert event["loss"] == 1 / 3 and "0.3333333333333333" in path.read_text()
+    assert (event["schema"], event["attempt"], event["event"]) == (1, 3, kind)
+    file = tmp_path / "steps" / "attempt-3.csv" if kind == "step" else path
+    assert event["loss"] == 1 / 3 and "0.3333333333333333" in file.read_text()
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_any_float_is_written_as_json_and_read_back(tmp_path_factory, value: float) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.mktemp("records") / "events.jsonl"
     with EventWriter(path, 1) as writer:
-        writer.write("step", step=1, loss=value, nested={"list": [value]})
+        writer.write("evaluation", step=1, loss=value, nested={"list": [value]})
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -49,14 +51,14 @@ def test_any_float_is_written_as_json_and_read_back(tmp_path_factory, value: flo
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path, 1) as writer:
-        writer.write("step", step=1)
+        writer.write("evaluation", step=1)
     whole = path.read_bytes()
     for cut in range(1, len(whole)):  # a writer killed after any number of bytes of its second line
         path.write_bytes(whole + whole[:cut])
         follower = EventFollower(path, 2)
         with EventWriter(path, 2) as writer:
-            writer.write("step", step=2)
-            writer.write("step", step=3)
+            writer.write("evaluation", step=2)
+            writer.write("evaluation", step=3)
         steps = [event["step"] for event in read_events(path)]
         # A line that lacks only its newline is whole.
         assert steps == ([1, 1, 2, 3] if cut == len(whole) - 1 else [1, 2, 3])
@@ -182,7 +184,7 @@ def test_records_of_some_kinds_are_read_without_parsing_the_others(tmp_path: Pat
         "end",
     ]
     assert [event["step"] for event in read_events(path, "step")] == [1, 2]
-    assert read_events(tmp_path / "none", "step") == []
+    assert read_events(tmp_path / "none" / "events.jsonl", "step") == []
 
 
 def test_a_line_waits_for_the_writer_of_another_machine_but_not_for_ever(

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainctl.hardware import Hardware
 from trainctl.rules.resolve import resolve
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventWriter
 
 EVALUATED, SAVED = 20, 40
 """Every so many steps."""
@@ -39,7 +41,19 @@ def new_run(folder: Path, *overrides: str, nodes: int = 1, devices: int = 2) -> 
 
 
 def append(run: RunPaths, records: Iterator[dict[str, Any]]) -> None:
-    """Write records, all at once."""
+    """Write records as ranks do."""
+    with ExitStack() as stack:
+        writers: dict[int, EventWriter] = {}
+        for record in records:
+            number = record["attempt"]
+            if number not in writers:
+                writers[number] = stack.enter_context(EventWriter(run.events, number))
+            own = {k: v for k, v in record.items() if k not in ("schema", "attempt", "event")}
+            writers[number].write(record["event"], **own)
+
+
+def append_lines(run: RunPaths, records: Iterator[dict[str, Any]]) -> None:
+    """Write records as early versions did: steps, too, are lines of `events.jsonl`."""
     with run.events.open("a") as stream:
         for record in records:
             stream.write(json.dumps(record).replace("NaN", '"NaN"') + "\n")

@@ -6,8 +6,9 @@ RUN/
   source.patch           uncommitted changes of the user's folder, if it is a git checkout
   lock                   held (flock) by the launch that runs here
   status.json            state of the newest attempt
-  events.jsonl           records of every attempt
+  events.jsonl           events of every attempt
   events.lock            held (flock) by the process that appends a record
+  steps/                 attempt-N.csv: the steps of an attempt, a row each
   corpus/                tokenized documents of `data.factory`; others are in the cache
   reference.npz          reference log-probabilities of preference pairs, from the initial weights
   checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`

@@ -1,13 +1,17 @@
-"""`events.jsonl`: one JSON object per line, appended by launcher, agent and rank 0.
+"""Records of a run: events in `events.jsonl`, and steps in the tables of `steps/`.
 
-Floats keep every digit (`repr`). JSON has no NaN and no infinity, so these are written as the
-strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back. Most numbers of a
-step are written as a row without names (`trainctl.runs.rows`), and every reader here restores the
-names; lines of older versions have all names in them.
+`events.jsonl` has one JSON object per line, appended by launcher, agent and rank 0. Floats keep
+every digit (`repr`). JSON has no NaN and no infinity, so these are written as the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back.
+
+A reader here gets steps as records of kind `step`, each among the events where it was written. A
+row says how long `events.jsonl` was at its time (`trainctl.runs.step_table`), so the order does not
+depend on clocks. Earlier versions wrote steps into `events.jsonl`, packed or with all names; such
+lines are read as well, also of a run that a later version continues.
 
 A long run has millions of steps. So readers go from the end (`events_from_end`, `steps_from_end`),
-or once over the file, one record at a time (`iter_events`) or a few numbers of each step
-(`trainctl.monitor.report.history`).
+or once over the files, one record at a time (`iter_events`), or read on from where they were
+(`RecordReader`).
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -26,7 +31,8 @@ from typing import Any, BinaryIO, Self
 from trainctl.config.reading import open_file, parse_json
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import file_mode, open_lock
-from trainctl.runs.rows import COLUMNS, PACKED, Layout, Names, names_of, pack
+from trainctl.runs.packed_rows import COLUMNS, PackedRows
+from trainctl.runs.step_table import StepFile, StepWriter, step_files
 
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
@@ -36,15 +42,12 @@ _LOCK_POLL_SECONDS = 0.002
 _BLOCK_BYTES = 1 << 16
 _SIEVE_BYTES = 1 << 20
 
-_MOST_SHAPES = 32
-"""Most sets of columns in an attempt; steps with further sets are written with all their names."""
-
-_MOST_NAMES = 1 << 22
-"""Largest `columns` record, in bytes."""
-
 _COMPACT = (",", ":")
 
 Event = dict[str, Any]
+
+Placed = tuple[int, Event]
+"""A record, and its byte in `events.jsonl`; of a step's row, the size that the file had before."""
 
 _NUMBERED = {"step": ("step",)}
 """Fields, by kind of record, that must be integers for the record to count."""
@@ -65,64 +68,14 @@ _FAILURE: Event = {
 """Defaults for fields that a `failure` record lacks, from another version or after an edit."""
 
 
-class RowColumns:
-    """Columns of the rows of one file, each read where a row refers to it, and cached.
-
-    Args:
-        path: The run's `events.jsonl`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[tuple[int, int], Layout | None] = {}
-
-    def of(self, attempt: int, at: int) -> Layout | None:
-        """Return the columns of an attempt's record at a byte of the file; None if there are none.
-
-        Raises:
-            OSError: The file cannot be read now, but may have them.
-        """
-        key = (attempt, at)
-        if key not in self._known:
-            names = self._read(*key)
-            self._known[key] = None if names is None else Layout(names)
-        return self._known[key]
-
-    def complete(self, event: Event) -> Event | None:
-        """Return a record with its numbers under their names; None if the names are lost."""
-        at, row = event.pop("at", None), event.pop("row")
-        if not isinstance(at, int) or not isinstance(row, list):
-            return None
-        try:
-            layout = self.of(event["attempt"], at)
-            named = None if layout is None else layout.fields(row)
-        except (ValueError, AttributeError, LookupError, TypeError, OverflowError):
-            return None  # the row is of other columns
-        return None if named is None else {"schema": RECORD_SCHEMA, **event, **named}
-
-    def _read(self, attempt: int, at: int) -> Names | None:
-        with open_file(self._path) as stream:
-            stream.seek(min(max(0, at), os.fstat(stream.fileno()).st_size))
-            found = _names_in(stream.readline(_MOST_NAMES), attempt, at)
-            if found is not None:
-                return found
-            # A person has edited the file, or two machines wrote at once.
-            stream.seek(0)
-            lines = (line for line in sift(stream, (COLUMNS,)))
-            every = (_names_in(line, attempt, at) for line in lines)
-            return next((names for names in every if names is not None), None)
+def steps_folder(path: Path) -> Path:
+    """Return the folder of the steps that belong to a run's `events.jsonl`."""
+    return path.parent / "steps"
 
 
-def _names_in(line: bytes, attempt: int, at: int) -> Names | None:
-    """Return the names if the line is the `columns` record of this attempt and byte."""
-    try:
-        record = parse_json(line)
-        place = {"event": COLUMNS, "attempt": attempt, "at": at}
-        if isinstance(record, dict) and place.items() <= record.items():
-            return names_of(record.get("names"))
-    except (ValueError, TypeError):
-        pass
-    return None
+def record_files(path: Path) -> list[Path]:
+    """Return the files with a run's records, those of steps in the order of their attempts."""
+    return [path, *(file.path for file in step_files(steps_folder(path)))]
 
 
 class EventWriter:
@@ -142,7 +95,7 @@ class EventWriter:
         self._lock = open_lock(path.with_suffix(".lock"))
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, file_mode(path.parent))
-        self._places: dict[Names, int] = {}
+        self._steps = StepWriter(steps_folder(path), attempt)
 
     def write(self, event: str, **fields: Any) -> Event:
         """Append one record and return it.
@@ -160,39 +113,26 @@ class EventWriter:
             "time": round(time.time(), 6),
             "event": event,
         }
-        written = _finite(fields)
         with _locked(self._lock, self._descriptor):
+            if event == "step" and self._write_step(head, fields):
+                return {**head, **fields}
             # This writer or another may have left a torn line.
             start = b"" if _ends_with_newline(self._descriptor) else b"\n"
-            if event == "step":
-                self._write_step(head, written, start)
-            else:
-                self._append(start + _line({**head, **written}))
+            self._append(start + _line({**head, **_finite(fields)}))
         return {**head, **fields}
 
-    def _write_step(self, head: Event, fields: Event, start: bytes) -> None:
-        """Append a step as a row, after the names of its columns if they are new."""
-        names, row = pack(fields)
-        at = self._places.get(names)
-        if not names or (at is None and len(self._places) == _MOST_SHAPES):
-            self._append(start + _line({**head, **fields}))
-            return
-        if at is None:
-            at = os.fstat(self._descriptor).st_size + len(start)
-            start += _line({**head, "event": COLUMNS, "at": at, "names": names})
-        named = {
-            name: value
-            for name, value in {**head, **fields}.items()
-            if name != "schema" and name not in PACKED
-        }
-        self._append(start + _line({**named, "at": at, "row": row}))
-        self._places[names] = at
+    def _write_step(self, head: Event, fields: Event) -> bool:
+        """Append a step to its attempt's table; return False if it must be an event."""
+        row = {"step": fields.get("step"), "time": head["time"], **fields}
+        size = os.fstat(self._descriptor).st_size
+        return type(row["step"]) is int and self._steps.write(row, size)
 
     def _append(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._descriptor, data) :]
 
     def close(self) -> None:
+        self._steps.close()
         os.close(self._descriptor)
         os.close(self._lock)
 
@@ -208,6 +148,118 @@ class EventWriter:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the files of a run's records were read, in bytes."""
+
+    events: int = 0
+    """Bytes of `events.jsonl`."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each file in `steps/`, by its name."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self.events + sum(self.rows.values())
+
+    @classmethod
+    def of_end(cls, path: Path) -> Position:
+        """Return the position after everything that is there now."""
+        rows = {file.path.name: file.whole_size() for file in step_files(steps_folder(path))}
+        return cls(path.stat().st_size if path.exists() else 0, rows)
+
+
+class RecordReader:
+    """Reads records from a position on, as they are appended.
+
+    Args:
+        path: The run's `events.jsonl`.
+        position: Where to begin.
+        attempt: Only steps of this attempt; None reads steps of all.
+
+    Attributes:
+        position: How far the records were read.
+    """
+
+    def __init__(
+        self, path: Path, position: Position | None = None, *, attempt: int | None = None
+    ) -> None:
+        self.position = position or Position()
+        self._path, self._attempt = path, attempt
+        self._packed = PackedRows(path)
+        self._files: dict[str, StepFile] = {}
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a file became shorter than what was read of it.
+
+        Raises:
+            OSError: `events.jsonl` is missing, or cannot be read.
+        """
+        read = [(self._path, self.position.events)] if self.position.events else []
+        folder = steps_folder(self._path)
+        read += [(folder / name, size) for name, size in self.position.rows.items() if size]
+        return any(file.stat().st_size < size for file, size in read)
+
+    def read(self, most_bytes: int | None = None) -> list[Event]:
+        """Return complete records since the last call, in order.
+
+        Args:
+            most_bytes: Bytes of a file to read at a time, but at least a whole line; None reads to
+                the end.
+
+        Raises:
+            OSError: A file is missing, or cannot be read; the position stays.
+        """
+        events, end = self._read_events(most_bytes)
+        rows, sizes, is_all = self._read_rows(end, most_bytes)
+        if not is_all:  # events after the last of these rows wait for the rows before them
+            last = rows[-1][0] if rows else 0
+            later = next((start for start, _ in events if start >= last), None)
+            if later is not None:
+                events, end = [placed for placed in events if placed[0] < later], later
+        self.position = Position(end, sizes)
+        return list(_merged(iter(events), iter(rows)))
+
+    def _read_events(self, most_bytes: int | None) -> tuple[list[Placed], int]:
+        offset = self.position.events
+        with open_file(self._path) as stream:
+            lines, end = _whole_lines(stream, offset, most_bytes)
+        return list(parse_events(lines, self._packed)), end
+
+    def _read_rows(
+        self, events_end: int, most_bytes: int | None
+    ) -> tuple[list[Placed], dict[str, int], bool]:
+        """Return the rows that belong before a byte of `events.jsonl`.
+
+        Returns:
+            The rows, the position after them, and whether these are all that belong there.
+        """
+        found: list[Placed] = []
+        sizes, left = dict(self.position.rows), most_bytes
+        for file in step_files(steps_folder(self._path), self._attempt):
+            file = self._files.setdefault(file.path.name, file)
+            offset = sizes.get(file.path.name, 0)
+            if file.path.stat().st_size <= offset:
+                continue
+            if left is not None and left <= 0:
+                return found, sizes, False
+            with open_file(file.path) as stream:
+                lines, end = _whole_lines(stream, offset, left)
+                is_all = left is None or end - offset + len(stream.read(left)) < left
+            for start, line in lines:
+                for place, row in _steps(file, [line]):
+                    if place > events_end and place <= self._path.stat().st_size:
+                        sizes[file.path.name] = start  # events before it were not read yet
+                        return found, sizes, True
+                    found.append((place, row))
+            sizes[file.path.name] = end
+            left = None if left is None else left - (end - offset)
+            if not is_all:
+                return found, sizes, False
+        return found, sizes, True
+
+
 class EventFollower:
     """Reads records as they are appended.
 
@@ -218,11 +270,10 @@ class EventFollower:
     """
 
     def __init__(self, path: Path, attempt: int | None = None, *, from_start: bool = False) -> None:
-        self._path = path
         self._attempt = attempt
-        self._offset = path.stat().st_size if path.exists() and not from_start else 0
-        self._most = _SIEVE_BYTES if from_start else None
-        self._columns = RowColumns(path)
+        begin = Position() if from_start else Position.of_end(path)
+        self._reader = RecordReader(path, begin, attempt=attempt)
+        self._most_bytes = _SIEVE_BYTES if from_start else None
 
     def poll(self) -> list[Event]:
         """Return complete records since the last call, or since the follower was made.
@@ -234,37 +285,14 @@ class EventFollower:
         moment (ESTALE, EIO), which must not end a process that only watches a run.
         """
         while True:
-            before = self._offset
+            before = self._reader.position
             try:
-                events, self._offset = events_after(self._path, before, self._most, self._columns)
+                events = self._reader.read(self._most_bytes)
             except OSError:
                 return []
             found = [event for event in events if self._attempt in (None, event.get("attempt"))]
-            if found or self._offset == before:
+            if found or self._reader.position == before:
                 return found
-
-
-def events_after(
-    path: Path, offset: int, most_bytes: int | None = None, columns: RowColumns | None = None
-) -> tuple[list[Event], int]:
-    """Return complete records from a byte of the file on, and the byte after the last of them.
-
-    Args:
-        offset: The byte: 0, or one that was returned before.
-        most_bytes: Bytes to read at a time, but at least a whole line; None reads to the end.
-        columns: Columns of the file, to keep over many calls.
-
-    Raises:
-        OSError: The file is missing, or cannot be read.
-    """
-    with open_file(path) as stream:
-        stream.seek(offset)
-        data = stream.read(-1 if most_bytes is None else most_bytes)
-        if most_bytes is not None and b"\n" not in data:
-            data += stream.readline()
-    whole, newline, _ = data.rpartition(b"\n")
-    events = list(parse_events(whole.split(b"\n"), columns or RowColumns(path)))
-    return events, offset + len(whole) + len(newline)
 
 
 def read_events(path: Path, *kinds: str) -> list[Event]:
@@ -273,34 +301,84 @@ def read_events(path: Path, *kinds: str) -> list[Event]:
 
 
 def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
-    """Yield complete records in file order; none if there is no file. Torn lines are skipped.
+    """Yield complete records in the order in which they were written; none if there is no file.
+
+    Torn lines are skipped.
 
     Args:
-        kinds: Only records of these kinds. A long run has millions of `step` lines, so lines of
-            other kinds are not even parsed.
+        kinds: Only records of these kinds; lines of other kinds are not even parsed.
 
     Raises:
-        TrainctlError: The file cannot be read (exit code 5).
+        TrainctlError: A file cannot be read (exit code 5).
     """
+    rows = _all_rows(path) if not kinds or "step" in kinds else iter(())
+    for event in _merged(_all_events(path, kinds), rows):
+        if not kinds or event["event"] in kinds:
+            yield event
+
+
+def _all_events(path: Path, kinds: Sequence[str]) -> Iterator[Placed]:
     with readable(path), open_file(path) as stream:
-        for event in parse_events(sift(stream, kinds), RowColumns(path)):
-            if not kinds or event["event"] in kinds:
-                yield event
+        yield from parse_events(_sift(stream, kinds), PackedRows(path))
 
 
-def sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[bytes]:
-    """Yield the lines that may be records of these kinds.
+def _all_rows(path: Path) -> Iterator[Placed]:
+    for file in step_files(steps_folder(path)):
+        with readable(file.path), open_file(file.path) as stream:
+            yield from _steps(file, (line for line in stream if line.endswith(b"\n")))
+
+
+def _steps(file: StepFile, lines: Iterable[bytes]) -> Iterator[Placed]:
+    head = {"schema": RECORD_SCHEMA, "attempt": file.attempt}
+    for place, fields in file.rows(lines):
+        yield place, {**head, "time": fields.pop("time"), "event": "step", **fields}
+
+
+def _merged(events: Iterator[Placed], rows: Iterator[Placed]) -> Iterator[Event]:
+    """Yield each row after the events that begin before its place."""
+    event = next(events, None)
+    for place, row in rows:
+        while event is not None and event[0] < place:
+            yield event[1]
+            event = next(events, None)
+        yield row
+    while event is not None:
+        yield event[1]
+        event = next(events, None)
+
+
+def _whole_lines(
+    stream: BinaryIO, offset: int, most_bytes: int | None
+) -> tuple[list[tuple[int, bytes]], int]:
+    """Return the complete lines from a byte on, each with its own, and the byte after them."""
+    stream.seek(offset)
+    data = stream.read(-1 if most_bytes is None else most_bytes)
+    if most_bytes is not None and b"\n" not in data:
+        data += stream.readline()
+    lines, found = data.split(b"\n")[:-1], []
+    for line in lines:
+        found.append((offset, line))
+        offset += len(line) + 1
+    stream.seek(offset)
+    return found, offset
+
+
+def _sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that may be records of these kinds, each with its byte.
 
     Searches whole blocks for the kinds first, and single lines only in blocks that have one.
     """
-    if not kinds:
-        yield from stream
-        return
     marks = [f'"{kind}"'.encode() for kind in kinds]
+    start = 0
     while block := stream.read(_SIEVE_BYTES):
         block += stream.readline()
-        if any(mark in block for mark in marks):
-            yield from (line for line in block.split(b"\n") if any(mark in line for mark in marks))
+        after = start + len(block)
+        if not marks or any(mark in block for mark in marks):
+            for line in block.split(b"\n"):
+                if not marks or any(mark in line for mark in marks):
+                    yield start, line
+                start += len(line) + 1
+        start = after
 
 
 @contextmanager
@@ -316,13 +394,13 @@ def readable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]:
-    """Yield the records in lines of a file; torn lines are skipped.
+def parse_events(lines: Iterable[tuple[int, bytes]], packed: PackedRows) -> Iterator[Placed]:
+    """Yield the records in lines of `events.jsonl`; torn lines are skipped.
 
     Args:
-        columns: Columns of the file that the lines are from.
+        packed: Restores packed steps of the file that the lines are from.
     """
-    for line in lines:
+    for start, line in lines:
         try:
             event = parse_json(line)
         except ValueError:
@@ -333,9 +411,9 @@ def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]
         if not all(isinstance(event.get(name), int) for name in numbers):
             continue
         if "row" in event:
-            event = columns.complete(event)
+            event = packed.complete(event)
         if event is not None and event["event"] != COLUMNS:
-            yield {**_FAILURE, **event} if event["event"] == "failure" else event
+            yield start, {**_FAILURE, **event} if event["event"] == "failure" else event
 
 
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
@@ -387,19 +465,50 @@ def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> I
     Raises:
         TrainctlError: The file cannot be read (exit code 5).
     """
-    marks, columns = [f'"{kind}"'.encode() for kind in kinds], RowColumns(path)
+    rows = _rows_from_end(path, most_bytes) if not kinds or "step" in kinds else iter(())
+    events = _events_from_end(path, kinds, most_bytes)
+    event = next(events, None)
+    for place, row in rows:
+        while event is not None and event[0] >= place:
+            yield event[1]
+            event = next(events, None)
+        yield row
+    while event is not None:
+        yield event[1]
+        event = next(events, None)
+
+
+def _events_from_end(path: Path, kinds: Sequence[str], most_bytes: int | None) -> Iterator[Placed]:
+    marks = [f'"{kind}"'.encode() for kind in kinds]
     with readable(path):
         lines = _lines_from_end(path, most_bytes)
-        chosen = (line for line in lines if not marks or any(mark in line for mark in marks))
-        for event in parse_events(chosen, columns):
+        chosen = (
+            (start, line)
+            for start, line in lines
+            if not marks or any(mark in line for mark in marks)
+        )
+        for place, event in parse_events(chosen, PackedRows(path)):
             if not kinds or event["event"] in kinds:
-                yield event
+                yield place, event
 
 
-def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one first."""
+def _rows_from_end(path: Path, most_bytes: int | None) -> Iterator[Placed]:
+    left = most_bytes
+    for file in reversed(step_files(steps_folder(path))):
+        if left is not None and left <= 0:
+            return
+        with readable(file.path):
+            lines = _lines_from_end(file.path, left)
+            next(lines, None)  # empty, or a row that is not whole
+            yield from _steps(file, (line for _, line in lines))
+            left = None if left is None else left - file.path.stat().st_size
+
+
+def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, the last one first, each with its byte."""
     with open_file(path) as stream:
         end, parts = stream.seek(0, os.SEEK_END), list[bytes]()
+        after = end + 1
         least = 0 if most_bytes is None else max(0, end - most_bytes)
         while end > least:
             start = max(least, end - _BLOCK_BYTES)
@@ -407,12 +516,14 @@ def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
             first, *lines = stream.read(end - start).split(b"\n")
             if lines:
                 parts.append(lines.pop())
-                yield b"".join(reversed(parts))
-                yield from reversed(lines)
+                for line in (b"".join(reversed(parts)), *reversed(lines)):
+                    after -= len(line) + 1
+                    yield after, line
                 parts = []
             parts.append(first)  # joined once the line's beginning is found: a line may be long
             end = start
-        yield b"".join(reversed(parts))
+        line = b"".join(reversed(parts))
+        yield after - len(line) - 1, line
 
 
 def short(measured: float) -> float:

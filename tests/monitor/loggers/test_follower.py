@@ -109,11 +109,15 @@ def test_without_a_cursor_it_begins_anew(tmp_path: Path) -> None:
     assert code == 4 and "csv.json cannot be read" in said
 
 
-def test_other_records_than_those_that_were_sent_are_not_taken_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["events.jsonl", "steps/attempt-1.csv"])
+def test_other_records_than_those_that_were_sent_are_not_taken_for_them(
+    tmp_path: Path, name: str
+) -> None:
     run = new_run(tmp_path)
     append(run, draw(7, 20))
     assert send(run, "csv") == (0, "")
-    run.events.write_bytes(run.events.read_bytes()[:-300])
+    file = run.root / name
+    file.write_bytes(file.read_bytes()[:-100])
     assert send(run, "csv")[0] == 4
     assert "was cut or replaced" in cursor(run, "csv")["problem"]
     assert send(run, "csv", "--again") == (0, "")
@@ -121,15 +125,17 @@ def test_other_records_than_those_that_were_sent_are_not_taken_for_them(tmp_path
 
 
 @pytest.mark.parametrize("name", ["csv", "alerts"])
+@pytest.mark.parametrize("file", ["events.jsonl", "steps/attempt-1.csv"])
 def test_records_that_were_cut_and_have_grown_again_are_not_gone_on_with(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, file: str
 ) -> None:
     run = new_run(tmp_path)
     append(run, draw(7, 40))
-    whole = run.events.read_bytes()
+    path = run.root / file
+    whole = path.read_bytes()
     assert send(run, name) == (0, "")
-    run.events.write_bytes(whole[: len(whole) // 2])
-    while run.events.stat().st_size <= len(whole):
+    path.write_bytes(whole[: len(whole) // 2])
+    while path.stat().st_size <= len(whole):
         append(run, draw(8, 40))
     assert send(run, name)[0] == 4
     assert "was cut or replaced" in cursor(run, name)["problem"]

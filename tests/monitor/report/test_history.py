@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import append, drawn, new_run, other, step
+from made_runs import append, append_lines, drawn, new_run, other, step
 
 from trainctl.monitor.report.account import account_of
 from trainctl.monitor.report.history import History
-from trainctl.runs.records import number, read_events, step_curve
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import Event, number, read_events, record_files, step_curve
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -34,7 +36,10 @@ def test_the_run_as_it_stands(tmp_path: Path, seed: int) -> None:
         assert history.evaluations.last("step") <= history.last_step
 
 
-def test_what_is_appended_is_taken_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("append", [append, append_lines])
+def test_what_is_appended_is_taken_in(
+    tmp_path: Path, append: Callable[[RunPaths, Iterator[Event]], None]
+) -> None:
     run = new_run(tmp_path / "run")
     history = History(run)
     history.read()
@@ -47,7 +52,8 @@ def test_what_is_appended_is_taken_in(tmp_path: Path) -> None:
     with run.events.open("a") as stream:
         stream.write('{"schema": 1, "attempt": 2, "event": "st')  # a writer at work
     assert not history.read()
-    os.truncate(run.events, 0)
+    for file in record_files(run.events):
+        os.truncate(file, 0)
     append(run, iter([step(1)]))
     assert history.read() and history.last_step == 1 and not history.branches
 

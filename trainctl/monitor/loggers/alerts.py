@@ -92,18 +92,15 @@ class Alerter:
         """Queue the alerts of the next batch of records; return True if there was a batch."""
         cursor, state = self.cursor, self._state()
         events: list[Event] = []
-        offset, digest = cursor.offset, cursor.digest
+        position, digest = cursor.position, cursor.digest
         if self._run.events.exists():
-            events, offset, digest = read_on(self._run.events, cursor)
+            events, position, digest = read_on(self._run.events, cursor)
         found = [*self._judge(events, state), *self._quiet(state)]
         self._add(found, state)
-        if offset != cursor.offset or found:
-            step = state["step"]
+        if position != cursor.position or found:
             attempt = max([cursor.attempt, *(event["attempt"] for event in events)])
-            self._keep(
-                replace(cursor, offset=offset, digest=digest, step=step, attempt=attempt), state
-            )
-        return offset != cursor.offset
+            self._keep(cursor.moved(position, digest, step=state["step"], attempt=attempt), state)
+        return position != cursor.position
 
     def end(self) -> None:
         """Send all undelivered alerts, and one about the end of the launch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from trainctl.config.codec import from_plain
 from trainctl.config.reading import open_file, read_json
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
-from trainctl.runs.records import Event, events_after
+from trainctl.runs.records import Event, Position, RecordReader, record_files
 
 BATCH_BYTES = 1 << 20
-"""Bytes that are read and committed at a time: about 1,700 steps."""
+"""Bytes of a file that are read and committed at a time: about 3,000 steps."""
 _COMPARED_BYTES = 4096
-"""Bytes under the digest: several lines, so that the last one is among them. The `time` in each
-line makes them unique.
+"""Bytes of a file under the digest: several lines, so that the last one is among them. The time in
+each line makes them unique.
 """
 
 
@@ -28,8 +28,10 @@ class Cursor:
 
     offset: int = 0
     """Bytes of `events.jsonl` that were read."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file in `steps/` that were read, by its name."""
     digest: str = ""
-    """SHA-256 of the end of these bytes, to notice if the file was cut or replaced."""
+    """SHA-256 of the end of these bytes, to notice if a file was cut or replaced."""
     attempt: int = 0
     """The newest attempt in these bytes."""
     step: int = -1
@@ -37,12 +39,22 @@ class Cursor:
     points: int = 0
     """Number of points sent, those that later ones have replaced included."""
     ended: str = ""
-    """Offset, and time of the run's status, when the logger was last told that it has everything.
+    """Bytes read, and time of the run's status, when the logger was last told that it has
+    everything.
     """
     state: dict[str, Any] | None = None
     """State that the logger continues from; None before its first commit."""
     problem: str = ""
     """Reason why the rest could not be sent; empty if there is none."""
+
+    @property
+    def position(self) -> Position:
+        return Position(self.offset, self.rows)
+
+    def moved(self, position: Position, digest: str, **changes: Any) -> Cursor:
+        """Return the cursor after records up to a position."""
+        rows = dict(position.rows)
+        return replace(self, offset=position.events, rows=rows, digest=digest, **changes)
 
     def write(self, path: Path) -> None:
         """Replace the file.
@@ -53,33 +65,42 @@ class Cursor:
         write_json(path, asdict(self))
 
 
-def read_on(records: Path, cursor: Cursor) -> tuple[list[Event], int, str]:
+def read_on(records: Path, cursor: Cursor) -> tuple[list[Event], Position, str]:
     """Read the next batch of records after a cursor.
 
     Returns:
-        The records, and offset and digest of the cursor after them.
+        The records, and position and digest of the cursor after them.
 
     Raises:
-        TrainctlError: The file was cut or replaced before the cursor, so that the records after it
+        TrainctlError: A file was cut or replaced before the cursor, so that the records after it
             may be anything.
-        OSError: The file cannot be read.
+        OSError: A file cannot be read.
     """
-    is_cut = records.stat().st_size < cursor.offset
+    reader = RecordReader(records, cursor.position)
     # A cursor of an earlier version has no digest.
-    if is_cut or (cursor.digest and _digest(records, cursor.offset) != cursor.digest):
+    if reader.is_cut or (cursor.digest and _digest(records, cursor.position) != cursor.digest):
         raise TrainctlError(
             f"{records} was cut or replaced: what was sent of it is not there any more",
             hint="`trainctl runs sync --again` sends it from its beginning",
         )
-    events, offset = events_after(records, cursor.offset, BATCH_BYTES)
-    return events, offset, _digest(records, offset)
+    events = reader.read(BATCH_BYTES)
+    return events, reader.position, _digest(records, reader.position)
 
 
-def _digest(records: Path, offset: int) -> str:
-    start = max(0, offset - _COMPARED_BYTES)
-    with open_file(records) as stream:
+def _digest(records: Path, position: Position) -> str:
+    """Return the digest of what was read last of `events.jsonl` and of the newest steps."""
+    found = hashlib.sha256(_end(records, position.events))
+    newest = [file for file in record_files(records) if file.name in position.rows][-1:]
+    for file in newest:
+        found.update(_end(file, position.rows[file.name]))
+    return found.hexdigest()
+
+
+def _end(file: Path, size: int) -> bytes:
+    start = max(0, size - _COMPARED_BYTES)
+    with open_file(file) as stream:
         stream.seek(start)
-        return hashlib.sha256(stream.read(offset - start)).hexdigest()
+        return stream.read(size - start)
 
 
 def read_cursor(path: Path) -> Cursor:

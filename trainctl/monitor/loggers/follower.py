@@ -53,14 +53,14 @@ class Follower:
         records = self._run.events
         if not records.exists():
             return False
-        events, offset, digest = read_on(records, cursor)
-        if offset == cursor.offset:
+        events, position, digest = read_on(records, cursor)
+        if position == cursor.position:
             return False
         if self._sink is None:
             self._sink = self._build(cursor.state)
         after = self._pass_on(events, self._sink)
         state = dict(self._sink.commit())
-        after = replace(after, offset=offset, digest=digest, state=state, problem="")
+        after = after.moved(position, digest, state=state, problem="")
         after.write(self._path)
         self.cursor = after
         return True
@@ -72,7 +72,7 @@ class Follower:
             Exception: Any error of the logger, or of writing the cursor.
         """
         cursor, status = self.cursor, read_status(self._run)
-        told = f"{cursor.offset} {status.updated if status else 0}"
+        told = f"{cursor.position.size} {status.updated if status else 0}"
         if cursor.state is None or cursor.ended == told:
             return
         if self._sink is None:

@@ -16,10 +16,10 @@ from trainctl.monitor.report.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
-from trainctl.runs.records import Event, events_after
+from trainctl.runs.records import Event, RecordReader
 
 BATCH_BYTES = 4 << 20
-"""Bytes that are read and parsed at a time: about 7,000 steps."""
+"""Bytes of a file that are read and parsed at a time: about 12,000 steps."""
 
 OF_A_BRANCH = (
     "step",
@@ -81,7 +81,7 @@ class History:
         self._begin()
 
     def _begin(self) -> None:
-        self._offset = 0
+        self._reader = RecordReader(self.run.events)
         self._attempt = 0
         self.steps, self.evaluations = GrowingColumns(), GrowingColumns()
         self.branches: list[Branch] = []
@@ -101,17 +101,17 @@ class History:
         """
         is_new = self._look()
         try:
-            if self.run.events.stat().st_size < self._offset:
+            if self._reader.is_cut:
                 self._begin()
                 is_new = True
             left = most_bytes
             while left is None or left > 0:
-                size = BATCH_BYTES if left is None else min(left, BATCH_BYTES)
-                events, offset = events_after(self.run.events, self._offset, size)
-                if offset == self._offset:
+                before = self._reader.position
+                events = self._reader.read(BATCH_BYTES if left is None else min(left, BATCH_BYTES))
+                if self._reader.position == before:
                     break
-                left = None if left is None else left - (offset - self._offset)
-                self._offset, is_new = offset, True
+                left = None if left is None else left - (self._reader.position.size - before.size)
+                is_new = True
                 for event in events:
                     self._take(event)
         except OSError:

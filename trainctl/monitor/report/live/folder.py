@@ -16,7 +16,7 @@ from trainctl.errors import TrainctlError
 from trainctl.runs.directory import is_run, last_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, summarise
-from trainctl.runs.records import Event, events_from_end, number
+from trainctl.runs.records import Event, events_from_end, number, record_files
 from trainctl.runs.status import State
 from trainctl.runs.sweeps import RECORD, read_sweep
 
@@ -151,7 +151,7 @@ def _read(run: RunPaths, values: Mapping[str, str] | None) -> FolderRow | None:
 def _signature(run: RunPaths) -> tuple[object, ...]:
     """Return sizes and times of files, one of which changes whenever the run's row does."""
     found: list[object] = []
-    for path in (run.events, run.status, run.attempts):
+    for path in (*record_files(run.events)[-1:], run.events, run.status, run.attempts):
         try:
             about = path.stat()
             found.append((about.st_size, about.st_mtime_ns))
