@@ -1,11 +1,10 @@
-"""What the record of a long run costs: bytes of `events.jsonl`, and what its readers take.
+"""What the records of a long run cost: bytes of its files, and what their readers take.
 
-    python scripts/benchmarks/records.py [--steps 1000000] [--named] [--keep FOLDER]
+    python scripts/benchmarks/records.py [--steps 1000000] [--keep FOLDER]
 
 The steps are those of `recipe=125m` in shape: two parameter groups, the split of a step, peaks of
 memory, an evaluation and a checkpoint every thousand. Each reader is a process of its own, whose
-processor time and peak memory are printed. `--named` writes every step with all names in its line,
-as versions up to schema 1 without rows did.
+processor time and peak memory are printed.
 """
 
 from __future__ import annotations
@@ -54,13 +53,12 @@ def main() -> None:
     """Write the records, read them, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--named", action="store_true", help="with all names in each line")
     parser.add_argument("--keep", type=Path, help="write the run into this folder, and leave it")
     arguments = parser.parse_args()
     parent = arguments.keep or Path(tempfile.mkdtemp())
     try:
-        run = _make(parent / "run", arguments.steps, named=arguments.named)
-        size = run.events.stat().st_size
+        run = _make(parent / "run", arguments.steps)
+        size = sum(file.stat().st_size for file in records.record_files(run.events))
         print(
             f"{arguments.steps:,} steps: {size / 1e6:,.1f} MB, "
             f"{size / arguments.steps:.0f} bytes a step"
@@ -72,17 +70,14 @@ def main() -> None:
             shutil.rmtree(parent)
 
 
-def _make(folder: Path, steps: int, *, named: bool) -> RunPaths:
+def _make(folder: Path, steps: int) -> RunPaths:
     config = compose(["recipe=125m", "hardware=8xh100-80g"]).config
     plan = resolve(config, resolve_hardware(config.hardware)).plan
     assert plan is not None
     run = create_run(config, run_dir=folder)
     new_attempt(run, plan)
-    if named:
-        records.pack = lambda fields: ((), [])
     # Nobody else writes here, and a lock costs more than a line.
     records._locked = lambda *_: nullcontext()  # type: ignore[assignment]
-    records._ends_with_newline = lambda _: True
     draw = random.Random(0)
     started = time.process_time()
     with EventWriter(run.events, 1) as events:

@@ -31,9 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from browser import Browser, browser
-from made_runs import START, new_run, other, step
+from made_runs import START, append, new_run, other, step
 
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.listing import last_step
+from trainctl.runs.records import record_files
 
 REWINDS = 10
 EVALUATIONS, CHECKPOINTS = 2000, 500
@@ -118,9 +120,7 @@ def records(steps: int) -> Iterator[dict[str, Any]]:
 def make(folder: Path, steps: int) -> RunPaths:
     """The run, with its records in the form in which ranks write them."""
     run = new_run(folder / "run", *KEYS, f"training.steps={steps}", devices=8)
-    with run.events.open("w") as stream:
-        for record in records(steps):
-            stream.write(json.dumps(record) + "\n")
+    append(run, records(steps))
     return run
 
 
@@ -184,7 +184,7 @@ def tensorboard(window: Browser, run: RunPaths) -> dict[str, float]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}/"
-        last = json.loads(run.events.read_bytes()[-4000:].splitlines()[-1]).get("step", 0)
+        last = last_step(run)
         while served_step(url) < last * 0.995:
             if time.monotonic() - started > PATIENCE_SECONDS:
                 raise TimeoutError("TensorBoard has not read its files")
@@ -237,7 +237,8 @@ def main() -> None:
         run = RunPaths(folder / "run")
         if not run.events.exists():
             run = make(folder, given.steps)
-        tell("run", {"steps": given.steps, "events_mb": run.events.stat().st_size / 1e6})
+        size = sum(file.stat().st_size for file in record_files(run.events))
+        tell("run", {"steps": given.steps, "records_mb": size / 1e6})
         file = folder / "report.html"
         made = trainctl("report", str(run.root), "-o", str(file))
         tell("report", {**made, "file_mb": file.stat().st_size / 1e6})
