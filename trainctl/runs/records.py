@@ -150,7 +150,7 @@ class EventWriter:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the files of a run's records were read, in bytes."""
+    """Position in the files of a run's records: the bytes that were read of each."""
 
     events: int = 0
     """Bytes of `events.jsonl`."""
@@ -178,7 +178,7 @@ class RecordReader:
         attempt: Only steps of this attempt; None reads steps of all.
 
     Attributes:
-        position: How far the records were read.
+        position: The position after the last record that was read.
     """
 
     def __init__(
