@@ -59,7 +59,7 @@ def plan(**config: Any) -> RunPlan:
     ],
 )
 def test_the_command_of_a_rank(config: dict[str, Any], command: tuple[str, ...]) -> None:
-    assert rank_command.command(plan(**config).config, RUN, ATTEMPT) == command
+    assert rank_command.rank_argv(plan(**config).config, RUN, ATTEMPT) == command
 
 
 def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
@@ -125,10 +125,10 @@ def test_code_of_the_user_s_runs_where_it_was_launched(tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     run = create_run(plan().config, root=tmp_path, folder=work)
-    assert rank_command.folder(plan().config, run) is None
+    assert rank_command.user_code_folder(plan().config, run) is None
     config = plan(trainer="m:f").config
-    assert rank_command.folder(config, run) == work
+    assert rank_command.user_code_folder(config, run) == work
     work.rmdir()
     with pytest.raises(TrainctlError, match="launched from") as caught:
-        rank_command.folder(config, run)
+        rank_command.user_code_folder(config, run)
     assert caught.value.exit_code is ExitCode.environment

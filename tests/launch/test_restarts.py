@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from supervised import make_plan
 
-from trainctl.launch.attempts import Attempt, run_with_restarts, supervise
-from trainctl.launch.interface import LaunchRequest, Outcome
+from trainctl.launch import local
+from trainctl.launch.attempts import PreparedAttempt, run_with_restarts, supervise
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome
 from trainctl.launch.stop import StopHandler, TimeLimit
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run, new_attempt
@@ -176,13 +177,10 @@ class Agents:
 def test_a_status_that_cannot_be_written_for_a_moment_ends_no_run(tmp_path):
     plan = make_plan(1)
     run = create_run(plan.config, root=tmp_path, folder=tmp_path)
-    attempt = Attempt(run, new_attempt(run, plan), RunTag("nobody", run.root, 1), ranks=1)
+    request = AttemptRequest(
+        plan=plan, run=run, attempt=new_attempt(run, plan), environment={}, cores=1
+    )
+    attempt = PreparedAttempt(request, local.render(request), RunTag("nobody", run.root, 1), 0)
     with EventWriter(run.events, 1) as events, StopHandler.for_launch(run, plan) as stop:
-        outcome = supervise(
-            attempt,
-            lambda: Agents(run, events),
-            lambda event: None,
-            stop,
-            grace_seconds=0,
-        )
+        outcome = supervise(attempt, lambda _: Agents(run, events), lambda _: None, stop)
     assert (outcome.exit_code, read_status(run).state) == (0, State.finished)

@@ -41,7 +41,7 @@ from trainctl.search.assess import assess
 HOSTILE = "$(touch PWNED); `touch PWNED`; '\"\\ \n touch PWNED #"
 
 
-def make_site(**changes: Any) -> HostGroup:
+def make_group(**changes: Any) -> HostGroup:
     site = HostGroup(
         hosts=(Host("n1"), Host("me@n2", devices=(4, 6))),
         interfaces=("eth0", "ib0"),
@@ -64,7 +64,7 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
     )
     shell = {"NCCL_DEBUG": "INFO", "OTHER": "x"}
     start = AttemptRequest(plan=plan, run=run, attempt=run.attempt(2), environment=shell, cores=1)
-    rendered = render(start, site=make_site())
+    rendered = render(start, group=make_group())
     command = rendered.command
     assert (command.address, command.port, command.ranks_per_node) == ("10.0.0.1", 29500, 2)
     first, second = command.nodes
@@ -357,7 +357,7 @@ def test_what_was_rendered_is_written(tmp_path: Path) -> None:
     attempt.root.mkdir(parents=True)
     plan = two_nodes(environment={"API_TOKEN": "hush"})
     start = AttemptRequest(plan=plan, run=run, attempt=attempt, environment=os.environ, cores=1)
-    render(start, site=make_site()).write(attempt)
+    render(start, group=make_group()).write(attempt)
     record = json.loads(attempt.command.read_text())
     assert record["nodes"][0]["environment"]["API_TOKEN"] == "redacted"
     lines = (attempt.root / "commands.txt").read_text().splitlines()

@@ -18,7 +18,7 @@ from trainctl.config.compose import Composed
 from trainctl.config.diff import Change, diff
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch import rank_command
+from trainctl.launch.rank_command import user_code_folder
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import config_of, standing_attempt
 from trainctl.runs.checkpoints import CheckpointInfo, examine, leave_behind, newest_checkpoint
@@ -72,7 +72,7 @@ def resume_run(
             checkpoint = None
         elif checkpoint is None and not from_start:
             require_nothing_saved(run)
-        folder = rank_command.folder(composed.config, run)
+        folder = user_code_folder(composed.config, run)
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and planned.assessment.plan is not None:

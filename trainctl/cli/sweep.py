@@ -19,9 +19,9 @@ from trainctl.config.registry import function_of
 from trainctl.config.secrets import REDACTED
 from trainctl.config.sweep import SweepPoint, expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch import rank_command
 from trainctl.launch.launchers import check
 from trainctl.launch.queue import QueueStopped, run_queue
+from trainctl.launch.rank_command import user_code_folder
 from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import config_of
@@ -166,7 +166,7 @@ def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> RunPlan:
     config = config_of(item.run)
     if config.trains_itself and newest_checkpoint(item.run)[0] is None:
         require_nothing_saved(item.run)
-    folder = rank_command.folder(config, item.run)
+    folder = user_code_folder(config, item.run)
     return _checked(lambda: recompose(config, ()), values, force=force, folder=folder)
 
 

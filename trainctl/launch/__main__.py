@@ -24,7 +24,7 @@ from trainctl.runs.lock import hold, holder, inherit_lock
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import read_events
 from trainctl.runs.resume_point import GoingOn
-from trainctl.runs.status import State, read_status, write_status
+from trainctl.runs.status import State, change_status, read_status
 
 _PATIENCE_SECONDS = 60.0
 """Longest wait for the run's lock: the submitting process, or the last launcher of a requeued job,
@@ -106,7 +106,7 @@ def _settle(run: RunPaths, state: State, code: int, message: str) -> None:
     """Write the final status where no attempt was supervised to its end."""
     status = read_status(run)
     if status is not None and not status.state.is_final:
-        write_status(run, status.changed(state, exit_code=code, message=message))
+        change_status(run, state, code, message)
 
 
 if __name__ == "__main__":

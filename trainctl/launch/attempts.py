@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,6 @@ from typing import Any
 
 from trainctl.errors import TrainctlError
 from trainctl.launch.interface import (
-    AgentProcess,
     Agents,
     AttemptRequest,
     LaunchRequest,
@@ -26,7 +24,7 @@ from trainctl.launch.interface import (
     Rendered,
 )
 from trainctl.launch.loggers import Loggers
-from trainctl.launch.processes import start_agent, start_tied
+from trainctl.launch.processes import AgentProcess, start_agent, start_tied
 from trainctl.launch.stop import StopHandler
 from trainctl.plan.types import RunPlan
 from trainctl.runs.causes import Cause, disk_is_full
@@ -37,7 +35,7 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event, EventFollower, EventWriter
-from trainctl.runs.status import State, Status, read_status, write_status
+from trainctl.runs.status import State, Status, change_status, write_status
 
 FRUITLESS_RESTARTS = 3
 """Restarts in a row without a new checkpoint after which a launch gives up."""
@@ -48,22 +46,12 @@ _POLL_SECONDS = 0.1
 class PreparedAttempt:
     """An attempt whose files are written, and whose agents are to be started."""
 
-    order: AttemptRequest
+    request: AttemptRequest
     rendered: Rendered
     tag: RunTag
     """Tag of its processes; a process on a single node adds the node's number."""
     lock: int
     """Descriptor of the run's lock, which agents inherit."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchResult:
-    """End of a launch."""
-
-    outcome: Outcome
-    """Outcome of its last attempt."""
-    is_cancelled: bool
-    """Whether a scheduler told both this process and the agents to end."""
 
 
 def run_attempts(
@@ -73,7 +61,7 @@ def run_attempts(
     start: Callable[[PreparedAttempt], Agents],
     replan: Callable[[RunPlan, StopHandler], RunPlan] | None = None,
     restarts_itself: bool = True,
-) -> LaunchResult:
+) -> Outcome:
     """Run the attempt, and those that replace it when it fails, to the end.
 
     Call it in the main thread.
@@ -87,24 +75,19 @@ def run_attempts(
     Raises:
         TrainctlError: The run is in use (exit code 5).
     """
-    run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
+    run, plan = launch.run, launch.plan
     with hold(run) as lock:
         identity = run_id(run)
         loggers = Loggers(run, plan.config, RunTag(identity, run.root), launch.on_event)
         launch = replace(launch, on_event=loggers.on_event)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: StopHandler) -> Outcome:
-            order = launch.start(attempt, plan)
-            rendered = render(order)
+            request = launch.attempt_request(attempt, plan)
+            rendered = render(request)
             rendered.write(attempt)
             tag = RunTag(identity, run.root, attempt.number)
-            return supervise(
-                Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-                lambda: start(PreparedAttempt(order, rendered, tag, lock)),
-                launch.on_event,
-                stop,
-                grace_seconds=launcher.grace_seconds,
-            )
+            prepared = PreparedAttempt(request, rendered, tag, lock)
+            return supervise(prepared, start, launch.on_event, stop)
 
         with StopHandler.for_launch(run, plan) as stop, loggers:
             if restarts_itself:
@@ -112,26 +95,18 @@ def run_attempts(
             else:
                 outcome = run_one(launch.attempt, plan, stop)
             loggers.finish(lambda: stop.received is not None)
-        return LaunchResult(outcome, stop.is_cancelled)
+        return replace(outcome, is_cancelled=stop.is_cancelled)
 
 
-def start_one_agent(begun: PreparedAttempt) -> AgentProcess:
+def start_one_agent(attempt: PreparedAttempt) -> AgentProcess:
     """Start the agent of the first node, on this machine."""
-    node = begun.rendered.command.nodes[0]
-    log = begun.order.attempt.agent_log(0)
-    process = start_agent(
-        node.argv,
-        tag=replace(begun.tag, node=0),
-        environment=node.environment,
-        log=log,
-        lock=begun.lock,
-        folder=begun.order.folder,
-    )
-    return AgentProcess(process, log, "the agent", node=0)
+    request, node = attempt.request, attempt.rendered.command.nodes[0]
+    log = request.attempt.agent_log(0)
+    return start_agent(node, tag=attempt.tag, log=log, lock=attempt.lock, folder=request.folder)
 
 
 def start_program(
-    begun: PreparedAttempt,
+    attempt: PreparedAttempt,
     *,
     name: str,
     death_signal: Signals,
@@ -144,13 +119,13 @@ def start_program(
         death_signal: Signal that it gets when this process dies.
         agents: Class that watches the program.
     """
-    log = begun.order.attempt.logs / f"{name}.log"
+    log = attempt.request.attempt.logs / f"{name}.log"
     process = start_tied(
-        begun.rendered.commands[0],
-        tag=begun.tag,
-        environment=begun.rendered.command.nodes[0].environment,
+        attempt.rendered.commands[0],
+        tag=attempt.tag,
+        environment=attempt.rendered.command.nodes[0].environment,
         log=log,
-        lock=begun.lock,
+        lock=attempt.lock,
         death_signal=death_signal,
     )
     return agents(process, log, name)
@@ -219,129 +194,108 @@ def _saved_step(run: RunPaths) -> int:
 
 def _give_up(run: RunPaths, outcome: Outcome, why: str) -> Outcome:
     outcome = replace(outcome, message=f"{outcome.message}; {why}")
-    status = read_status(run)
-    if status is not None:
-        state, code = outcome.state, outcome.exit_code
-        write_status(run, status.changed(state, exit_code=code, message=outcome.message))
+    change_status(run, outcome.state, outcome.exit_code, outcome.message)
     return outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """The attempt to supervise."""
-
-    run: RunPaths
-    paths: AttemptPaths
-    tag: RunTag
-    """Tag of its processes."""
-    ranks: int
-    """Number of ranks."""
-
-
 def supervise(
-    attempt: Attempt,
-    start: Callable[[], Agents],
+    attempt: PreparedAttempt,
+    start: Callable[[PreparedAttempt], Agents],
     on_event: Callable[[Event], None],
     stop: StopHandler,
-    *,
-    grace_seconds: float,
 ) -> Outcome:
     """Start the agents, pass on records, and return when no process of the attempt is left here.
 
     Args:
         on_event: Called with each record of the attempt.
         stop: Signals and time limit; its context is entered.
-        grace_seconds: Time between SIGTERM and SIGKILL.
     """
-    now = time.time()
-    status = Status(
-        state=State.starting,
-        attempt=attempt.paths.number,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        started=now,
-        updated=now,
-    )
-    write_status(attempt.run, status)
-    records = _Records(attempt, on_event, stop)
-    with EventWriter(attempt.run.events, attempt.paths.number) as writer:
-        writer.write("launch", host=status.host, pid=status.pid, ranks=attempt.ranks)
-        agents = start()
+    run, plan, number = attempt.request.run, attempt.request.plan, attempt.request.attempt.number
+    grace_seconds = plan.config.launcher.grace_seconds
+    status = Status.begin(State.starting, number)
+    write_status(run, status)
+    records = _Records(run, number, on_event, stop)
+    with EventWriter(run.events, number) as writer:
+        writer.write("launch", host=status.host, pid=status.pid, ranks=plan.mesh.world_size)
+        agents = start(attempt)
         try:
-            stop.forward_to(agents, attempt.tag)
-            deadline = None
-            told = False
-            while agents.poll() is None:
-                records.poll()
-                stop.check_time()
-                if stop.asked and not told:
-                    told = True
-                    _say_stopping(writer, stop)
-                if status.state is State.starting and records.has_started:
-                    status = _say_running(attempt.run, status)
-                if deadline is None and (stop.received or records.failure):
-                    deadline = time.monotonic() + grace_seconds + agents.margin_seconds
-                if deadline is not None and time.monotonic() > deadline:
-                    sweep(attempt.tag, grace_seconds=0)
-                time.sleep(_POLL_SECONDS)
+            _watch(attempt, agents, records, stop, status, writer)
         except BaseException as error:  # raised by on_event
             agents.terminate()
             sweep(attempt.tag, grace_seconds=grace_seconds)
-            write_status(attempt.run, status.changed(State.failed, message=f"launcher: {error}"))
+            write_status(run, status.changed(State.failed, message=f"launcher: {error}"))
             raise
         stuck = sweep(attempt.tag, grace_seconds=grace_seconds)
         code = agents.returncode
         assert code is not None
         records.poll()
         if stop.received and not stuck:
-            clean_temporary(attempt.run)  # of a save that the signal interrupted
-        if code != 0 and not records.failure and not stop.received and not stop.interrupted:
-            failure = agents.describe_death()
-            # The disk may be full even if this short record still fits into its file's last page.
-            if disk_is_full(attempt.run.root):
-                failure |= _full_disk(attempt, os.strerror(errno.ENOSPC))
-            try:
-                writer.write("failure", **failure)
-                records.poll()
-            except OSError as error:
-                failure |= _full_disk(attempt, error.strerror or str(error))
-            # HostReport the failure even if its record could not be written or read back.
-            records.failure = records.failure or failure
+            clean_temporary(run)  # of a save that the signal interrupted
+        if code != 0 and not (records.failure or stop.received or stop.interrupted):
+            _record_death(agents, records, writer, run)
         outcome = _outcome(code, stop, records, stuck)
         with suppress(OSError):  # on a full disk, the outcome's message must be enough
             write_status(
-                attempt.run,
+                run,
                 status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
             )
         return outcome
 
 
-def _say_stopping(writer: EventWriter, stop: StopHandler) -> None:
-    """Record that the ranks were asked to save and end. A full disk is reported by the ranks."""
-    with suppress(OSError):
-        writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
+def _watch(
+    attempt: PreparedAttempt,
+    agents: Agents,
+    records: _Records,
+    stop: StopHandler,
+    status: Status,
+    writer: EventWriter,
+) -> None:
+    """Pass on records and requests to stop until the agents end; kill what outlives its grace."""
+    grace_seconds = attempt.request.plan.config.launcher.grace_seconds
+    stop.forward_to(agents, attempt.tag)
+    deadline = float("inf")
+    is_running = is_stop_recorded = False
+    while agents.poll() is None:
+        records.poll()
+        stop.check_time()
+        if stop.asked and not is_stop_recorded:
+            is_stop_recorded = True
+            with suppress(OSError):  # a full disk, which the ranks report
+                writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
+        if records.has_started and not is_running:
+            with suppress(OSError):  # a file system that fails for a moment: try again
+                write_status(attempt.request.run, status.changed(State.running))
+                is_running = True
+        if stop.received or records.failure:
+            latest = time.monotonic() + grace_seconds + agents.margin_seconds
+            deadline = min(deadline, latest)
+        if time.monotonic() > deadline:
+            sweep(attempt.tag, grace_seconds=0)
+        time.sleep(_POLL_SECONDS)
 
 
-def _say_running(run: RunPaths, status: Status) -> Status:
-    """Write the status `running`; return the old status if that fails, to try again later.
-
-    A file system that fails for a moment must not end a run.
-    """
-    running = status.changed(State.running)
+def _record_death(agents: Agents, records: _Records, writer: EventWriter, run: RunPaths) -> None:
+    """Record an error exit that no agent has recorded."""
+    failure = agents.describe_death()
+    # The disk may be full even if this short record still fits into its file's last page.
+    if disk_is_full(run.root):
+        failure |= _full_disk(run, os.strerror(errno.ENOSPC))
     try:
-        write_status(run, running)
-    except OSError:
-        return status
-    return running
+        writer.write("failure", **failure)
+        records.poll()
+    except OSError as error:
+        failure |= _full_disk(run, error.strerror or str(error))
+    # Report the failure even if its record could not be written or read back.
+    records.failure = records.failure or failure
 
 
 class _Records:
     """Passes records on, and keeps the first failure and the `end` record."""
 
     def __init__(
-        self, attempt: Attempt, on_event: Callable[[Event], None], stop: StopHandler
+        self, run: RunPaths, attempt: int, on_event: Callable[[Event], None], stop: StopHandler
     ) -> None:
-        self._follower = EventFollower(attempt.run.events, attempt.paths.number)
+        self._follower = EventFollower(run.events, attempt)
         self._on_event = on_event
         self._stop = stop
         self.failure: Event | None = None
@@ -372,11 +326,11 @@ def _is_behind(event: Event, first: Event) -> bool:
     )
 
 
-def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
+def _full_disk(run: RunPaths, reason: str) -> dict[str, Any]:
     """Return fields of a failure for when no process can write a record."""
     return {
         "cause": Cause.disk_full.value,
-        "message": f"the run stopped: nothing more can be written to {attempt.run.root} ({reason})",
+        "message": f"the run stopped: nothing more can be written to {run.root} ({reason})",
         "hint": Cause.disk_full.hint,
     }
 

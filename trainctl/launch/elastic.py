@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from trainctl.config.hosts import Host
 from trainctl.errors import TrainctlError
-from trainctl.launch import rank_command
 from trainctl.launch.host_checks import HostCheckResult, HostGroup, check_hosts
 from trainctl.launch.interface import LaunchRequest
+from trainctl.launch.rank_command import user_code_folder
 from trainctl.launch.stop import StopHandler
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
@@ -24,12 +24,12 @@ LOOK_SECONDS = 2.0
 class ElasticPlanner:
     """Finds hosts for the next attempt: all nodes if they answer, fewer if that is allowed.
 
-    `site` has the hosts that the next attempt runs on.
+    `group` has the hosts that the next attempt runs on.
 
     Args:
         launch: The launch, with the plan for all nodes.
         hosts: All hosts.
-        site: The hosts as they answered before the start.
+        group: The hosts as they answered before the start.
         on_wait: Called with the number of hosts that answer and the names of the missing ones, when
             waiting begins and when they change.
     """
@@ -38,10 +38,10 @@ class ElasticPlanner:
         self,
         launch: LaunchRequest,
         hosts: tuple[Host, ...],
-        site: HostGroup,
+        group: HostGroup,
         on_wait: Callable[[int, list[str]], None],
     ) -> None:
-        self.site = site
+        self.group = group
         self._launch = launch
         self._whole = launch.plan
         self._hosts = hosts
@@ -57,19 +57,19 @@ class ElasticPlanner:
         deadline = time.monotonic() + section_of(self._whole.config, SshConfig).node_wait_seconds
         told: list[str] | None = None
         while True:
-            seen = self._look(self._whole, self._hosts)
-            if seen.site is not None:
-                self.site = seen.site
+            checked = self._look(self._whole, self._hosts)
+            if checked.group is not None:
+                self.group = checked.group
                 return self._whole
-            smaller = self._on_fewer(seen.there)
+            smaller = self._on_fewer(checked.answering)
             if smaller is not None:
                 return smaller
-            missing = [host.name for host in self._hosts if host not in seen.there]
+            missing = [host.name for host in self._hosts if host not in checked.answering]
             if missing != told:
                 told = missing
-                self._on_wait(len(seen.there), missing)
+                self._on_wait(len(checked.answering), missing)
             if stop.is_stopping or time.monotonic() > deadline:
-                raise TrainctlError(_in_vain(seen, missing, len(self._hosts)))
+                raise TrainctlError(_in_vain(checked, missing, len(self._hosts)))
             time.sleep(LOOK_SECONDS)
 
     def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
@@ -81,22 +81,22 @@ class ElasticPlanner:
             smaller = shrink(self._whole, there[:nodes])
             if smaller is None:
                 continue
-            seen = self._look(smaller, there[:nodes])
-            if seen.site is not None:
-                self.site = seen.site
+            checked = self._look(smaller, there[:nodes])
+            if checked.group is not None:
+                self.group = checked.group
                 return smaller
         return None
 
     def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> HostCheckResult:
         launch = self._launch
-        code_folder = rank_command.folder(plan.config, launch.run)
+        code_folder = user_code_folder(plan.config, launch.run)
         return check_hosts(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
 
 
-def _in_vain(seen: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
+def _in_vain(checked: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
     if missing:
-        return f"{len(seen.there)} of {nodes} nodes are there, {', '.join(missing)} not"
-    reasons = [finding.message for finding in seen.findings if finding.is_error]
+        return f"{len(checked.answering)} of {nodes} nodes are there, {', '.join(missing)} not"
+    reasons = [finding.message for finding in checked.findings if finding.is_error]
     return f"the nodes are not fit for another attempt: {'; '.join(reasons)}"
 
 

@@ -71,11 +71,11 @@ class HostGroup:
 class HostCheckResult:
     """Result of probing the hosts."""
 
-    site: HostGroup | None
+    group: HostGroup | None
     """Hosts to start on; None if there is an error among the findings."""
     findings: list[Finding]
     """Errors and warnings."""
-    there: tuple[Host, ...]
+    answering: tuple[Host, ...]
     """Hosts that answered."""
 
 
@@ -116,14 +116,14 @@ def check_hosts(
     findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
     return HostCheckResult(
-        site=None if is_wrong else _site(reports),
+        group=None if is_wrong else _group(reports),
         findings=findings,
-        there=tuple(report.host for report in reports if report.facts is not None),
+        answering=tuple(report.host for report in reports if report.facts is not None),
     )
 
 
 def unprobed_hosts(plan: RunPlan) -> HostGroup:
-    """Return the site as far as it is known before any host is probed."""
+    """Return the group as far as it is known before any host is probed."""
     launcher, hosts = section_of(plan.config, SshConfig), planned_hosts(plan)
     return HostGroup(
         hosts=hosts,
@@ -134,7 +134,7 @@ def unprobed_hosts(plan: RunPlan) -> HostGroup:
     )
 
 
-def _site(reports: Sequence[HostReport]) -> HostGroup:
+def _group(reports: Sequence[HostReport]) -> HostGroup:
     facts = [report.facts for report in reports if report.facts is not None]
     assert len(facts) == len(reports)
     return HostGroup(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainctl.launch import rank_command
-from trainctl.launch.processes import Process
+from trainctl.launch.rank_command import user_code_folder
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_text
 from trainctl.runs.command import AttemptCommand, write_command
-from trainctl.runs.failures import describe
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.records import Event
 from trainctl.runs.status import State
@@ -67,7 +64,7 @@ class LaunchRequest:
     container's working directory.
     """
 
-    def start(self, attempt: AttemptPaths, plan: RunPlan) -> AttemptRequest:
+    def attempt_request(self, attempt: AttemptPaths, plan: RunPlan) -> AttemptRequest:
         """Return the request to start one of its attempts from this process.
 
         Raises:
@@ -80,7 +77,7 @@ class LaunchRequest:
             environment=os.environ,
             cores=cores(),
             rank_command=self.rank_command,
-            folder=rank_command.folder(plan.config, self.run) if self.uses_launch_folder else None,
+            folder=user_code_folder(plan.config, self.run) if self.uses_launch_folder else None,
         )
 
 
@@ -131,6 +128,8 @@ class Outcome:
     log_tail: tuple[str, ...] = ()
     is_transient: bool = False
     """Whether another attempt may end better."""
+    is_cancelled: bool = False
+    """Whether a scheduler told both the launcher and the agents to end."""
 
 
 class Agents(Protocol):
@@ -152,40 +151,3 @@ class Agents(Protocol):
 
     def describe_death(self) -> dict[str, Any]:
         """Return fields of a `failure` record, after an error exit that no agent has recorded."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentProcess:
-    """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
-
-    process: Process
-    log: Path
-    name: str
-    """Name of the process in the message about its death."""
-    node: int | None = None
-    """Number of its node; None if it stands for all of them."""
-    margin_seconds: float = 1.0
-    """Seconds beyond the grace that it may take to end its ranks and itself."""
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.returncode
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def describe_death(self) -> dict[str, Any]:
-        assert self.process.returncode is not None
-        fields = describe(self.process.returncode, self.log)
-        where = f"node {self.node}, " if self.node is not None else ""
-        fields["message"] = f"{self.name} ({where}process {self.process.pid}) {fields['message']}"
-        return {
-            "rank": None,
-            "node": self.node,
-            "host": socket.gethostname(),
-            "pid": self.process.pid,
-            **fields,
-        }

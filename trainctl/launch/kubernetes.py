@@ -14,8 +14,6 @@ import hashlib
 import json
 import os
 import re
-import socket
-import time
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,21 +22,20 @@ from trainctl.config.environment_references import references
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
-from trainctl.errors import Finding, TrainctlError
-from trainctl.launch import rank_command
+from trainctl.errors import Finding
 from trainctl.launch.config_checks import check_kubernetes
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
-from trainctl.launch.processes import run_tool
-from trainctl.launch.rank_command import rank_variables
+from trainctl.launch.rank_command import attempt_command, rank_variables
+from trainctl.launch.scheduler import run_tool, submit
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
-from trainctl.runs.command import AttemptCommand, NodeCommand
-from trainctl.runs.job import SchedulerJob, write_job
+from trainctl.runs.command import AttemptCommand
+from trainctl.runs.job import SchedulerJob
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
-from trainctl.runs.status import State, Status, write_status
+from trainctl.runs.status import State
 
 MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"
@@ -72,46 +69,35 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return findings
 
 
-def render(start: AttemptRequest) -> Rendered:
+def render(request: AttemptRequest) -> Rendered:
     """Return the manifest and the command that applies it. Pure."""
-    plan, run, attempt = start.plan, start.run, start.attempt
+    plan, run, attempt = request.plan, request.run, request.attempt
     # Only the pods know the values of variables that the configuration refers to.
     unknown = dict.fromkeys(references(plan.config), REDACTED)
-    start = replace(start, environment={**start.environment, **unknown})
+    request = replace(request, environment={**request.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
     manifest = kinds[_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
     kubectl = _kubectl(_section(plan).kubernetes_namespace)
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     return Rendered(
-        command=pod_command(start),
+        command=pod_command(request),
         commands=((*kubectl, "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
     )
 
 
-def pod_command(start: AttemptRequest) -> AttemptCommand:
+def pod_command(request: AttemptRequest) -> AttemptCommand:
     """Return the command of an attempt's pods, which the agents read from the run directory."""
-    plan, run, attempt = start.plan, start.run, start.attempt
-    launcher, nodes = _section(plan), plan.hardware.nodes
-    python = launcher.kubernetes_python
-    name = job_name(run)
-    number = ("--attempt", str(attempt.number))
-    agent = (python, "-P", "-m", "trainctl.launch.agent", str(run.root), *number)
-    variables = rank_variables(plan, attempt, start.environment, threads=start.threads)
-    if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
+    launcher, nodes = _section(request.plan), request.plan.hardware.nodes
+    name = job_name(request.run)
+    variables = rank_variables(request)
+    if request.plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
-    return AttemptCommand(
-        nodes=tuple(
-            NodeCommand(
-                node=node,
-                host=pod_host(name, node),
-                argv=(*agent, "--node", str(node)),
-                environment=variables,
-            )
-            for node in range(nodes)
-        ),
-        ranks_per_node=start.ranks_per_node,
-        **rank_command.of_ranks(start, python=python),
+    return attempt_command(
+        request,
+        [pod_host(name, node) for node in range(nodes)],
+        [variables] * nodes,
+        python=launcher.kubernetes_python,
         port=launcher.port or _PORT,
         address=pod_host(name, 0) if nodes > 1 else None,
     )
@@ -283,31 +269,18 @@ def run_launch(launch: LaunchRequest) -> Outcome:
         TrainctlError: kubectl is missing or refuses the manifest (exit code 4).
     """
     run, attempt, plan = launch.run, launch.attempt, launch.plan
-    rendered = render(launch.start(attempt, plan))
-    now = time.time()
+    rendered = render(launch.attempt_request(attempt, plan))
+    space, kind = _section(plan).kubernetes_namespace, _section(plan).kubernetes_api.value
+    name = job_name(run)
     with hold(run):
         rendered.write(attempt)
-        status = Status(
-            state=State.queued,
-            attempt=attempt.number,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=now,
-            updated=now,
+        submit(
+            rendered.commands[0],
+            [(run, attempt)],
+            kind="kubernetes",
+            job_id=lambda *_: f"{space or ''}/{kind}/{name}",
         )
-        write_status(run, status)
-        try:
-            run_tool(rendered.commands[0])
-        except TrainctlError as error:
-            code = int(error.exit_code)
-            write_status(run, status.changed(State.failed, exit_code=code, message=error.message))
-            raise
-        space = _section(plan).kubernetes_namespace
-        kind = _section(plan).kubernetes_api.value
-        identity = f"{space or ''}/{kind}/{job_name(run)}"
-        host = socket.gethostname()
-        write_job(attempt, SchedulerJob(kind="kubernetes", id=identity, submitted=now, host=host))
-    return Outcome(exit_code=0, state=State.queued, message=f"{kind} {job_name(run)} is submitted")
+    return Outcome(exit_code=0, state=State.queued, message=f"{kind} {name} is submitted")
 
 
 def cancel(job: SchedulerJob) -> None:

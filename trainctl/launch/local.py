@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,10 @@ from trainctl.engines import patch_checks as declared
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import preflight
 from trainctl.hardware.storage import lacking_space
-from trainctl.launch import rank_command
 from trainctl.launch.attempts import run_attempts, start_one_agent
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
-from trainctl.launch.rank_command import rank_variables
+from trainctl.launch.rank_command import attempt_command, rank_variables
 from trainctl.plan.types import RunPlan
-from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import run_id
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag, sweep
@@ -26,30 +23,13 @@ from trainctl.runs.processes import RunTag, sweep
 _LEFTOVER_GRACE_SECONDS = 1.0
 
 
-def render(start: AttemptRequest) -> Rendered:
+def render(request: AttemptRequest) -> Rendered:
     """Render what `run_launch` starts for an attempt. Pure: reads and starts nothing."""
-    plan, run, attempt = start.plan, start.run, start.attempt
-    agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
-    on_cpu = plan.hardware.accelerator is Accelerator.cpu
-    node = NodeCommand(
-        node=0,
-        host=socket.gethostname(),
-        argv=(*agent, "--attempt", str(attempt.number), "--node", "0"),
-        environment=rank_variables(
-            plan,
-            attempt,
-            start.environment,
-            threads=start.threads,
-            network={"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else None,
-        ),
-    )
-    command = AttemptCommand(
-        nodes=(node,),
-        ranks_per_node=start.ranks_per_node,
-        **rank_command.of_ranks(start),
-        port=plan.config.launcher.port,
-    )
-    return Rendered(command=command, commands=(node.argv,))
+    on_cpu = request.plan.hardware.accelerator is Accelerator.cpu
+    variables = rank_variables(request, {"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else None)
+    port = request.plan.config.launcher.port
+    command = attempt_command(request, [socket.gethostname()], [variables], port=port)
+    return Rendered(command=command, commands=(command.nodes[0].argv,))
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -86,7 +66,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     with hold(run):
         # Finds processes only if an earlier attempt's launcher and agent were killed at once.
         sweep(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
-        return run_attempts(launch, render=render, start=start_one_agent).outcome
+        return run_attempts(launch, render=render, start=start_one_agent)
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

@@ -6,22 +6,19 @@ import math
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from trainctl.errors import ExitCode, Finding
-from trainctl.launch import rank_command
 from trainctl.launch.attempts import run_attempts, start_program
 from trainctl.launch.config_checks import check_mpi, hosts_in
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
 from trainctl.launch.local import require_space
-from trainctl.launch.rank_command import rank_variables
+from trainctl.launch.rank_command import attempt_command, rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.mpi import MpiConfig, MpiFlavor
 from trainctl.plan.types import RunPlan
-from trainctl.runs.command import AttemptCommand, NodeCommand
 
 NO_PROGRAM = "TC162"
 
@@ -43,29 +40,26 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*findings, *check_mpi(plan.config, plan.hardware)]
 
 
-def render(start: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
+def render(request: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
     """Render the commands that `run_launch` starts. Pure.
 
     Args:
         hosts: Hosts of the hostfile; empty where a scheduler knows them, this machine being the
             first.
     """
-    plan, nodes = start.plan, start.plan.hardware.nodes
-    variables = rank_variables(plan, start.attempt, start.environment, threads=start.threads)
-    number = ("--attempt", str(start.attempt.number))
-    argv = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(start.run.root), *number)
+    plan, nodes = request.plan, request.plan.hardware.nodes
+    variables = rank_variables(request)
     names = (*hosts[:nodes], *[""] * (nodes - len(hosts))) if hosts else ("",) * nodes
-    command = AttemptCommand(
-        nodes=tuple(
-            NodeCommand(node=node, host=names[node], argv=argv, environment=variables)
-            for node in range(nodes)
-        ),
-        ranks_per_node=start.ranks_per_node,
-        **rank_command.of_ranks(start),
+    command = attempt_command(
+        request,
+        names,
+        [variables] * nodes,
+        is_numbered=False,
         port=plan.config.launcher.port,
         address=(names[0] or socket.gethostname()) if nodes > 1 else None,
     )
-    return Rendered(command=command, commands=((*_mpirun(plan, variables), *argv),))
+    agent = command.nodes[0].argv
+    return Rendered(command=command, commands=((*_mpirun(plan, variables), *agent),))
 
 
 def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
@@ -101,4 +95,4 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     hostfile = section_of(launch.plan.config, MpiConfig).mpi_hostfile
     hosts = hosts_in(Path(hostfile).read_text(encoding="utf-8")) if hostfile is not None else []
     start = partial(start_program, name="mpirun", death_signal=signal.SIGTERM)
-    return run_attempts(launch, render=partial(render, hosts=hosts), start=start).outcome
+    return run_attempts(launch, render=partial(render, hosts=hosts), start=start)

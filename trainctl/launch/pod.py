@@ -17,7 +17,8 @@ from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
 from trainctl.launch.attempts import PreparedAttempt, run_attempts, start_one_agent
-from trainctl.launch.interface import AgentProcess, LaunchRequest, Rendered
+from trainctl.launch.interface import LaunchRequest, Rendered
+from trainctl.launch.processes import AgentProcess
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command
@@ -64,8 +65,8 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
         write_json(attempt.root / READY, {"done": True})
         return 0
 
-    def start(begun: PreparedAttempt) -> AgentProcess:
-        agent = start_one_agent(begun)
+    def start(prepared: PreparedAttempt) -> AgentProcess:
+        agent = start_one_agent(prepared)
         write_json(attempt.root / READY, {"done": False})
         return agent
 
@@ -73,10 +74,10 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
         LaunchRequest(
             run=run, attempt=attempt, plan=plan, on_event=lambda _: None, uses_launch_folder=False
         ),
-        render=lambda start: Rendered(command=kubernetes.pod_command(start), commands=()),
+        render=lambda request: Rendered(command=kubernetes.pod_command(request), commands=()),
         start=start,
         restarts_itself=False,
-    ).outcome
+    )
     if outcome.message:
         print(outcome.message)
     return outcome.exit_code

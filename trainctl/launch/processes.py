@@ -1,4 +1,4 @@
-"""Processes of a launch: tied to their starter, in the background, over ssh, of a scheduler."""
+"""Start of a launch's processes: agents, tied programs, launchers in the background, ssh."""
 
 from __future__ import annotations
 
@@ -6,55 +6,89 @@ import os
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainctl.config.hosts import Host
-from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.launcher.ssh import SshConfig
+from trainctl.runs.command import NodeCommand
+from trainctl.runs.failures import describe
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag
 
 Process = subprocess.Popen[bytes]
 
-_TOOL_SECONDS = 60
 CONNECT_SECONDS = 10
 _OPEN_FILES = 65_536
 
 
+@dataclass(frozen=True, slots=True)
+class AgentProcess:
+    """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
+
+    process: Process
+    log: Path
+    name: str
+    """Name of the process in the message about its death."""
+    node: int | None = None
+    """Number of its node; None if it stands for all of them."""
+    margin_seconds: float = 1.0
+    """Seconds beyond the grace that it may take to end its ranks and itself."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def describe_death(self) -> dict[str, Any]:
+        assert self.process.returncode is not None
+        fields = describe(self.process.returncode, self.log)
+        where = f"node {self.node}, " if self.node is not None else ""
+        fields["message"] = f"{self.name} ({where}process {self.process.pid}) {fields['message']}"
+        return {
+            "rank": None,
+            "node": self.node,
+            "host": socket.gethostname(),
+            "pid": self.process.pid,
+            **fields,
+        }
+
+
 def start_agent(
-    argv: Sequence[str],
-    *,
-    tag: RunTag,
-    environment: Mapping[str, str],
-    log: Path,
-    lock: int,
-    folder: Path | None = None,
-) -> Process:
+    node: NodeCommand, *, tag: RunTag, log: Path, lock: int, folder: Path | None
+) -> AgentProcess:
     """Start an agent on this machine, in a session of its own: Ctrl-C reaches only the launcher.
 
     It inherits the run's lock, and ends when its launcher does.
 
     Args:
-        environment: Variables added to this process's.
         log: File that stdout and stderr are appended to.
         lock: Descriptor of the run's lock.
         folder: Its working directory; None is the current one.
     """
     with log.open("ab") as stream:
-        return subprocess.Popen(
-            argv,
+        process = subprocess.Popen(
+            node.argv,
             cwd=folder,
-            env=_variables(tag, environment),
+            env=_variables(replace(tag, node=node.node), node.environment),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
             start_new_session=True,
             pass_fds=(lock,),
         )
+    return AgentProcess(process, log, "the agent", node=node.node)
 
 
 def start_tied(
@@ -64,7 +98,6 @@ def start_tied(
     environment: Mapping[str, str] | None = None,
     log: Path,
     lock: int | None = None,
-    folder: Path | None = None,
     has_input: bool = False,
     death_signal: signal.Signals = signal.SIGKILL,
 ) -> Process:
@@ -74,14 +107,12 @@ def start_tied(
         environment: Variables added to this process's.
         log: File that stdout and stderr are appended to.
         lock: Descriptor of the run's lock, if the program is to inherit it.
-        folder: Its working directory; None is the current one.
         has_input: Whether this process writes its stdin, unbuffered; else its stdin is empty.
         death_signal: Signal that it gets when this process ends.
     """
     with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "trainctl.runs.tied_entry", str(int(death_signal)), *argv],
-            cwd=folder,
             env=_variables(tag, environment or {}),
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=stream,
@@ -173,35 +204,3 @@ def allow_many_files() -> None:
 def shell_line(argv: Sequence[str]) -> str:
     """Return a line that makes any shell exec the command, whatever characters it has."""
     return f"exec {shlex.join(argv)}"
-
-
-def run_tool(command: Sequence[str], *, text: str | None = None) -> str:
-    """Run a scheduler's command to its end, and return its output.
-
-    Args:
-        text: Its standard input.
-
-    Raises:
-        TrainctlError: It is not installed, fails, or does not answer within a minute (exit code 4).
-    """
-    try:
-        done = subprocess.run(
-            command, input=text or "", capture_output=True, text=True, timeout=_TOOL_SECONDS
-        )
-    except FileNotFoundError:
-        raise TrainctlError(
-            f"{command[0]} is not installed on this machine",
-            hint=f"repeat this where {command[0]} is",
-            exit_code=ExitCode.environment,
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise TrainctlError(
-            f"{command[0]} does not answer", exit_code=ExitCode.environment
-        ) from None
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise TrainctlError(
-            f"{command[0]} failed: {said[-1] if said else f'exit code {done.returncode}'}",
-            exit_code=ExitCode.environment,
-        )
-    return done.stdout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainctl.config.environment_references import references
 from trainctl.config.registry import trusted_folder_variable
@@ -17,6 +17,7 @@ from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.options.precision import precision_of
 from trainctl.plan import deterministic
 from trainctl.plan.types import RunPlan
+from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.provenance import select
@@ -33,7 +34,7 @@ MIXED_PRECISIONS = ("bf16", "fp16")
 FORK_VARIABLE = "TRAINCTL_FORK_RANKS"
 """Variable that turns forking off if it is 0: every rank then imports for itself."""
 
-TELLING = (
+SILENT_VARIABLES = (
     "NCCL_*",
     "GLOO_*",
     "UCX_*",
@@ -50,7 +51,53 @@ TELLING = (
 """Variables that change how ranks run: on a host without them, ranks differ silently."""
 
 
-def command(
+def attempt_command(
+    request: AttemptRequest,
+    hosts: Sequence[str],
+    variables: Sequence[dict[str, str]],
+    *,
+    python: str = sys.executable,
+    is_numbered: bool = True,
+    address: str | None = None,
+    port: int | None = None,
+) -> AttemptCommand:
+    """Return the commands of an attempt's agents and ranks.
+
+    Args:
+        hosts: Host of each node.
+        variables: Environment variables of each node's agent and ranks.
+        python: Interpreter on the nodes.
+        is_numbered: Whether an agent is told the number of its node; else a scheduler tells it.
+        address: Address of the first node, if agents are not told it when they are started.
+        port: Port of the rendezvous; None takes a free one.
+    """
+    plan, config = request.plan, request.plan.config
+    paths = (str(request.run.root), "--attempt", str(request.attempt.number))
+    agent = (python, "-P", "-m", "trainctl.launch.agent", *paths)
+    own = request.rank_command or rank_argv(config, request.run, request.attempt, python=python)
+    return AttemptCommand(
+        nodes=tuple(
+            NodeCommand(
+                node=node,
+                host=host,
+                argv=(*agent, "--node", str(node)) if is_numbered else agent,
+                environment=of_node,
+            )
+            for node, (host, of_node) in enumerate(zip(hosts, variables, strict=True))
+        ),
+        ranks_per_node=request.ranks_per_node,
+        rank_command=tuple(own),
+        prepare=request.rank_command is None and config.trains_itself,
+        is_users=not config.trains_itself,
+        is_forked=request.rank_command is None and _is_forked(plan),
+        folder=None if request.folder is None else str(request.folder),
+        hidden=hidden_variables(config),
+        address=address,
+        port=port,
+    )
+
+
+def rank_argv(
     config: RunConfig, run: RunPaths, attempt: AttemptPaths, *, python: str = sys.executable
 ) -> tuple[str, ...]:
     """Return the command line of every rank; `python` is the interpreter on its machine."""
@@ -66,20 +113,6 @@ def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ..
     if flag is None or has_own_config(config):
         return ()
     return (flag, str(attempt.deepspeed))
-
-
-def of_ranks(start: AttemptRequest, *, python: str = sys.executable) -> dict[str, Any]:
-    """Return the fields of an `AttemptCommand` about the ranks' command and working directory."""
-    config = start.plan.config
-    own = start.rank_command or command(config, start.run, start.attempt, python=python)
-    return {
-        "rank_command": tuple(own),
-        "prepare": start.rank_command is None and config.trains_itself,
-        "is_users": not config.trains_itself,
-        "is_forked": start.rank_command is None and _is_forked(start.plan),
-        "folder": None if start.folder is None else str(start.folder),
-        "hidden": hidden_variables(config),
-    }
 
 
 def _is_forked(plan: RunPlan) -> bool:
@@ -107,7 +140,7 @@ def hidden_variables(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
+def program_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
     """Return variables for a user's program or function; none for trainctl's trainer.
 
     Besides them every process has `TRAINCTL_RUN_DIR` and `TRAINCTL_ATTEMPT`, and every rank has
@@ -148,7 +181,7 @@ def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str
     }
 
 
-def folder(config: RunConfig, run: RunPaths) -> Path | None:
+def user_code_folder(config: RunConfig, run: RunPaths) -> Path | None:
     """Return the folder that the run was launched from, if the run uses code of the user's.
 
     None if it does not: then any current folder will do.
@@ -180,39 +213,31 @@ def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
             hint=f"add {name} to launcher.forward_environment, or set launcher.environment.{name}",
             severity=Severity.warning,
         )
-        for name in select(shell, TELLING)
+        for name in select(shell, SILENT_VARIABLES)
         if name not in taken
     ]
 
 
 def rank_variables(
-    plan: RunPlan,
-    attempt: AttemptPaths,
-    shell: Mapping[str, str],
-    *,
-    threads: int,
-    network: Mapping[str, str] | None = None,
+    request: AttemptRequest, network: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the variables set for agent and ranks; later sources override, the user's own last.
 
     Args:
-        attempt: Attempt whose files a user's program is told of.
-        shell: The user's environment, which `launcher.forward_environment` selects from.
-        threads: OpenMP threads of a rank, unless the user sets them.
         network: The launcher's variables about the interfaces to use.
 
     Raises:
         TrainctlError: `launcher.environment` refers to a variable that is not set (exit code 4).
     """
-    launcher = plan.config.launcher
+    plan, shell, launcher = request.plan, request.environment, request.plan.config.launcher
     is_deterministic = plan.config.training.deterministic and plan.config.trains_itself
     variables = {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(request.threads),
         # A killed rank's last output must be in its log, and a crash must leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **trusted_folder_variable(),
-        **environment(plan, attempt),
+        **program_variables(plan, request.attempt),
         **(deterministic.VARIABLES if is_deterministic else {}),
         **(network or {}),
     }

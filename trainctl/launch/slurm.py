@@ -16,9 +16,7 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,23 +25,22 @@ from pathlib import Path
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.launch import rank_command
 from trainctl.launch.attempts import run_attempts, start_program
 from trainctl.launch.config_checks import check_path, check_slurm
-from trainctl.launch.interface import AgentProcess, AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
 from trainctl.launch.local import require_space
-from trainctl.launch.processes import run_tool
-from trainctl.launch.rank_command import rank_variables
+from trainctl.launch.processes import AgentProcess
+from trainctl.launch.rank_command import attempt_command, rank_variables
+from trainctl.launch.scheduler import run_tool, submit
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_text
-from trainctl.runs.command import AttemptCommand, NodeCommand
-from trainctl.runs.job import SchedulerJob, write_job
+from trainctl.runs.job import SchedulerJob
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
-from trainctl.runs.status import State, Status, read_status, write_status
+from trainctl.runs.status import State, change_status
 
 _PORTS = range(20_000, 30_000)
 """Ports of the rendezvous where `launcher.port` is null: below the kernel's ephemeral ports."""
@@ -60,43 +57,33 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*check_slurm(plan.config, plan.hardware), *check_path(folder.absolute())]
 
 
-def render(start: AttemptRequest, *, address: str | None = None) -> Rendered:
+def render(request: AttemptRequest, *, address: str | None = None) -> Rendered:
     """Render what `run_launch` starts: `sbatch` from outside, `srun` in an allocation. Pure.
 
     Args:
-        start: The request; the job's own number of cores replaces its `cores` where known.
+        request: The job's own number of cores replaces its `cores` where known.
         address: Address of the first node; None is its name.
     """
-    plan, run, attempt, environment = start.plan, start.run, start.attempt, start.environment
+    plan, attempt, environment = request.plan, request.attempt, request.environment
     nodes = plan.hardware.nodes
     job = environment.get(JOB_VARIABLE)
     hosts = node_names(environment.get("SLURM_JOB_NODELIST", ""))[:nodes]
     own = environment.get("SLURM_CPUS_ON_NODE", "")
-    known = replace(start, cores=int(own)) if own.isdecimal() else start
-    variables = rank_variables(plan, attempt, environment, threads=known.threads)
+    variables = rank_variables(replace(request, cores=int(own)) if own.isdecimal() else request)
     if plan.config.trains_itself and plan.config.launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
-    agent = (sys.executable, "-P", "-m", "trainctl.launch.agent", str(run.root))
-    argv = (*agent, "--attempt", str(attempt.number))
-    command = AttemptCommand(
-        nodes=tuple(
-            NodeCommand(
-                node=node,
-                host=hosts[node] if hosts else "",
-                argv=argv,
-                environment=variables,
-            )
-            for node in range(nodes)
-        ),
-        ranks_per_node=start.ranks_per_node,
-        **rank_command.of_ranks(start),
+    command = attempt_command(
+        request,
+        hosts or [""] * nodes,
+        [variables] * nodes,
+        is_numbered=False,
         port=plan.config.launcher.port or _port(job),
         address=address or (hosts[0] if hosts else None),
     )
     if job is not None:
-        return Rendered(command=command, commands=(_srun(plan, run, attempt, argv),))
+        return Rendered(command=command, commands=(_srun(request, command.nodes[0].argv),))
     script = attempt.root / SCRIPT
-    text = job_script(plan, run, attempt)
+    text = job_script(plan, request.run, attempt)
     return Rendered(
         command=command, commands=(("sbatch", "--parsable", str(script)),), files={SCRIPT: text}
     )
@@ -120,25 +107,22 @@ def submit_sweep(
     """
     tasks = [int(run.root.name) for run, _ in attempts]
     write_text(folder / SCRIPT, array_script(plan, folder, tasks=tasks, parallel=parallel))
-    now = time.time()
-    for run, attempt in attempts:
-        _write_queued(run, attempt, now)
-    try:
-        job = run_tool(("sbatch", "--parsable", str(folder / SCRIPT))).strip().partition(";")[0]
-    except TrainctlError as error:
-        for run, _ in attempts:
-            _set_status(run, State.failed, int(error.exit_code), error.message)
-        raise
-    for run, attempt in attempts:
-        task = f"{job}_{run.root.name}"
-        record = SchedulerJob(kind="slurm", id=task, submitted=now, host=socket.gethostname())
-        write_job(attempt, record)
-    return job
+    output = submit(
+        ("sbatch", "--parsable", str(folder / SCRIPT)),
+        attempts,
+        kind="slurm",
+        job_id=lambda run, output: f"{_job(output)}_{run.root.name}",
+    )
+    return _job(output)
 
 
-def _srun(
-    plan: RunPlan, run: RunPaths, attempt: AttemptPaths, agent: tuple[str, ...]
-) -> tuple[str, ...]:
+def _job(output: str) -> str:
+    """Return the job id in the output of `sbatch --parsable`, which may name the cluster too."""
+    return output.strip().partition(";")[0]
+
+
+def _srun(request: AttemptRequest, agent: tuple[str, ...]) -> tuple[str, ...]:
+    plan, run, attempt = request.plan, request.run, request.attempt
     launcher, nodes = section_of(plan.config, SlurmConfig), plan.hardware.nodes
     container: list[str] = []
     if launcher.slurm_container is not None:
@@ -216,11 +200,10 @@ def run_launch(launch: LaunchRequest) -> Outcome:
         )
     address = _address(names[0]) if plan.hardware.nodes > 1 else None
     start = partial(start_program, name="srun", death_signal=signal.SIGHUP, agents=SrunStep)
-    ended = run_attempts(launch, render=partial(render, address=address), start=start)
-    outcome = ended.outcome
-    if outcome.exit_code == ExitCode.requeue and ended.is_cancelled:
+    outcome = run_attempts(launch, render=partial(render, address=address), start=start)
+    if outcome.exit_code == ExitCode.requeue and outcome.is_cancelled:
         outcome = replace(outcome, exit_code=int(ExitCode.terminated))
-        _set_status(run, outcome.state, outcome.exit_code, outcome.message)
+        change_status(run, outcome.state, outcome.exit_code, outcome.message)
     return outcome
 
 
@@ -267,7 +250,7 @@ def requeue(run: RunPaths) -> None:
         TrainctlError: Slurm refuses (exit code 4).
     """
     job = os.environ[JOB_VARIABLE]
-    _set_status(run, State.queued, None, f"job {job} is requeued")
+    change_status(run, State.queued, None, f"job {job} is requeued")
     run_tool(("scontrol", "requeue", job))
 
 
@@ -280,46 +263,18 @@ def is_preempted() -> bool:
 
 
 def _submit(launch: LaunchRequest) -> Outcome:
-    rendered = render(launch.start(launch.attempt, launch.plan))
-    with hold(launch.run):
-        rendered.write(launch.attempt)
-        return submit(launch.run, launch.attempt, rendered.commands[0])
-
-
-def submit(run: RunPaths, attempt: AttemptPaths, command: Sequence[str]) -> Outcome:
-    """Submit a job and record it in the attempt.
-
-    Raises:
-        TrainctlError: Slurm refuses it (exit code 4).
-    """
-    now = time.time()
-    # Before the job exists: its own launcher writes the next state.
-    _write_queued(run, attempt, now)
-    try:
-        job = run_tool(command).strip().partition(";")[0]
-    except TrainctlError as error:
-        _set_status(run, State.failed, int(error.exit_code), error.message)
-        raise
-    write_job(attempt, SchedulerJob(kind="slurm", id=job, submitted=now, host=socket.gethostname()))
-    return Outcome(exit_code=0, state=State.queued, message=f"job {job} is submitted")
-
-
-def _write_queued(run: RunPaths, attempt: AttemptPaths, now: float) -> None:
-    status = Status(
-        state=State.queued,
-        attempt=attempt.number,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        started=now,
-        updated=now,
-    )
-    write_status(run, status)
-
-
-def _set_status(run: RunPaths, state: State, exit_code: int | None, message: str) -> None:
-    status = read_status(run)
-    if status is not None:
-        write_status(run, status.changed(state, exit_code=exit_code, message=message))
+    run, attempt = launch.run, launch.attempt
+    rendered = render(launch.attempt_request(attempt, launch.plan))
+    with hold(run):
+        rendered.write(attempt)
+        output = submit(
+            rendered.commands[0],
+            [(run, attempt)],
+            kind="slurm",
+            job_id=lambda _, output: _job(output),
+        )
+    message = f"job {_job(output)} is submitted"
+    return Outcome(exit_code=0, state=State.queued, message=message)
 
 
 def _address(name: str) -> str:

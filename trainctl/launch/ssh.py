@@ -9,18 +9,21 @@ from pathlib import Path
 
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.packages import loggers_are_installed
-from trainctl.launch import rank_command
 from trainctl.launch.attempts import PreparedAttempt, run_attempts
 from trainctl.launch.elastic import ElasticPlanner
 from trainctl.launch.host_checks import HostGroup, check_hosts, planned_hosts, unprobed_hosts
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
 from trainctl.launch.processes import ssh
-from trainctl.launch.rank_command import not_forwarded, rank_variables
+from trainctl.launch.rank_command import (
+    attempt_command,
+    not_forwarded,
+    rank_variables,
+    user_code_folder,
+)
 from trainctl.launch.ssh_agents import SshAgents, terminate_on_hosts
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
-from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import last_attempt, run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
@@ -35,7 +38,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
     """
     run = RunPaths(folder)
-    code_folder = rank_command.folder(plan.config, run) if run.record.is_file() else None
+    code_folder = user_code_folder(plan.config, run) if run.record.is_file() else None
     findings = check_hosts(
         plan, planned_hosts(plan), folder, checkpoint_bytes, code_folder
     ).findings
@@ -47,34 +50,23 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*here, *findings, *not_forwarded(plan, os.environ)]
 
 
-def render(start: AttemptRequest, *, site: HostGroup | None = None) -> Rendered:
+def render(request: AttemptRequest, *, group: HostGroup | None = None) -> Rendered:
     """Render an attempt's commands: an ssh for each host. Pure, except that it reads the hostfile.
 
     Args:
-        site: The hosts with their answers; None renders what is known without probing.
+        group: The hosts with their answers; None renders what is known without probing.
     """
-    plan, run, attempt = start.plan, start.run, start.attempt
-    launcher = section_of(plan.config, SshConfig)
-    site = site or unprobed_hosts(plan)
-    python = launcher.python or sys.executable
-    paths = (str(run.root), "--attempt", str(attempt.number))
-    nodes = tuple(
-        NodeCommand(
-            node=node,
-            host=host.name,
-            argv=(python, "-P", "-m", "trainctl.launch.agent", *paths, "--node", str(node)),
-            environment=_environment(start, site, node),
-        )
-        for node, host in enumerate(site.hosts)
+    launcher = section_of(request.plan.config, SshConfig)
+    group = group or unprobed_hosts(request.plan)
+    command = attempt_command(
+        request,
+        [host.name for host in group.hosts],
+        [_environment(request, group, node) for node in range(len(group.hosts))],
+        python=launcher.python or sys.executable,
+        address=group.address,
+        port=group.port,
     )
-    command = AttemptCommand(
-        nodes=nodes,
-        ranks_per_node=start.ranks_per_node,
-        **rank_command.of_ranks(start, python=python),
-        address=site.address,
-        port=site.port,
-    )
-    commands = tuple(ssh(host, launcher, "trainctl.runs.node_entry") for host in site.hosts)
+    commands = tuple(ssh(host, launcher, "trainctl.runs.node_entry") for host in group.hosts)
     return Rendered(command=command, commands=commands)
 
 
@@ -90,50 +82,48 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     """
     run, plan = launch.run, launch.plan
     launcher = section_of(plan.config, SshConfig)
-    hosts, folder = planned_hosts(plan), rank_command.folder(plan.config, run)
-    seen = check_hosts(plan, hosts, run.root, launch.checkpoint_bytes, folder)
-    if seen.site is None:
-        raise TrainctlError.from_findings(seen.findings)
+    hosts, folder = planned_hosts(plan), user_code_folder(plan.config, run)
+    probed = check_hosts(plan, hosts, run.root, launch.checkpoint_bytes, folder)
+    if probed.group is None:
+        raise TrainctlError.from_findings(probed.findings)
 
     def on_wait(there: int, missing: list[str]) -> None:
         with EventWriter(run.events, last_attempt(run)) as events:
             launch.on_event(events.write("waiting", there=there, of=len(hosts), missing=missing))
 
-    group = ElasticPlanner(launch, hosts, seen.site, on_wait)
+    planner = ElasticPlanner(launch, hosts, probed.group, on_wait)
     with hold(run):
         everything = RunTag(run_id(run), run.root)
         sweep(everything, grace_seconds=0)
         if launch.attempt.number > 1:  # agents of a lost launcher may still run
             terminate_on_hosts(hosts, launcher, everything)
 
-        def start(begun: PreparedAttempt) -> SshAgents:
-            team = SshAgents(run, begun.order.attempt, begun.tag, group.site.hosts, launcher)
-            team.start(begun.rendered.command.nodes, begun.order.folder or Path.cwd())
-            return team
+        def start(prepared: PreparedAttempt) -> SshAgents:
+            request, nodes = prepared.request, prepared.rendered.command.nodes
+            agents = SshAgents(run, request.attempt, prepared.tag, planner.group.hosts, launcher)
+            agents.start(nodes, request.folder or Path.cwd())
+            return agents
 
         return run_attempts(
             launch,
-            render=lambda order: render(order, site=group.site),
+            render=lambda request: render(request, group=planner.group),
             start=start,
-            replan=group.replan,
-        ).outcome
+            replan=planner.replan,
+        )
 
 
-def _environment(start: AttemptRequest, site: HostGroup, node: int) -> dict[str, str]:
+def _environment(request: AttemptRequest, group: HostGroup, node: int) -> dict[str, str]:
     """Return the variables of a node's agent and ranks."""
-    plan, host = start.plan, site.hosts[node]
-    launcher = section_of(plan.config, SshConfig)
-    known = replace(start, cores=site.cores[node] or start.cores)
-    variables: dict[str, str] = {}
-    interface = site.interfaces[node]
+    host, interface = group.hosts[node], group.interfaces[node]
+    launcher = section_of(request.plan.config, SshConfig)
+    network: dict[str, str] = {}
     if interface is not None:
-        variables["GLOO_SOCKET_IFNAME"] = interface
+        network["GLOO_SOCKET_IFNAME"] = interface
         if launcher.interfaces.get(host.name, launcher.interface) is not None:
             # Without a setting, NCCL's own choice is better: it knows InfiniBand.
-            variables["NCCL_SOCKET_IFNAME"] = interface
-    variables = rank_variables(
-        plan, start.attempt, start.environment, threads=known.threads, network=variables
-    )
+            network["NCCL_SOCKET_IFNAME"] = interface
+    cores = group.cores[node] or request.cores
+    variables = rank_variables(replace(request, cores=cores), network)
     if host.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in host.devices)
     return variables

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -52,6 +54,13 @@ class Status:
     """Sentence about its end."""
     schema: int = STATUS_SCHEMA
 
+    @classmethod
+    def begin(cls, state: State, attempt: int) -> Status:
+        """Return the status of an attempt that this process starts now."""
+        now = time.time()
+        host, pid = socket.gethostname(), os.getpid()
+        return cls(state=state, attempt=attempt, host=host, pid=pid, started=now, updated=now)
+
     def changed(self, state: State, *, exit_code: int | None = None, message: str = "") -> Status:
         """Return the status with another state, updated now."""
         return replace(self, state=state, exit_code=exit_code, message=message, updated=time.time())
@@ -60,6 +69,13 @@ class Status:
 def write_status(run: RunPaths, status: Status) -> None:
     """Replace `status.json`."""
     write_json(run.status, to_plain(status))
+
+
+def change_status(run: RunPaths, state: State, exit_code: int | None, message: str) -> None:
+    """Replace the state of the newest attempt, if the run has a status."""
+    status = read_status(run)
+    if status is not None:
+        write_status(run, status.changed(state, exit_code=exit_code, message=message))
 
 
 def read_status(run: RunPaths) -> Status | None:
