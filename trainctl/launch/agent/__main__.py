@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 import traceback
-from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from trainctl.engines import patch_checks as declared
+from trainctl.engines import patch_checks
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
+from trainctl.launch.agent.agent_records import AgentRecords
 from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
 from trainctl.launch.agent.guard import SignalGuard, exit_now
 from trainctl.launch.agent.hang_detection import HangDetector, HungRank
@@ -32,10 +31,10 @@ from trainctl.launch.agent.node_identity import (
 )
 from trainctl.launch.agent.ranks import ForkServer, RankExit, start_ranks, watch_ranks
 from trainctl.launch.agent.rendezvous import JoinWatch, NodeRendezvous
-from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
+from trainctl.plan.types import RunPlan
+from trainctl.runs.causes import Cause, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
-from trainctl.runs.failures import describe, effective_return_code, error_line, is_lost_peer
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
@@ -44,8 +43,6 @@ from trainctl.runs.processes import (
     RunTag,
     die_with_parent,
 )
-from trainctl.runs.provenance import redact_argv
-from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
 
 _early_sigterm: list[bool] = []
@@ -101,7 +98,7 @@ class Agent:
         self._tag = tag
         self._launcher_pid = launcher_pid
         self._grace_seconds = 0.0
-        self._codes_are_ours = True
+        self._records = AgentRecords(run, self._attempt, place.node)
 
     def run(self) -> NoReturn:
         """Supervise the ranks, leave no process behind, and exit with the launch's exit code."""
@@ -109,12 +106,14 @@ class Agent:
             code = self._supervise()
         except TrainctlError as error:
             code = int(error.exit_code)
-            self._report(code, message=error.message, hint=error.hint, exit_code=code)
+            self._records.write_failure(
+                code, message=error.message, hint=error.hint, exit_code=code
+            )
         except Exception as error:
             traceback.print_exc()
             message = f"the agent failed: {type(error).__name__}: {error}"
             code = int(ExitCode.internal_error)
-            self._report(code, message=message, exit_code=code)
+            self._records.write_failure(code, message=message, exit_code=code)
         terminate_with_builds(self._tag, grace_seconds=self._grace_seconds)
         for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
             file.unlink(missing_ok=True)
@@ -123,33 +122,22 @@ class Agent:
     def _supervise(self) -> int:
         plan = read_plan(self._attempt.plan)
         # For all ranks of the node; each rank checks again in its own process.
-        declared.require(plan.config)
+        patch_checks.require(plan.config)
         command = read_command(self._attempt)
         if command.folder is not None:  # the launch's folder, which has the user's code
             os.chdir(command.folder)
-        self._grace_seconds = plan.config.launcher.grace_seconds
-        guard = SignalGuard(
-            self._tag,
-            grace_seconds=self._grace_seconds,
-            launcher_pid=self._launcher_pid,
-            on_orphaned=self._report_orphaned,
-            lease_seconds=self._place.lease_seconds,
-            on_preempted=self._report_preempted if sigterm_saves() else None,
-        )
-        guard.start()
-        if _early_sigterm:
-            os.kill(os.getpid(), signal.SIGTERM)
-        launcher = plan.config.launcher
-        nodes = plan.hardware.nodes
+        guard = self._start_guard(plan)
         address, port = self._place.rendezvous or (command.address, command.port)
+        nodes = plan.hardware.nodes
         if nodes > 1:
             set_gloo_interface(address)
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         prepare_ranks(plan, command.ranks_per_node)
         fork_server = (
-            ForkServer(command, launcher.slow_phase_seconds) if command.is_forked else None
+            ForkServer(command, plan.config.launcher.slow_phase_seconds)
+            if command.is_forked
+            else None
         )
-        self._codes_are_ours = plan.config.script is None
         # A user's program needs a port, and `launcher.port` is honoured; else a file is enough.
         is_file = nodes == 1 and port is None and command.prepare
         rendezvous = NodeRendezvous(
@@ -161,169 +149,99 @@ class Agent:
             file=self._attempt.store if is_file else None,
         )
         if command.prepare:
-            from trainctl.data.prepare import assist_preparation, prepare
+            self._prepare_corpus(plan, rendezvous, guard)
+        return self._run_ranks(plan, command, rendezvous, guard, fork_server)
 
-            # All nodes tokenize. With a shared cache, node 0 alone assembles the corpus, and the
-            # others then find it there.
-            if self._node > 0:
-                assist_preparation(plan)
-                rendezvous.await_mark("prepared", guard.block_if_stopping)
-            if self._node == 0:
-                shown = Heartbeat(self._attempt.preparation)
-                prepare(
-                    plan,
-                    self._run,
-                    self._tell_corpus,
-                    lambda text: shown.beat(Phase.start, doing=text),
-                )
-                shown.beat(Phase.start, doing="starting the ranks")
-            else:
-                prepare(plan, self._run, self._tell_corpus)
-            rendezvous.mark("prepared")
+    def _start_guard(self, plan: RunPlan) -> SignalGuard:
+        """Handle signals from now on, with the first one if it came already."""
+        self._grace_seconds = plan.config.launcher.grace_seconds
+        guard = SignalGuard(
+            self._tag,
+            grace_seconds=self._grace_seconds,
+            launcher_pid=self._launcher_pid,
+            on_orphaned=self._report_orphaned,
+            lease_seconds=self._place.lease_seconds,
+            on_preempted=self._records.write_preempted if sigterm_saves() else None,
+        )
+        guard.start()
+        if _early_sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return guard
 
+    def _prepare_corpus(
+        self, plan: RunPlan, rendezvous: NodeRendezvous, guard: SignalGuard
+    ) -> None:
+        """Tokenize the corpus together with the other nodes.
+
+        With a shared cache, node 0 alone assembles the corpus, and the others then find it there.
+        """
+        from trainctl.data.prepare import assist_preparation, prepare
+
+        if self._node > 0:
+            assist_preparation(plan)
+            rendezvous.await_mark("prepared", guard.block_if_stopping)
+            prepare(plan, self._run, self._records.write_corpus)
+        else:
+            heartbeat = Heartbeat(self._attempt.preparation)
+
+            def show(text: str) -> None:
+                heartbeat.beat(Phase.start, doing=text)
+
+            prepare(plan, self._run, self._records.write_corpus, show)
+            show("starting the ranks")
+        rendezvous.mark("prepared")
+
+    def _run_ranks(
+        self,
+        plan: RunPlan,
+        command: AttemptCommand,
+        rendezvous: NodeRendezvous,
+        guard: SignalGuard,
+        fork_server: ForkServer | None,
+    ) -> int:
+        """Start the ranks and watch them to their end; return the launch's exit code."""
+        launcher, is_first = plan.config.launcher, self._node == 0
         code = 0
         oom_kills = host_oom_kills()
+
+        def on_failure(failed: RankExit | HungRank) -> None:
+            nonlocal code
+            if isinstance(failed, RankExit):
+                code = self._records.write_rank_exit(
+                    failed,
+                    command,
+                    host_oom_kills() - oom_kills,
+                    uses_trainctl_codes=plan.config.script is None,
+                )
+            else:
+                code = self._records.write_hang(failed)
+
         # A user's program writes no heartbeats, so their absence means nothing.
-        watch = HangDetector(
+        hangs = HangDetector(
             self._attempt,
             heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
             slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
         )
         # All nodes compile the same operators: node 0 reports them.
-        operators = needed_operators(plan.config, plan.hardware) if self._node == 0 else ()
-        builds = BuildWatch(self._attempt, operators, self._report_build)
-
-        def on_failure(failed: RankExit | HungRank) -> None:
-            nonlocal code
-            if isinstance(failed, RankExit):
-                kills = host_oom_kills() - oom_kills
-                code = self._report_exit(failed, command, kills)
-            else:
-                code = self._report_hung(failed)
-
-        if command.is_users and self._node == 0:
-            with EventWriter(self._run.events, self._attempt.number) as writer:
-                writer.write("program", command=redact_argv(command.rank_command))
-        stopping = guard.block_if_stopping
+        operators = needed_operators(plan.config, plan.hardware) if is_first else ()
+        builds = BuildWatch(self._attempt, operators, self._records.write_build)
         joining = None
-        if command.is_users and self._node == 0 and nodes * command.ranks_per_node > 1:
-            joining = JoinWatch(rendezvous, self._report_not_joined)
+        if command.is_users and is_first:
+            self._records.write_program(command)
+            if len(command.nodes) * command.ranks_per_node > 1:
+                joining = JoinWatch(rendezvous, self._records.write_not_joined)
 
         def look() -> None:
             builds.look()
             if joining is not None:
                 joining.look()
 
-        pids = start_ranks(command, rendezvous, self._tag, fork_server, stopping)
-        if watch_ranks(pids, self._tag, guard, watch, look, self._grace_seconds, on_failure):
+        pids = start_ranks(command, rendezvous, self._tag, fork_server, guard.block_if_stopping)
+        if watch_ranks(pids, self._tag, guard, hangs, look, self._grace_seconds, on_failure):
             if joining is not None:
                 joining.look(at_end=True)
-            rendezvous.wait_for_other_nodes(stopping)
+            rendezvous.wait_for_other_nodes(guard.block_if_stopping)
         return code
-
-    def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
-        """Record the failed rank, or the rank behind its failure; return the launch's exit code."""
-        rank, return_code = ended.rank, ended.return_code
-        where: dict[str, Any] = {"pid": ended.pid}
-        culprit = self._rank_behind(ended.rank, len(command.nodes) * command.ranks_per_node)
-        if culprit is not None:
-            rank, return_code = culprit, 1
-            node = command.nodes[culprit // command.ranks_per_node]
-            where = {"pid": None, "node": node.node, "host": node.host}
-        log = self._attempt.rank_log(rank)
-        return_code = effective_return_code(return_code, log)
-        fields = describe(
-            return_code,
-            log,
-            host_oom_kills=oom_kills,
-            disk_is_full=disk_is_full(self._run.root),
-            uses_trainctl_codes=self._codes_are_ours,
-        )
-        cause = Cause(fields["cause"])
-        code = exit_code(return_code, cause, uses_trainctl_codes=self._codes_are_ours)
-        self._report(code, rank=rank, **where, **fields)
-        return code
-
-    def _report_hung(self, hung: HungRank) -> int:
-        """Record the hung rank, and return the launch's exit code."""
-        code = int(ExitCode.training_failed)
-        self._report(
-            code,
-            rank=hung.rank,
-            pid=hung.pid,
-            cause=Cause.hung.value,
-            message=hung.message,
-            hint="the ranks' logs have the stacks of all that answered",
-            log=str(self._attempt.rank_log(hung.rank)),
-            log_tail=list(hung.details),
-        )
-        return code
-
-    def _rank_behind(self, ended: int, ranks: int) -> int | None:
-        """Return the rank whose error cost the ended rank its connection, if its log shows one.
-
-        A rank that raised may still be unloading its libraries when its peers have already ended.
-        """
-        if not is_lost_peer(error_line(self._attempt.rank_log(ended))):
-            return None
-        for rank in range(ranks):
-            error = error_line(self._attempt.rank_log(rank))
-            if error and not is_lost_peer(error):
-                return rank
-        return None
-
-    def _report(self, launch_exit_code: int, **fields: Any) -> None:
-        """Append a `failure` record. A full disk must not keep the agent from ending the ranks.
-
-        Args:
-            launch_exit_code: Exit code of the launch, if this failure ends it.
-        """
-        record = {
-            "launch_exit_code": launch_exit_code,
-            "rank": None,
-            "node": self._node,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "cause": Cause.reported.value,
-            "exit_code": None,
-            "signal": None,
-            "hint": "",
-            "log": str(self._attempt.agent_log(self._node)),
-            "log_tail": [],
-            **fields,
-        }
-        try:
-            with EventWriter(self._run.events, self._attempt.number) as writer:
-                writer.write("failure", **record)
-        except OSError as error:
-            with suppress(OSError):  # the log is on the same disk
-                print(f"cannot record {record}: {error}", file=sys.stderr)
-
-    def _report_build(self, operator: str, seconds: float | None) -> None:
-        """Record that an operator is being compiled, or that it was compiled in `seconds`."""
-        where = {"node": self._node, "host": socket.gethostname()}
-        with suppress(OSError):  # a full disk, which others will report
-            with EventWriter(self._run.events, self._attempt.number) as writer:
-                writer.write("build", operator=operator, seconds=seconds, **where)
-
-    def _report_not_joined(self, seconds: float) -> None:
-        """Record that ranks of a user's program seem to train without each other."""
-        with suppress(OSError):  # a full disk, which others will report
-            with EventWriter(self._run.events, self._attempt.number) as writer:
-                writer.write("not_joined", seconds=seconds)
-
-    def _tell_corpus(self, message: str) -> None:
-        """Record a message about the tokenized corpus."""
-        print(message, file=sys.stderr, flush=True)
-        with suppress(OSError):  # a full disk, which others will report
-            with EventWriter(self._run.events, self._attempt.number) as writer:
-                writer.write("corpus", message=message, host=socket.gethostname())
-
-    def _report_preempted(self) -> None:
-        """Record the preemption; the launcher then has all ranks save and end."""
-        with suppress(OSError):  # a full disk: nothing could be saved either
-            with EventWriter(self._run.events, self._attempt.number) as writer:
-                writer.write("preempted", node=self._node, host=socket.gethostname())
 
     def _report_orphaned(self, loss: str) -> None:
         """Record the failure and status in place of a launcher that is gone. Only node 0 does."""
@@ -333,7 +251,7 @@ class Agent:
         if self._place.lease_seconds is not None:
             who = "on another machine"
         message = f"the launcher ({who}) {loss}"
-        self._report(
+        self._records.write_failure(
             int(ExitCode.terminated),
             cause=Cause.killed.value,
             message=message,

@@ -58,7 +58,7 @@ def start_ranks(
             None starts each rank as a command.
         check_stop: Called again and again; does not return when this process is to end.
     """
-    variables = rank_variables(command, rendezvous)
+    variables = torchrun_variables(command, rendezvous)
     pids = None
     if fork_server is not None:
         pids = fork_server.fork(variables, check_stop)
@@ -69,7 +69,7 @@ def start_ranks(
     return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
 
 
-def rank_variables(command: AttemptCommand, rendezvous: NodeRendezvous) -> list[dict[str, str]]:
+def torchrun_variables(command: AttemptCommand, rendezvous: NodeRendezvous) -> list[dict[str, str]]:
     """Return the environment variables of each rank of this node, as torchrun sets them."""
     ranks, nodes = command.ranks_per_node, len(command.nodes)
     node, world = rendezvous.node, ranks * nodes
