@@ -19,8 +19,9 @@ from trainctl.config.text import plain
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import split_files
 from trainctl.data import task_workers, tasks
+from trainctl.data.cache_files import cache_folder
 from trainctl.data.corpora import require_unchanged_corpora
-from trainctl.data.corpus import Corpus, build_corpus, cache_folder, tokenize_share
+from trainctl.data.corpus import Corpus, build_corpus, tokenize_share
 from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
 from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import TokenStore
@@ -274,7 +275,7 @@ def test_a_damaged_part_is_made_again(texts, monkeypatch, file, damage):
     shutil.rmtree(corpus.folder)
     damage(sorted(cache_folder().glob(f"store-*/parts/*/{file}"))[1])
     told: list[str] = []
-    assert build_corpus(section(name), ByteTokenizer(), tell=told.append) == corpus
+    assert build_corpus(section(name), ByteTokenizer(), notify=told.append) == corpus
     assert everything() == before
     if file == "part.json" and not told:  # gone: it is a part that was never finished
         return

@@ -18,7 +18,8 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
-from trainctl.data.corpus import Corpus, cache_folder
+from trainctl.data.cache_files import cache_folder
+from trainctl.data.corpus import Corpus
 from trainctl.data.prepare import prepare
 from trainctl.hardware import Hardware
 from trainctl.options.adapter import low_rank

@@ -222,10 +222,10 @@ def test_a_cached_text_of_before_ends_were_kept_is_tokenized_again_where_they_ar
     write_json(record, asdict(whole.as_without_ends()))
     said = []
     plain = with_data(config, packing=Packing.stream)
-    assert not build_corpora(plain, ByteTokenizer(), tell=said.append)["data"].train.ends
+    assert not build_corpora(plain, ByteTokenizer(), notify=said.append)["data"].train.ends
     assert not said and cached_corpora(plain, ByteTokenizer())["data"]
     assert cached_corpora(config, ByteTokenizer())["data"] is None
-    assert build_corpora(config, ByteTokenizer(), tell=said.append)["data"] == whole
+    assert build_corpora(config, ByteTokenizer(), notify=said.append)["data"] == whole
     assert "where documents end" in said[0]
 
 

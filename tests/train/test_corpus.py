@@ -19,9 +19,9 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.files import split_files
+from trainctl.data.cache_files import cache_folder, locked
 from trainctl.data.corpora import require_unchanged_corpora
-from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
-from trainctl.data.corpus_writer import locked
+from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
@@ -160,7 +160,7 @@ def test_a_glob_without_files_says_which(tmp_path):
 def built(texts, **fields):
     """Build the corpus; return it with the messages about the cache."""
     told: list[str] = []
-    return build_corpus(files_config(texts, **fields), ByteTokenizer(), tell=told.append), told
+    return build_corpus(files_config(texts, **fields), ByteTokenizer(), notify=told.append), told
 
 
 def test_the_digest_tells_training_text_from_held_out_text(texts):
@@ -386,6 +386,6 @@ def test_a_function_that_gave_texts_in_the_first_format_is_not_asked_again(tmp_p
     in_format_1(corpus, tmp_path / "old")
     monkeypatch.setattr("trainctl.data.corpus.load", lambda key, name: 1 / 0)
     told: list[str] = []
-    again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", tell=told.append)
+    again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", notify=told.append)
     assert replace(again, folder=corpus.folder) == corpus.as_without_ends()
     assert "older format" in told[0]

@@ -9,7 +9,8 @@ import torch
 from fabricated import fabricate
 from rank_processes import SECONDS, server, tiny_config, tiny_plan
 
-from trainctl.data.corpus import CACHE_VARIABLE, Corpus
+from trainctl.data.cache_files import CACHE_VARIABLE
+from trainctl.data.corpus import Corpus
 from trainctl.data.prepare import prepare
 from trainctl.errors import ExitCode
 from trainctl.runs.atomic import write_json

@@ -16,9 +16,9 @@ from typing import Any
 
 from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.config.text.check import with_source_keys
+from trainctl.data.cache_files import Notify, ignore_message
 from trainctl.data.corpus import (
     Corpus,
-    Tell,
     build_corpus,
     build_users_corpus,
     cached_corpus,
@@ -59,15 +59,11 @@ class _Together:
         self._progress(replace(standing, documents=self._before + self._last))
 
 
-def _unheard(message: str) -> None:
-    """Ignore a message."""
-
-
 def build_corpora(
     config: RunConfig,
     tokenizer: Tokenizer,
     progress: Progress = ignore_progress,
-    tell: Tell = _unheard,
+    notify: Notify = ignore_message,
     *,
     users_folder: Path | None = None,
     workers: int | None = None,
@@ -85,7 +81,7 @@ def build_corpora(
     """
     if config.data.factory is not None:
         assert users_folder is not None
-        made = build_users_corpus(config.data, tokenizer, users_folder, progress, tell)
+        made = build_users_corpus(config.data, tokenizer, users_folder, progress, notify)
         _require_text(made, "data.factory gives")
         return {SINGLE_SOURCE: made}
     found, show = {}, _Together(progress)
@@ -95,7 +91,7 @@ def build_corpora(
                 section,
                 tokenizer,
                 show.next(),
-                tell,
+                notify,
                 section=config.tokenizer,
                 workers=workers,
                 whole=config.data,

@@ -8,7 +8,6 @@ is assembled again from the store of its parts (`trainctl.data`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
+from trainctl.data.cache_files import Notify, cache_folder, ignore_message, locked
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
     bad_text,
-    locked,
     migrate,
     store_chunks,
     tokenize_chunks,
@@ -47,11 +46,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 
-__all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folder"]
-
-CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
-
-Tell = Callable[[str], None]
+__all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus"]
 
 _MOST_REPAIRS = 5
 """Attempts to repair damaged parts before giving up: a disk that fails this often keeps
@@ -59,22 +54,11 @@ failing.
 """
 
 
-def cache_folder() -> Path:
-    """Return the folder of tokenized corpora: TRAINCTL_CACHE_DIR, or the user's cache."""
-    explicit = os.environ.get(CACHE_VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(explicit) if explicit else base / "trainctl"
-
-
-def _unheard(message: str) -> None:
-    """Ignore a message."""
-
-
 def build_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
     progress: Progress = ignore_progress,
-    tell: Tell = _unheard,
+    notify: Notify = ignore_message,
     *,
     section: TokenizerConfig | None = None,
     workers: int | None = None,
@@ -99,15 +83,15 @@ def build_corpus(
             on; or the cache cannot be written (exit code 4).
     """
     if spec_of(config).is_prepared:
-        return _prepared(config, tokenizer, tell)
+        return _prepared(config, tokenizer, notify)
     whole = whole or config
     folder, earlier, files = _cached_at(config, tokenizer, whole, name)
     if spec_of(config).is_tokenized:
-        return _in_place(config, tokenizer, folder, files, tell)
+        return _in_place(config, tokenizer, folder, files, notify)
 
     def tell_of_format_1() -> None:
         if (earlier / "corpus.json").is_file():
-            tell(
+            notify(
                 f"{earlier} has this text in an older format: tokenizing it again; nothing of "
                 "this version needs the folder"
             )
@@ -124,7 +108,7 @@ def build_corpus(
                 folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
             )
 
-        return _from_cache(folder, write, tell, needed)
+        return _from_cache(folder, write, notify, needed)
 
     def do(store: TokenStore, tasks: Sequence[Task]) -> None:
         run_tasks(store, tasks, section=section, workers=workers, show=progress)
@@ -144,7 +128,7 @@ def build_corpus(
                 do(its_store, its_tasks)
                 sources.append(TokenizedSource(source, its, its_store, its_tasks, split_files(its)))
         columns = columns_folder(cache_folder(), whole, sources)
-        with locked(columns, tell):
+        with locked(columns, notify):
             return select_training_documents(
                 whole, sources, columns, workers=1 if section is None else workers, show=progress
             )
@@ -167,7 +151,7 @@ def build_corpus(
                     is_marked=stores_loss_mask(config),
                 )
             except DamagedPart as damage:
-                tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
+                notify(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
                 store.discard(damage.folder)
         raise TrainctlError(
             f"what is written to {store.folder} is read as something else, again and again",
@@ -175,17 +159,17 @@ def build_corpus(
             exit_code=ExitCode.environment,
         )
 
-    return _from_cache(folder, put_together, tell, needed)
+    return _from_cache(folder, put_together, notify, needed)
 
 
-def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+def _prepared(config: DataConfig, tokenizer: Tokenizer, notify: Notify) -> Corpus:
     """Return a corpus that was tokenized and stored elsewhere."""
-    corpus: Corpus = function_of("data", config.kind)(config, tokenizer, tell)
+    corpus: Corpus = function_of("data", config.kind)(config, tokenizer, notify)
     return corpus
 
 
 def _in_place(
-    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
+    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, notify: Notify
 ) -> Corpus:
     """Return a corpus of existing token files: only an index of them is written."""
     every = files_in_order(files.train, files.held_out)
@@ -195,8 +179,8 @@ def _in_place(
         write_corpus(folder, tokenizer, found, BadText, every)
 
     count = f"{len(every):,} file" + ("s" if len(every) > 1 else "")
-    tell(f"nothing to tokenize: the ids of {count} are used where they are")
-    return _from_cache(folder, write, tell)
+    notify(f"nothing to tokenize: the ids of {count} are used where they are")
+    return _from_cache(folder, write, notify)
 
 
 def tokenize_share(
@@ -272,10 +256,10 @@ def cached_corpus(
         TrainctlError: No file matches; or, for existing token files, as `build_corpus`.
     """
     if spec_of(config).is_prepared:
-        return _prepared(config, tokenizer, _unheard)
+        return _prepared(config, tokenizer, ignore_message)
     folder, _, files = _cached_at(config, tokenizer, whole or config, name)
     if spec_of(config).is_tokenized:
-        return _in_place(config, tokenizer, folder, files, _unheard)
+        return _in_place(config, tokenizer, folder, files, ignore_message)
     file = folder / "corpus.json"
     corpus = Corpus.load(file) if file.is_file() else None
     is_too_old = corpus and not corpus.train.ends and _needs_ends(config, whole or config)
@@ -302,7 +286,7 @@ def build_users_corpus(
     tokenizer: Tokenizer,
     folder: Path,
     progress: Progress = ignore_progress,
-    tell: Tell = _unheard,
+    notify: Notify = ignore_message,
 ) -> Corpus:
     """Return the corpus of a config with `data.factory`, in a folder of the run.
 
@@ -331,9 +315,9 @@ def build_users_corpus(
             folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
         )
 
-    with locked(folder, tell):
-        migrate(folder, tell)
-    return _from_cache(folder, write, tell)
+    with locked(folder, notify):
+        migrate(folder, notify)
+    return _from_cache(folder, write, notify)
 
 
 def _needs_ends(config: DataConfig, whole: DataConfig) -> bool:
@@ -353,17 +337,17 @@ def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
 
 
 def _from_cache(
-    folder: Path, write: Callable[[], None], tell: Tell, needs_ends: bool = False
+    folder: Path, write: Callable[[], None], notify: Notify, needs_ends: bool = False
 ) -> Corpus:
     """Return the corpus of a folder, and write it first if it is missing or damaged."""
     corpus, _ = _read(folder, needs_ends)
     if corpus is not None:
         return corpus
-    with locked(folder, tell):  # another launch may be writing it
+    with locked(folder, notify):  # another launch may be writing it
         corpus, problem = _read(folder, needs_ends)
         if corpus is None:
             if problem:
-                tell(f"{folder} is damaged ({problem}): tokenizing the text again")
+                notify(f"{folder} is damaged ({problem}): tokenizing the text again")
             write()
             corpus = Corpus.load(folder / "corpus.json")
     return corpus

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.cache_files import map_array
 from trainctl.data.token_arrays import Joined, LossMask, Span, Tokens, UnmarkedTokens
 from trainctl.errors import ExitCode, TrainctlError
 
@@ -170,11 +170,7 @@ class Corpus:
                 hint="start again: a launch or resume looks it through and tokenizes it anew",
                 exit_code=ExitCode.run_state,
             )
-        with (Path(self.folder) / file).open("rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        if not in_order and hasattr(mmap, "MADV_RANDOM"):  # Windows has none
-            mapped.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(mapped, dtype=dtype)
+        return map_array(Path(self.folder) / file, dtype, in_order=in_order)
 
     def problem(self, *splits: Split) -> str:
         """Describe what is wrong with the files of the splits (default: all); empty if nothing is.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
-import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +18,7 @@ import numpy.typing as npt
 from trainctl.config.text.documents import EXAMPLES, BadText, held_out_threshold
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
+from trainctl.data.cache_files import writing
 from trainctl.data.corpus_record import (
     BLOCK_BYTES,
     ENDS,
@@ -33,39 +32,11 @@ from trainctl.data.corpus_record import (
 )
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
 from trainctl.data.store import TokenStore, files_in_order, shift_line_number
-from trainctl.data.store_part import StorePart, writing
+from trainctl.data.store_part import StorePart
 from trainctl.data.tasks import Task
 from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
-from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json
-
-
-@contextmanager
-def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Lock a corpus folder, which need not exist, so that no other process writes it meanwhile.
-
-    `tell` is called with a sentence before waiting for another process.
-
-    Raises:
-        TrainctlError: The parent folder cannot be written (exit code 4).
-    """
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open_lock(folder.with_suffix(".lock"))
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
-            tell(f"waiting for {holder}, which tokenizes the same text into {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with writing(folder):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
-    finally:
-        os.close(lock)
 
 
 def write_corpus(
@@ -273,7 +244,7 @@ def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
             stream.close()
 
 
-def migrate(folder: Path, tell: Callable[[str], None]) -> None:
+def migrate(folder: Path, notify: Callable[[str], None]) -> None:
     """Add today's checksums to a corpus of format 1, if it matches its digest.
 
     Raises:
@@ -291,7 +262,7 @@ def migrate(folder: Path, tell: Callable[[str], None]) -> None:
         held_out=_with_checksums(folder, old.held_out),
         format=FORMAT,
     )
-    tell(f"{folder} is in an older format: giving it checksums")
+    notify(f"{folder} is in an older format: giving it checksums")
     with writing(folder):
         write_json(record, asdict(replace(new, digest=digest_of_splits(new))))
 

@@ -18,11 +18,8 @@ split of a corpus and a length, and cached:
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import secrets
 import shutil
-import zlib
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,10 +31,17 @@ import numpy.typing as npt
 
 from trainctl.config.schema import OnTooLong, Packing, RunConfig
 from trainctl.config.text.files import digest_of
-from trainctl.data.corpus import Tell, cache_folder
+from trainctl.data.cache_files import (
+    Notify,
+    cache_folder,
+    crc32_of,
+    ignore_message,
+    locked,
+    map_array,
+    write_synced,
+    writing,
+)
 from trainctl.data.corpus_record import Corpus, Split
-from trainctl.data.corpus_writer import locked
-from trainctl.data.store_part import writing
 from trainctl.data.token_arrays import LossMask
 from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
@@ -216,19 +220,14 @@ class _Rooms:
 
 FORMAT = 1
 _TYPES = {"starts": "<u8", "lengths": "<u4", "firsts": "<u8"}
-_BLOCK = 1 << 24
-
-
-def _unheard(message: str) -> None:
-    """Ignore a message."""
 
 
 def load_bins(
-    config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard
+    config: RunConfig, corpus: Corpus, split: Split, notify: Notify = ignore_message
 ) -> Bins | None:
     """Return the bins of a side for a run, from the cache or newly packed.
 
-    None if the run does not pack, or the side is empty. `tell` is called with a sentence before
+    None if the run does not pack, or the side is empty. `notify` is called with a sentence before
     waiting for another process, and if the cached bins are damaged.
 
     Raises:
@@ -250,11 +249,11 @@ def load_bins(
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
     bins, _ = _read(folder)
     if bins is None:
-        with locked(folder, tell):
+        with locked(folder, notify):
             bins, problem = _read(folder)
             if bins is None:
                 if problem:
-                    tell(f"{folder} is damaged ({problem}): packing the documents again")
+                    notify(f"{folder} is damaged ({problem}): packing the documents again")
                 _write(folder, _packed(config, corpus, split), of)
                 bins, problem = _read(folder)
                 assert bins is not None, problem
@@ -280,26 +279,26 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     return replace(bins, counts=found.counts)
 
 
-def packed_token_count(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
+def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignore_message) -> int:
     """Return the tokens of a source's training text as a run draws it, including bins' padding.
 
-    The order computes floor((N - 1) / L) samples of length L from this number N. `tell` is called
+    The order computes floor((N - 1) / L) samples of length L from this number N. `notify` is called
     as in `load_bins`, and with how much of the samples is text.
 
     Raises:
         TrainctlError: As `load_bins`.
     """
-    bins = load_bins(config, corpus, corpus.train, tell)
+    bins = load_bins(config, corpus, corpus.train, notify)
     if bins is None:
         return corpus.train.tokens
     tokens = len(bins) * config.training.sequence_length
     is_paired = spec_of(config.data).has_pairs
     if bins.counts:
         told = describe_packing(bins.counts, corpus.held_out.documents)
-        tell(told.replace("conversations", "pairs", 1) if is_paired else told)
+        notify(told.replace("conversations", "pairs", 1) if is_paired else told)
     text = int(bins.lengths.sum(dtype=np.int64))
     how = "a pair in each sample" if is_paired else "best-fit packing"
-    tell(
+    notify(
         f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
         f"{text / max(1, tokens):.2%} of them text, the rest padding"
     )
@@ -337,11 +336,8 @@ def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
             files = {}
             for name, dtype in _TYPES.items():
                 raw = getattr(bins, name).astype(dtype).tobytes()
-                with (temporary / f"{name}.bin").open("wb") as stream:
-                    stream.write(raw)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                files[name] = {"bytes": len(raw), "crc32": zlib.crc32(raw)}
+                size, checksum = write_synced(temporary / f"{name}.bin", raw)
+                files[name] = {"bytes": size, "crc32": checksum}
             record = {**of, "files": files, "counts": bins.counts}
             write_json(temporary / "packing.json", record)
             sync_directory(temporary)
@@ -365,29 +361,11 @@ def _read(folder: Path) -> tuple[Bins | None, str]:
             path = folder / f"{name}.bin"
             if path.stat().st_size != files[name]["bytes"]:
                 return None, f"{path.name} has {path.stat().st_size:,} bytes"
-            if _crc32(path) != files[name]["crc32"]:
+            if crc32_of(path) != files[name]["crc32"]:
                 return None, f"{path.name} has another checksum"
-            arrays[name] = _mapped(path, dtype)
+            arrays[name] = map_array(path, dtype)
     except OSError as error:
         return None, f"{error.filename}: {error.strerror}"
     except (ValueError, TypeError, KeyError):
         return None, "packing.json is none"
     return Bins(**arrays, counts=counts), ""
-
-
-def _crc32(path: Path) -> int:
-    found = 0
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return found
-
-
-def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype)
-    with path.open("rb") as stream:
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):  # Windows has none
-        mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, dtype)

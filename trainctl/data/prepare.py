@@ -38,19 +38,18 @@ def say(message: str) -> None:
 def prepare(
     plan: RunPlan,
     run: RunPaths,
-    tell: Callable[[str], None] = say,
+    notify: Callable[[str], None] = say,
     show: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Tokenize the plan's corpus into the cache and record its location in `corpus.json`.
 
-    `tell` is called with a sentence about each problem of the cache, `show` with the progress in a
-    few words.
+    `notify` is called for each problem of the cache, `show` with the progress in a few words.
 
     Raises:
         TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
             more ids than the model, or the corpus is not the one that this run started with.
     """
-    corpora = build_plan_corpora(plan, tell, show, users_folder=run.users_corpus)
+    corpora = build_plan_corpora(plan, notify, show, users_folder=run.users_corpus)
     kept = require_unchanged_corpora(corpora, run.corpus)
     _check_ends(plan.config, kept)
     check_shard_caches(plan.config, corpora)
@@ -59,7 +58,7 @@ def prepare(
 
 def build_plan_corpora(
     plan: RunPlan,
-    tell: Callable[[str], None] = say,
+    notify: Callable[[str], None] = say,
     show: Callable[[str], None] = lambda _: None,
     *,
     users_folder: Path | None = None,
@@ -81,11 +80,11 @@ def build_plan_corpora(
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     corpora = build_corpora(
-        config, tokenizer, TokenizingProgress(show), tell, users_folder=users_folder
+        config, tokenizer, TokenizingProgress(show), notify, users_folder=users_folder
     )
     for name in sources_of(config.data):
         infilling_settings(config, name)
-    _check_length(plan, corpora, tell)
+    _check_length(plan, corpora, notify)
     return corpora
 
 
@@ -101,7 +100,7 @@ def assist_preparation(plan: RunPlan) -> None:
         tokenize_unclaimed(config, load_tokenizer(config.tokenizer))
 
 
-def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) -> None:
+def _check_length(plan: RunPlan, corpora: Corpora, notify: Callable[[str], None]) -> None:
     """Check that there is as much text as the plan draws.
 
     Raises:
@@ -110,7 +109,7 @@ def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) 
     """
     config, training = plan.config, plan.config.training
     counts = {
-        name: SourceLength(tokens=packed_token_count(config, corpus, tell))
+        name: SourceLength(tokens=packed_token_count(config, corpus, notify))
         for name, corpus in corpora.items()
     }
     if config.data.sources or config.data.stages:
@@ -168,7 +167,7 @@ def load_run_corpora(plan: RunPlan, run: RunPaths) -> Corpora:
 
     def build() -> Corpora:
         tokenizer = load_tokenizer(config.tokenizer)
-        return build_corpora(config, tokenizer, tell=say, users_folder=run.users_corpus)
+        return build_corpora(config, tokenizer, notify=say, users_folder=run.users_corpus)
 
     if config.data.factory is not None:
         return build()

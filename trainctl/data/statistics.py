@@ -78,10 +78,10 @@ def statistics_of(
     for name, source in sources.items():
         bounds = np.concatenate([[0], np.asarray(source.ends[:], dtype=np.int64)])
 
-        def tell(done: int, before: int = before) -> None:
+        def notify(done: int, before: int = before) -> None:
             progress(before + done, whole)
 
-        every = np.concatenate([seen, _hashes(source.tokens, bounds, tell)])
+        every = np.concatenate([seen, _hashes(source.tokens, bounds, notify)])
         seen = np.unique(every)
         found[name] = _of_source(source, bounds, decode, copies=len(every) - len(seen))
         before += len(source.tokens)
@@ -108,14 +108,14 @@ def _of_source(
     )
 
 
-def _hashes(tokens: Tokens, bounds: npt.NDArray[np.int64], tell: Callable[[int], None]) -> Hashes:
+def _hashes(tokens: Tokens, bounds: npt.NDArray[np.int64], notify: Callable[[int], None]) -> Hashes:
     """Return a 64-bit hash of the tokens of each document that is not empty."""
     found = []
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if end > start:
             ids = np.ascontiguousarray(tokens[start:end], dtype=np.uint32)
             found.append(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
-        tell(end)
+        notify(end)
     return np.frombuffer(b"".join(found), dtype=np.uint64)
 
 

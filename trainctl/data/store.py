@@ -27,6 +27,7 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import digest_of, order
 from trainctl.config.text.remote import File, RemoteFile
+from trainctl.data.cache_files import writing
 from trainctl.data.store_part import (
     DamagedPart,
     Origin,
@@ -34,7 +35,6 @@ from trainctl.data.store_part import (
     StorePart,
     put_in_place,
     write_part,
-    writing,
 )
 from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder

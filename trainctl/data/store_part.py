@@ -20,8 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.cache_files import map_array, write_synced
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
-from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import sync_directory, write_json
 
 MANIFEST = "part.json"
 ORIGIN = np.dtype([("piece", "<u4"), ("line", "<u4")])
 HASH_BYTES = 16
-_NOTHING = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,7 @@ class StorePart:
         """
         size, checksum = self.files.get(name, (0, 0))
         try:
-            found = (self.folder / name).stat().st_size
-            raw: Any = np.asarray(np.memmap(self.folder / name, mode="r")) if found else _NOTHING
+            raw: Any = map_array(self.folder / name, "u1", in_order=True)
         except OSError as error:
             raise DamagedPart(self.folder, f"{name}: {error.strerror}") from None
         if (len(raw), zlib.crc32(raw)) != (size, checksum):
@@ -171,18 +168,15 @@ def write_part(
             hashes += hashlib.sha256(utf_8).digest()[:HASH_BYTES]
             text_bytes += len(utf_8)
             progress(len(text))
-        _sync(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
     files = {"ids.bin": (tokens * np.dtype(dtype).itemsize, checksum)}
     arrays = {
         "ends.bin": np.array(ends, dtype="<u8").tobytes(),
         "origin.bin": np.array(origins, dtype=ORIGIN).tobytes(),
         "hash.bin": bytes(hashes),
     }
-    for name, raw in arrays.items():
-        with (folder / name).open("wb") as stream:
-            stream.write(raw)
-            _sync(stream)
-        files[name] = (len(raw), zlib.crc32(raw))
+    files |= {name: write_synced(folder / name, raw) for name, raw in arrays.items()}
     manifest = {
         "dtype": dtype,
         "tokens": tokens,
@@ -203,21 +197,3 @@ def put_in_place(temporary: Path, folder: Path) -> None:
             raise
         shutil.rmtree(temporary, ignore_errors=True)
     sync_directory(folder.parent)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Report an OSError within the context as a TrainctlError of the cache folder (exit code 4)."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainctlError(
-            f"cannot write the tokenized corpus, {folder}: {error.strerror or error}",
-            hint="free space there, or name another folder in TRAINCTL_CACHE_DIR",
-            exit_code=ExitCode.environment,
-        ) from None
-
-
-def _sync(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

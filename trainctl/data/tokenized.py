@@ -17,7 +17,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.cache_files import map_array
 from trainctl.errors import TrainctlError
 
 Ids = npt.NDArray[np.integer]
@@ -274,13 +274,7 @@ def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
     size, width = file.stat().st_size - offset, np.dtype(dtype).itemsize
     if size % width:
         raise _unfit(file, f"{size:,} bytes are no ids of {width} bytes")
-    if size == 0:
-        return np.empty(0, dtype)
-    with file.open("rb") as stream:
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):  # Windows has none
-        mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, dtype, offset=offset)
+    return map_array(file, dtype, offset)
 
 
 def _refuse_unfit(tokenized: Tokenized) -> Tokenized:

@@ -110,7 +110,7 @@ class Trainer:
         self._stepper = Stepper(session, self._batches, self._record, self._before_rewind)
         self._best = self._best_so_far()
         for stream in session.training.streams:
-            stream.tell = self._tell_stream
+            stream.notify = self._tell_stream
 
     def train(self) -> None:
         """Make steps, evaluate and save until the plan's stopping step or a request to stop."""

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 
-from trainctl.data.store_part import writing
+from trainctl.data.cache_files import Notify, crc32_of, writing
 from trainctl.data.streaming.layout import ShardFacts
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import open_lock
@@ -139,7 +139,6 @@ NextUse = Callable[[str], float]
 """Returns when the named shard is needed next: 0 for now, larger for later, infinity
 for never.
 """
-Tell = Callable[[str], None]
 
 
 def choose_evictions(
@@ -187,10 +186,10 @@ class ShardCache:
         facts: Callable[[str], ShardFacts],
         fetch: Fetch,
         next_use: NextUse,
-        tell: Tell,
+        notify: Notify,
     ) -> None:
         self._folder, self._limit = folder, limit
-        self._facts, self._fetch, self._next_use, self._tell = facts, fetch, next_use, tell
+        self._facts, self._fetch, self._next_use, self._tell = facts, fetch, next_use, notify
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -249,13 +248,8 @@ class ShardCache:
             return sum(self._sizes().values())
 
     def _is_whole(self, path: Path) -> bool:
-        facts, crc = self._facts(path.name), 0
-        if path.stat().st_size != facts.size:
-            return False
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 24):
-                crc = zlib.crc32(block, crc)
-        return crc == facts.crc
+        facts = self._facts(path.name)
+        return path.stat().st_size == facts.size and crc32_of(path) == facts.crc
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.config.text.remote import Tell, say
-from trainctl.data.corpus import cache_folder
+from trainctl.config.text.remote import say
+from trainctl.data.cache_files import Notify, cache_folder, writing
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.order import SampleOrder
-from trainctl.data.store_part import writing
 from trainctl.data.streaming.cache import Lookahead, ShardCache
 from trainctl.data.streaming.layout import (
     RECORD,
@@ -58,13 +57,13 @@ _STEPS_APART = 4
 class Stream:
     """A remote corpus as one process of this node reads it.
 
-    `record` is the content of the corpus's `stream.json`. `tell` is called with a sentence before
+    `record` is the content of the corpus's `stream.json`. `notify` is called with a sentence before
     waiting, and may be replaced.
     """
 
     def __init__(self, section: StreamConfig, record: StreamRecord) -> None:
         assert section.url is not None
-        self.tell: Tell = say
+        self.notify: Notify = say
         self.record = record
         self.limit = section.cache_bytes
         self._ahead: Lookahead | None = None
@@ -131,7 +130,7 @@ class Stream:
         return inf if use is None else use
 
     def _tell(self, message: str) -> None:
-        self.tell(message)
+        self.notify(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +164,14 @@ def shard_cache_folder(section: StreamConfig, digest: str) -> Path:
     return base / f"stream-{digest[:24]}-{socket.gethostname()}"
 
 
-def open_streamed_corpus(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+def open_streamed_corpus(section: StreamConfig, tokenizer: Tokenizer, notify: Notify) -> Corpus:
     """Return the remote corpus that a section names, and keep its record locally.
 
     Raises:
         TrainctlError: There is no corpus, it has another tokenizer, or the server does not respond.
     """
     assert section.url is not None
-    record = read_record(section.url, tell)
+    record = read_record(section.url, notify)
     if record.tokenizer != tokenizer.fingerprint:
         raise TrainctlError(
             f"data.url={section.url} was made with another tokenizer than this one",
@@ -242,7 +241,7 @@ def with_streams(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, C
 
 
 def upload_corpus(
-    corpus: Corpus, tokenizer: Tokenizer, place: str, shard_tokens: int, show: Tell
+    corpus: Corpus, tokenizer: Tokenizer, place: str, shard_tokens: int, show: Notify
 ) -> StreamRecord:
     """Write a corpus to remote storage, in the layout that `data=stream` reads.
 

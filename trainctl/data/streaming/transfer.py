@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainctl.config.text.remote import Tell, call_with_retries, file_system_of, is_url, listed, say
+from trainctl.config.text.remote import call_with_retries, file_system_of, is_url, listed, say
+from trainctl.data.cache_files import Notify
 from trainctl.data.streaming.layout import (
     END,
     RECORD,
@@ -48,14 +49,14 @@ def as_url(place: str) -> str:
     return f"file://{Path(place).expanduser().resolve()}"  # not quoted: fsspec decodes no %20
 
 
-def read_record(place: str, tell: Tell = say) -> StreamRecord:
+def read_record(place: str, notify: Notify = say) -> StreamRecord:
     """Read the record of the corpus at a URL or in a folder.
 
     Raises:
         TrainctlError: There is no prepared corpus, or the server does not respond (exit code 4).
     """
     url = f"{as_url(place)}/{RECORD}"
-    text = _text_of(url, tell)
+    text = _text_of(url, notify)
     if text is None:
         raise TrainctlError(
             f"there is no prepared corpus at {place}: it has no {RECORD}",
@@ -65,21 +66,21 @@ def read_record(place: str, tell: Tell = say) -> StreamRecord:
     return StreamRecord.from_json(text, url)
 
 
-def blocks_of_shard(place: str, digest: str, tell: Tell, name: str) -> Iterator[bytes]:
-    """Yield the bytes of a shard of the corpus at `place`. `tell` is called before each wait.
+def blocks_of_shard(place: str, digest: str, notify: Notify, name: str) -> Iterator[bytes]:
+    """Yield the bytes of a shard of the corpus at `place`. `notify` is called before each wait.
 
     Raises:
         TrainctlError: The shard is missing, or the server does not respond (exit code 4).
     """
     url = f"{as_url(place)}/{folder_of(digest)}/{name}"
-    files, _ = listed(url, tell)
+    files, _ = listed(url, notify)
     if not files:
         raise TrainctlError(
             f"{url} is not there",
             hint="write the corpus again: trainctl data prepare ... --to URL",
             exit_code=ExitCode.environment,
         )
-    with files[0].open(tell=tell) as stream:
+    with files[0].open(tell=notify) as stream:
         while block := stream.read(_BLOCK_BYTES):
             yield block
 
@@ -89,20 +90,20 @@ def upload_shards(
     record: StreamRecord,
     sides: dict[str, Side],
     show: Callable[[str], None],
-    tell: Tell = say,
+    notify: Notify = say,
 ) -> StreamRecord:
     """Write a corpus to a URL or into a folder, and return the record with its shards.
 
-    Shards that are there already are not written again. `show` is called with the progress, `tell`
-    before each wait.
+    Shards that exist are not written again. `show` is called with the progress, `notify` before
+    each wait.
 
     Raises:
         TrainctlError: Another corpus is there, or it cannot be written (exit code 4).
     """
     url = as_url(place)
-    _require_same(url, record, tell)
+    _require_same(url, record, notify)
     folder = f"{url}/{folder_of(record.digest)}"
-    there = {file.name: file.size for file in listed(f"{folder}/", tell)[0]}
+    there = {file.name: file.size for file in listed(f"{folder}/", notify)[0]}
     work = [
         (side, number, span)
         for side in SIDES
@@ -117,7 +118,7 @@ def upload_shards(
         documents = (len(raw) - tokens * record.dtype.itemsize) // END.itemsize
         name = name_of(side, number)
         if there.get(name) != len(raw):
-            _put(f"{folder}/{name}", raw, tell)
+            _put(f"{folder}/{name}", raw, notify)
         return ShardFacts(documents, len(raw), zlib.crc32(raw))
 
     facts: dict[str, list[ShardFacts]] = {side: [] for side in SIDES}
@@ -129,12 +130,12 @@ def upload_shards(
                 facts[job[0]].append(made)
             show(f"writing to {place}: {first + len(jobs):,} of {len(work):,} shards")
     whole = replace(record, shards={side: tuple(facts[side]) for side in SIDES})
-    _put(f"{url}/{RECORD}", whole.as_json(), tell)
+    _put(f"{url}/{RECORD}", whole.as_json(), notify)
     return whole
 
 
-def _require_same(url: str, record: StreamRecord, tell: Tell) -> None:
-    text = _text_of(f"{url}/{RECORD}", tell)
+def _require_same(url: str, record: StreamRecord, notify: Notify) -> None:
+    text = _text_of(f"{url}/{RECORD}", notify)
     if text is None:
         return
     other = StreamRecord.from_json(text, f"{url}/{RECORD}")
@@ -146,7 +147,7 @@ def _require_same(url: str, record: StreamRecord, tell: Tell) -> None:
         )
 
 
-def _text_of(url: str, tell: Tell) -> bytes | None:
+def _text_of(url: str, notify: Notify) -> bytes | None:
     """Return the content of a small file, or None if there is none."""
     file_system, path = file_system_of(url)
 
@@ -157,15 +158,15 @@ def _text_of(url: str, tell: Tell) -> bytes | None:
         except FileNotFoundError:
             return None
 
-    found: bytes | None = call_with_retries(look, url, tell=tell)
+    found: bytes | None = call_with_retries(look, url, tell=notify)
     return found
 
 
-def _put(url: str, raw: bytes, tell: Tell) -> None:
+def _put(url: str, raw: bytes, notify: Notify) -> None:
     """Write a file atomically: object stores do so themselves, a local file is renamed."""
     file_system, path = file_system_of(url)
     if url.startswith("file://"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        call_with_retries(partial(write_bytes, Path(path), raw), url, tell=tell)
+        call_with_retries(partial(write_bytes, Path(path), raw), url, tell=notify)
     else:
-        call_with_retries(partial(file_system.pipe_file, path, raw), url, tell=tell)
+        call_with_retries(partial(file_system.pipe_file, path, raw), url, tell=notify)
