@@ -13,12 +13,13 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Dedup
 from trainctl.data import document_selection, tasks
-from trainctl.data.corpus import build_corpus, cached_corpus
+from trainctl.data.corpus import CorpusBuilder, build_corpus
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.dropped_documents import examples_of
 from trainctl.data.quality import measure
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
+from trainctl.plan.mixture import SINGLE_SOURCE
 
 DRAW = random.Random(3)
 WORDS = [f"word{number}" for number in range(4000)]
@@ -57,6 +58,13 @@ def lines(file: Path, texts: list[str], key: str = "text") -> Path:
 def config(*paths: Path, **keys: Any) -> Any:
     keys = {"held_out_fraction": 0.0, **keys}
     return new_section("data", "files", paths=[str(path) for path in paths], **keys)
+
+
+def cached_corpus(section: Any, run_data: Any = None, name: str = SINGLE_SOURCE) -> Corpus | None:
+    builder = CorpusBuilder(
+        config=section, tokenizer=ByteTokenizer(), run_data=run_data or section, name=name
+    )
+    return builder.cached()
 
 
 def documents(corpus: Corpus, side: str = "train") -> list[str]:
@@ -118,7 +126,7 @@ def test_another_threshold_reads_no_text(tmp_path: Path, monkeypatch: pytest.Mon
     keys["filters"] = {"gopher_quality": {"min_stop_words": None, "min_words": 2}}
     more = build_corpus(config(file, **keys), ByteTokenizer())
     assert reasons(more) == {"near": 1}
-    assert cached_corpus(config(file, **keys), ByteTokenizer()) == more
+    assert cached_corpus(config(file, **keys)) == more
 
 
 def test_what_is_held_out_stays_and_its_copies_go(tmp_path: Path) -> None:
@@ -170,8 +178,8 @@ def test_sources_give_way_to_those_before_them(tmp_path: Path) -> None:
         whole = compose([*asked, *more]).config.data
         found = {}
         for name, section in whole.sources.items():
-            corpus = build_corpus(section, ByteTokenizer(), whole=whole, name=name)
-            assert cached_corpus(section, ByteTokenizer(), whole, name) == corpus
+            corpus = build_corpus(section, ByteTokenizer(), run_data=whole, name=name)
+            assert cached_corpus(section, whole, name) == corpus
             found[name] = [*documents(corpus), *documents(corpus, "held_out")]
         return found
 
@@ -199,7 +207,7 @@ def test_a_corpus_is_another_where_other_sources_have_other_texts(tmp_path: Path
 
     def left(*more: str) -> int:
         whole = compose([sources, *more]).config.data
-        corpus = build_corpus(whole.sources["web"], ByteTokenizer(), whole=whole, name="web")
+        corpus = build_corpus(whole.sources["web"], ByteTokenizer(), run_data=whole, name="web")
         return corpus.train.documents
 
     copies = ["data.dedup=exact", "data.dedup_precedence=[books]"]
@@ -222,7 +230,7 @@ def test_a_damaged_part_of_another_source_is_made_again(tmp_path: Path) -> None:
     build_corpus(whole.sources["books"], ByteTokenizer())
     (origin,) = (tmp_path / "cache").glob("store-*/parts/*/origin.bin")
     origin.write_bytes(b"")
-    web = build_corpus(whole.sources["web"], ByteTokenizer(), whole=whole, name="web")
+    web = build_corpus(whole.sources["web"], ByteTokenizer(), run_data=whole, name="web")
     assert documents(web) == TEXTS[10:]
 
 
@@ -281,7 +289,7 @@ def test_the_same_in_any_number_of_processes(
     alone = build_corpus(asked, ByteTokenizer())
     assert documents(alone) == TEXTS[:15] and reasons(alone) == {"exact": 15}
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "another"))
-    together = build_corpus(asked, ByteTokenizer(), section=section, workers=2)
+    together = build_corpus(asked, ByteTokenizer(), tokenizer_section=section, workers=2)
     assert together.digest == alone.digest
 
 
@@ -295,6 +303,11 @@ def test_a_source_of_a_mixture_is_tokenized_in_other_processes(
     whole = compose([asked, "data.dedup=exact"]).config.data
     section = new_section("tokenizer", "byte")
     made = build_corpus(
-        whole.sources["a"], ByteTokenizer(), section=section, workers=2, whole=whole, name="a"
+        whole.sources["a"],
+        ByteTokenizer(),
+        tokenizer_section=section,
+        workers=2,
+        run_data=whole,
+        name="a",
     )
     assert documents(made) == TEXTS[:10]

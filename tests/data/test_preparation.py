@@ -120,7 +120,7 @@ def test_several_processes_make_what_one_makes(texts, tmp_path):
     first = prepare_in(alone, texts)
     shown = []
     second = prepare_in(
-        together, texts, section=TokenizerConfig(), workers=3, progress=shown.append
+        together, texts, tokenizer_section=TokenizerConfig(), workers=3, progress=shown.append
     )
     assert (second.digest, second.bad_text) == (first.digest, first.bad_text)
     assert shown[-1].documents == 331 and shown[-1].size == shown[-1].whole > 0
@@ -132,7 +132,7 @@ def test_several_processes_make_what_one_makes(texts, tmp_path):
 def test_what_is_wrong_in_another_process_is_said_as_in_this_one(texts, tmp_path):
     (texts / "a" / "15.txt").write_bytes(b"good\n\xff\n")
     said = []
-    for more in ({}, {"section": TokenizerConfig(), "workers": 2}):
+    for more in ({}, {"tokenizer_section": TokenizerConfig(), "workers": 2}):
         with pytest.raises(TrainctlError) as caught:
             prepare_in(tmp_path / "cache", texts, **more)
         said.append((caught.value.message, caught.value.hint, caught.value.exit_code))
@@ -150,7 +150,7 @@ def test_a_process_that_is_killed_ends_the_preparation_in_words(texts, tmp_path,
 
     monkeypatch.setattr("trainctl.data.task_workers.subprocess.Popen", start_to_kill)
     with pytest.raises(TrainctlError, match="killed by signal 9") as caught:
-        prepare_in(tmp_path / "cache", texts, section=TokenizerConfig(), workers=2)
+        prepare_in(tmp_path / "cache", texts, tokenizer_section=TokenizerConfig(), workers=2)
     assert caught.value.exit_code == ExitCode.environment
     monkeypatch.undo()
     prepare_in(tmp_path / "cache", texts)
@@ -254,7 +254,7 @@ def test_other_nodes_tokenize_and_the_first_puts_together(texts, tmp_path, monke
     assist_preparation(tiny_plan(config, 1))
     assert not list(tmp_path.glob("cache/corpus-*"))
     calls = []
-    corpus = build_corpus(config.data, ByteTokenizer(), calls.append)
+    corpus = build_corpus(config.data, ByteTokenizer(), progress=calls.append)
     assert corpus.train.documents > 0 and not calls
     (texts / "a" / "01.txt").write_bytes(b"\xff")
     assist_preparation(tiny_plan(config, 1))  # the first node says what is wrong

@@ -21,7 +21,7 @@ from trainctl.config.text.files import split_files
 from trainctl.data import task_workers, tasks
 from trainctl.data.cache_files import cache_folder
 from trainctl.data.corpora import require_unchanged_corpora
-from trainctl.data.corpus import Corpus, build_corpus, tokenize_share
+from trainctl.data.corpus import Corpus, CorpusBuilder, build_corpus
 from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
 from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import TokenStore
@@ -218,19 +218,19 @@ def test_lines_are_counted_in_the_file_and_not_in_the_range(texts, monkeypatch, 
 def test_what_is_tokenized_serves_other_sides_and_a_copy(texts, monkeypatch, tmp_path):
     monkeypatch.setattr(tasks, "TASK_BYTES", SMALL)
     calls = []
-    build_corpus(section("mixed"), ByteTokenizer(), calls.append)
+    build_corpus(section("mixed"), ByteTokenizer(), progress=calls.append)
     count = len(calls)
     assert count == 331
-    build_corpus(section("mixed", held_out_fraction=0.4), ByteTokenizer(), calls.append)
+    build_corpus(section("mixed", held_out_fraction=0.4), ByteTokenizer(), progress=calls.append)
     assert len(calls) == count
     shutil.copytree(texts, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    build_corpus(section("mixed"), ByteTokenizer(), calls.append)
+    build_corpus(section("mixed"), ByteTokenizer(), progress=calls.append)
     assert len(calls) == count
     (tmp_path / "copy" / "a" / "10b.txt").write_text("one more")
-    build_corpus(section("mixed"), ByteTokenizer(), calls.append)
+    build_corpus(section("mixed"), ByteTokenizer(), progress=calls.append)
     assert 1 <= len(calls) - count < 31  # itself, and the files of its group
-    build_corpus(section("mixed", on_bad_text="skip"), ByteTokenizer(), calls.append)
+    build_corpus(section("mixed", on_bad_text="skip"), ByteTokenizer(), progress=calls.append)
     assert len(calls) > count + 300
 
 
@@ -366,13 +366,14 @@ def test_a_packed_text_is_longer_than_its_file(tmp_path):
 def test_shares_are_all_of_it_and_the_corpus_is_joined_from_them(texts, monkeypatch):
     monkeypatch.setattr(tasks, "TASK_BYTES", SMALL)
     config = section("mixed")
-    left = [tokenize_share(config, ByteTokenizer(), (number, 3)) for number in (1, 2, 3)]
+    builder = CorpusBuilder(config=config, tokenizer=ByteTokenizer(), run_data=config)
+    left = [builder.tokenize_share(number, 3) for number in (1, 2, 3)]
     assert left == sorted(left, reverse=True) and left[-1] == 0 < left[1]
     calls: list[PreparationProgress] = []
-    corpus = build_corpus(config, ByteTokenizer(), calls.append)
+    corpus = build_corpus(config, ByteTokenizer(), progress=calls.append)
     assert corpus.digest == BEFORE["mixed"][0] and not calls
     with pytest.raises(TrainctlError, match="one task"):
-        tokenize_share(section("whole"), ByteTokenizer(), (1, 3))
+        replace(builder, config=section("whole")).tokenize_share(1, 3)
 
 
 class WithoutEnd(ByteTokenizer):

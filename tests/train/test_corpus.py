@@ -97,7 +97,7 @@ def test_a_separator_closes_each_document(texts, monkeypatch, workers, max_bytes
         build_corpus(
             files_config(texts, held_out_fraction=0.0, max_bytes=max_bytes, **fields),
             ByteTokenizer(),
-            section=TokenizerConfig(),
+            tokenizer_section=TokenizerConfig(),
             workers=workers,
         )
         for fields in ({}, {"separator": "\n--\n"})
@@ -113,12 +113,12 @@ def test_a_separator_closes_each_document(texts, monkeypatch, workers, max_bytes
 def test_the_cache_is_used_until_a_file_changes(texts):
     config = files_config(texts)
     calls = []
-    first = build_corpus(config, ByteTokenizer(), calls.append)
+    first = build_corpus(config, ByteTokenizer(), progress=calls.append)
     assert len(calls) == 22
-    assert build_corpus(config, ByteTokenizer(), calls.append) == first
+    assert build_corpus(config, ByteTokenizer(), progress=calls.append) == first
     assert len(calls) == 22
     (texts / "3.txt").write_text("changed")
-    second = build_corpus(config, ByteTokenizer(), calls.append)
+    second = build_corpus(config, ByteTokenizer(), progress=calls.append)
     assert len(calls) == 44 and second.digest != first.digest
 
 

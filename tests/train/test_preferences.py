@@ -21,7 +21,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
 from trainctl.config.text.conversations import as_text
 from trainctl.config.text.preferences import pair_of
-from trainctl.data.chat_encoders import preference_encoder
+from trainctl.data.chat_encoders import PreferenceEncoder
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
 from trainctl.data.token_arrays import loss_mask_of, marked_vocab_size, without_marks
@@ -139,7 +139,7 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     prompt = asked(("1+1?", "2"))[:1]
     answers = {key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
-    encoder = preference_encoder(new_section("data", "preferences"), tokenizer)
+    encoder = PreferenceEncoder(new_section("data", "preferences"), tokenizer)
     (found,) = encoder.encode_all([as_text(pair_of({"prompt": prompt, **answers}))])
     theirs = AutoTokenizer.from_pretrained(str(folder))
     write = partial(theirs.apply_chat_template, return_dict=False)
@@ -151,7 +151,7 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
     learnt = [place >= len(asks) for each in whole for place in range(len(each))]
     assert loss_mask_of(stored).tolist() == learnt
     with pytest.raises(TrainctlError, match="no chat template belongs to it"):
-        preference_encoder(new_section("data", "preferences"), ByteTokenizer()).encode_all(
+        PreferenceEncoder(new_section("data", "preferences"), ByteTokenizer()).encode_all(
             [as_text(pair_of({"prompt": prompt, **answers}))]
         )
 
@@ -161,13 +161,13 @@ def test_a_pair_of_which_no_token_is_left_is_bad(monkeypatch):
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text: encode(text.strip()))
     pair = [as_text(pair_of({"prompt": "a", "chosen": "\n", "rejected": "b"}))]
-    (found,) = preference_encoder(new_section("data", "preferences"), tokenizer).encode_all(pair)
+    (found,) = PreferenceEncoder(new_section("data", "preferences"), tokenizer).encode_all(pair)
     assert without_marks(found.astype("<u2")).tolist() == [97, END, 97, 98, END]
     monkeypatch.setattr(tokenizer, "end_of_document", None)
     with pytest.raises(TrainctlError, match="no token for the prompt 'a' or for one of its answer"):
-        preference_encoder(new_section("data", "preferences"), tokenizer).encode_all(pair)
+        PreferenceEncoder(new_section("data", "preferences"), tokenizer).encode_all(pair)
     skips = new_section("data", "preferences", on_bad_text=OnBadText.skip)
-    (found,) = preference_encoder(skips, tokenizer).encode_all(pair)
+    (found,) = PreferenceEncoder(skips, tokenizer).encode_all(pair)
     assert not len(found)
 
 

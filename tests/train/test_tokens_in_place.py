@@ -22,7 +22,7 @@ from trainctl.cli.main import run as run_command
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
-from trainctl.data.corpus import build_corpus, cached_corpus, tokenize_share
+from trainctl.data.corpus import CorpusBuilder, build_corpus
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.token_arrays import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
@@ -83,8 +83,9 @@ def test_the_end_of_a_single_file_is_held_out_and_nothing_is_copied(tmp_path, fo
     assert json.loads((cached / "files.json").read_text()) == [str(file)]
     assert 0 < corpus.unigram_entropy < np.log(257)
     # What a run has of it is what was looked at.
-    assert Corpus.load(cached / "corpus.json") == corpus == cached_corpus(config, ByteTokenizer())
-    assert tokenize_share(config, ByteTokenizer(), (1, 4)) == 0
+    builder = CorpusBuilder(config=config, tokenizer=ByteTokenizer(), run_data=config)
+    assert Corpus.load(cached / "corpus.json") == corpus == builder.cached()
+    assert builder.tokenize_share(1, 4) == 0
 
 
 def test_the_same_tokens_give_the_same_samples_as_our_own(tmp_path):

@@ -11,7 +11,6 @@ from trainctl.cli.console import print_json, printable, put
 from trainctl.config.quality import has_quality_rules
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import sources_of
 
 if TYPE_CHECKING:
     from trainctl.data.dropped_documents import DroppedDocument
@@ -66,7 +65,7 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
         TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
             prepared.
     """
-    from trainctl.data.corpus import cached_corpus
+    from trainctl.data.corpora import cached_corpora
     from trainctl.data.dropped_documents import read_dropped
     from trainctl.data.tokenizer import load_tokenizer
 
@@ -76,8 +75,7 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
             hint="data.dedup, data.filters and data.decontaminate leave some out",
         )
     tokenizer = load_tokenizer(config.tokenizer)
-    for name, section in sources_of(config.data).items():
-        corpus = cached_corpus(section, tokenizer, config.data, name)
+    for name, corpus in cached_corpora(config, tokenizer).items():
         if corpus is None:
             raise TrainctlError(
                 f"the text of {name} is not prepared",

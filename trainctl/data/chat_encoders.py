@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,138 +18,120 @@ from trainctl.config.text.conversations import Learn
 from trainctl.config.text.preferences import ANSWERS
 from trainctl.data.chat_template import CannotRender, ChatTemplate
 from trainctl.data.token_arrays import marked, marked_vocab_size
-from trainctl.data.tokenizer import Encoder, Tokenizer
+from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
 
+PAIR_FORMAT = 1
+"""Version of the encoding of pairs. Raising it has all pairs tokenized again."""
 
-def chat_encoder(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
-    """Return the encoder of a source's conversations.
+Ids = npt.NDArray[np.int64]
+Section = TypeVar("Section", ChatConfig, PreferencesConfig)
+
+
+class _RecordEncoder(Generic[Section]):
+    """Encoder of JSON records as ids with loss marks.
+
+    `vocab_size` bounds the ids with their marks (`data.token_arrays`).
+    """
+
+    end_of_document: int | None = None
+    """None: the template, or the end of an answer, already ends a record."""
+    fingerprint: str
+
+    def __init__(self, section: Section, tokenizer: Tokenizer) -> None:
+        self._section: Section = section
+        self._tokenizer = tokenizer
+        self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
+
+    def encode_all(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the marked ids of each record; no ids for one that `data.on_bad_text` leaves out.
+
+        Raises:
+            TrainctlError: A record cannot be encoded and is not left out.
+        """
+        return [self._encode_or_skip(json.loads(text)) for text in texts]
+
+    def _encode_or_skip(self, record: Mapping[str, Any]) -> Ids:
+        try:
+            ids, loss_mask = self._encode(record)
+        except CannotRender:
+            if self._section.on_bad_text is not OnBadText.skip:
+                raise
+            return np.empty(0, dtype=np.int64)
+        return marked(ids, loss_mask, self._tokenizer.vocab_size)
+
+    def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        raise NotImplementedError
+
+    def _load_template(self) -> ChatTemplate:
+        section = self._section
+        return ChatTemplate.of(
+            self._tokenizer.file, section.chat_template, section.template_arguments
+        )
+
+
+class ChatEncoder(_RecordEncoder[ChatConfig]):
+    """Encoder of conversations, each as the JSON that `data=chat` makes of it.
 
     Raises:
         TrainctlError: There is no chat template.
     """
-    return ChatEncoder(section, tokenizer)
-
-
-class ChatEncoder:
-    """An encoder of conversations, each as the JSON that `data=chat` makes of it.
-
-    `vocab_size` bounds the ids with their marks (`data.token_arrays`).
-    """
-
-    end_of_document: int | None = None
-    """None: the template writes what ends a conversation."""
 
     def __init__(self, section: ChatConfig, tokenizer: Tokenizer) -> None:
-        self._template = template = ChatTemplate.of(
-            tokenizer.file, section.chat_template, section.template_arguments
-        )
-        self._section, self._tokens = section, tokenizer.vocab_size
-        self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
-        of = (tokenizer.fingerprint, template.fingerprint, section.learn.value)
-        self.fingerprint = " ".join(of)
+        super().__init__(section, tokenizer)
+        self._template = self._load_template()
+        parts = (tokenizer.fingerprint, self._template.fingerprint, section.learn.value)
+        self.fingerprint = " ".join(parts)
 
-    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the marked ids of each conversation.
-
-        A conversation that `data.on_bad_text` leaves out has no ids.
-
-        Raises:
-            CannotRender: A conversation cannot be rendered and is not left out.
-        """
-        return [self._encoded(text) for text in texts]
-
-    def _encoded(self, text: str) -> npt.NDArray[np.int64]:
-        said = json.loads(text)
-        try:
-            found = self._template.render(said["messages"], said.get("tools"), self._section.learn)
-        except CannotRender:
-            if self._section.on_bad_text is not OnBadText.skip:
-                raise
-            return np.empty(0, dtype=np.int64)
-        return marked(found.ids, found.loss_mask, self._tokens)
+    def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        found = self._template.render(record["messages"], record.get("tools"), self._section.learn)
+        return found.ids, found.loss_mask
 
 
-FORMAT = 1
-"""Version of the encoding of pairs. Raising it has all pairs tokenized again."""
-
-
-def preference_encoder(section: PreferencesConfig, tokenizer: Tokenizer) -> Encoder:
-    """Return the encoder of a source's pairs."""
-    return PreferenceEncoder(section, tokenizer)
-
-
-class PreferenceEncoder:
-    """An encoder of pairs, each as the JSON that `data=preferences` makes of it.
+class PreferenceEncoder(_RecordEncoder[PreferencesConfig]):
+    """Encoder of pairs, each as the JSON that `data=preferences` makes of it.
 
     Plain texts are tokenized as they are. Prompt and answer are tokenized separately, as when the
     model answers, and the tokenizer's end-of-document id follows each answer. Messages are rendered
     by the chat template, and an answer is everything it adds to the prompt.
-
-    `vocab_size` bounds the ids with their marks (`data.token_arrays`).
     """
 
-    end_of_document: int | None = None
-    """None: each answer already ends with the id."""
-
     def __init__(self, section: PreferencesConfig, tokenizer: Tokenizer) -> None:
-        self._section, self._tokenizer = section, tokenizer
-        self._template: ChatTemplate | None = None
-        self._why_none: TrainctlError | None = None
+        super().__init__(section, tokenizer)
+        self._template: ChatTemplate | TrainctlError
         try:
-            self._template = ChatTemplate.of(
-                tokenizer.file, section.chat_template, section.template_arguments
-            )
+            self._template = self._load_template()
         except TrainctlError as error:  # plain texts need no template
             if section.chat_template is not None:
                 raise
-            self._why_none = error
-        self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
-        template = self._template.fingerprint if self._template is not None else "none"
-        self.fingerprint = f"pairs {FORMAT} {tokenizer.fingerprint} {template}"
+            self._template = error
+        found = self._template
+        template = "none" if isinstance(found, TrainctlError) else found.fingerprint
+        self.fingerprint = f"pairs {PAIR_FORMAT} {tokenizer.fingerprint} {template}"
 
-    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the marked ids of each pair; no ids for a pair that `data.on_bad_text` leaves out.
-
-        Raises:
-            TrainctlError: A pair cannot be encoded and is not left out; or messages have no chat
-                template.
-        """
-        return [self._encoded(json.loads(text)) for text in texts]
-
-    def _encoded(self, pair: Mapping[str, Any]) -> npt.NDArray[np.int64]:
-        write = self._of_texts if isinstance(pair["prompt"], str) else self._of_messages
-        try:
-            ids = [each for key in ANSWERS for each in write(pair, key)]
-            if not all(map(len, ids)):
-                raise CannotRender(
-                    f"the tokenizer has no token for the prompt {pair['prompt']!r:.60} or for one "
-                    "of its answers",
-                    hint="correct the pair, or data.on_bad_text=skip, which leaves such out",
-                )
-        except CannotRender:
-            if self._section.on_bad_text is not OnBadText.skip:
-                raise
-            return np.empty(0, dtype=np.int64)
+    def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        encode = self._encode_texts if isinstance(record["prompt"], str) else self._encode_messages
+        ids = [each for key in ANSWERS for each in encode(record, key)]
+        if not all(map(len, ids)):
+            raise CannotRender(
+                f"the tokenizer has no token for the prompt {record['prompt']!r:.60} or for one "
+                "of its answers",
+                hint="correct the pair, or data.on_bad_text=skip, which leaves such out",
+            )
         loss_mask = np.repeat([False, True, False, True], [len(each) for each in ids])
-        return marked(np.concatenate(ids), loss_mask, self._tokenizer.vocab_size)
+        return np.concatenate(ids), loss_mask
 
-    def _of_texts(
-        self, pair: Mapping[str, Any], key: str
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _encode_texts(self, pair: Mapping[str, Any], key: str) -> tuple[Ids, Ids]:
         answer, end = self._tokenizer.encode(pair[key]), self._tokenizer.end_of_document
         if end is not None and answer[-1:].tolist() != [end]:
             answer = np.append(answer, end)
         return self._tokenizer.encode(pair["prompt"]), answer
 
-    def _of_messages(
-        self, pair: Mapping[str, Any], key: str
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        if self._template is None:
-            assert self._why_none is not None
-            raise self._why_none
+    def _encode_messages(self, pair: Mapping[str, Any], key: str) -> tuple[Ids, Ids]:
+        if isinstance(self._template, TrainctlError):
+            raise self._template
         tools = pair.get("tools")
         prompt = self._template.prompt(pair["prompt"], tools)
         whole = self._template.render([*pair["prompt"], *pair[key]], tools, Learn.all).ids

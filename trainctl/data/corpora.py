@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,8 @@ from typing import Any
 from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.config.text.check import with_source_keys
 from trainctl.data.cache_files import Notify, ignore_message
-from trainctl.data.corpus import (
-    Corpus,
-    build_corpus,
-    build_users_corpus,
-    cached_corpus,
-    can_tokenize_in_parts,
-    tokenize_share,
-)
+from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
+from trainctl.data.corpus_record import Corpus
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
 from trainctl.data.streaming.corpora import with_streams
 from trainctl.data.tokenizer import Tokenizer
@@ -40,23 +35,42 @@ _EXAMPLES = 10
 _NO_TEXT = "see what is in the files, and that the text is where data looks for it (data.text_key)"
 
 
-class _Together:
+class _TotalProgress:
     """Progress callback over several sources: adds the documents of finished sources."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._before, self._last = progress, 0, 0
 
-    def next(self) -> _Together:
+    def start_source(self) -> None:
         """Start counting the next source."""
         self._before, self._last = self._before + self._last, 0
-        return self
 
-    def __call__(self, standing: PreparationProgress) -> None:
-        if not standing.is_tokenizing:
-            self._progress(standing)
-            return
-        self._last = standing.documents
-        self._progress(replace(standing, documents=self._before + self._last))
+    def __call__(self, progress: PreparationProgress) -> None:
+        if progress.is_tokenizing:
+            self._last = progress.documents
+            progress = replace(progress, documents=self._before + self._last)
+        self._progress(progress)
+
+
+def _builders(
+    config: RunConfig, tokenizer: Tokenizer, progress: Progress = ignore_progress, **rest: Any
+) -> Iterator[tuple[str, CorpusBuilder]]:
+    """Yield a builder for each source; `rest` are further fields of it."""
+    total = _TotalProgress(progress)
+    for name, section in sources_of(config.data).items():
+        total.start_source()
+        yield (
+            name,
+            CorpusBuilder(
+                config=section,
+                tokenizer=tokenizer,
+                run_data=config.data,
+                name=name,
+                progress=total,
+                tokenizer_section=config.tokenizer,
+                **rest,
+            ),
+        )
 
 
 def build_corpora(
@@ -70,36 +84,23 @@ def build_corpora(
 ) -> Corpora:
     """Return the corpora of a run, each from the cache if it is there. Sources are built in turn.
 
-    Args:
-        progress: Called with the state of tokenizing as it goes on.
-        tell: Called with a sentence about each problem of the cache.
-        users_folder: Folder of the run for the texts of `data.factory`.
-        workers: Number of processes; None uses one per core.
+    `users_folder` is the run's folder for the texts of `data.factory`. The other arguments are as
+    in `CorpusBuilder`.
 
     Raises:
-        TrainctlError: As `build_corpus`, with keys under `data.sources.NAME`.
+        TrainctlError: As `CorpusBuilder.build`, with keys under `data.sources.NAME`.
     """
     if config.data.factory is not None:
         assert users_folder is not None
         made = build_users_corpus(config.data, tokenizer, users_folder, progress, notify)
         _require_text(made, "data.factory gives")
         return {SINGLE_SOURCE: made}
-    found, show = {}, _Together(progress)
-    for name, section in sources_of(config.data).items():
-        try:
-            found[name] = build_corpus(
-                section,
-                tokenizer,
-                show.next(),
-                notify,
-                section=config.tokenizer,
-                workers=workers,
-                whole=config.data,
-                name=name,
-            )
+    found = {}
+    rest = {"notify": notify, "workers": workers}
+    for name, builder in _builders(config, tokenizer, progress, **rest):
+        with naming_source(config.data, name):
+            found[name] = builder.build()
             _require_text(found[name], "the files of data.paths have")
-        except TrainctlError as error:
-            raise with_source_key(config.data, name, error) from error
     return found
 
 
@@ -130,11 +131,9 @@ def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus 
         TrainctlError: No file of a source matches.
     """
     found = {}
-    for name, section in sources_of(config.data).items():
-        try:
-            found[name] = cached_corpus(section, tokenizer, config.data, name)
-        except TrainctlError as error:
-            raise with_source_key(config.data, name, error) from error
+    for name, builder in _builders(config, tokenizer):
+        with naming_source(config.data, name):
+            found[name] = builder.cached()
     return found
 
 
@@ -156,14 +155,10 @@ def tokenize_shares(
     Raises:
         TrainctlError: As `build_corpora`; or a source's text cannot be divided into tasks.
     """
-    left, show = 0, _Together(progress)
-    for name, section in sources_of(config.data).items():
-        try:
-            left += tokenize_share(
-                section, tokenizer, share, show.next(), section=config.tokenizer, workers=workers
-            )
-        except TrainctlError as error:
-            raise with_source_key(config.data, name, error) from error
+    left = 0
+    for name, builder in _builders(config, tokenizer, progress, workers=workers):
+        with naming_source(config.data, name):
+            left += builder.tokenize_share(*share)
     return left
 
 
@@ -173,26 +168,31 @@ def tokenize_unclaimed(config: RunConfig, tokenizer: Tokenizer) -> None:
     Raises:
         TrainctlError: As `build_corpora`.
     """
-    for name, section in sources_of(config.data).items():
-        cached = cached_corpus(section, tokenizer, config.data, name)
-        if cached is None and can_tokenize_in_parts(section):
-            tokenize_share(section, tokenizer, (1, 1), section=config.tokenizer)
+    for _, builder in _builders(config, tokenizer):
+        if builder.cached() is None and can_tokenize_in_parts(builder.config):
+            builder.tokenize_share(1, 1)
 
 
-def with_source_key(data: DataConfig, name: str, error: TrainctlError) -> TrainctlError:
+@contextmanager
+def naming_source(data: DataConfig, name: str) -> Iterator[None]:
     """Rewrite the keys in an error of a source to their place under `data.sources.NAME`."""
-    if not data.sources:
-        return error
-    moved = partial(with_source_keys, name, data.sources[name])
-    return TrainctlError(
-        f"data.sources.{name}: {moved(error.message)}",
-        hint=moved(error.hint),
-        exit_code=error.exit_code,
-        findings=[
-            replace(each, key=moved(each.key), message=moved(each.message), hint=moved(each.hint))
-            for each in error.findings
-        ],
-    )
+    try:
+        yield
+    except TrainctlError as error:
+        if not data.sources:
+            raise
+        moved = partial(with_source_keys, name, data.sources[name])
+        raise TrainctlError(
+            f"data.sources.{name}: {moved(error.message)}",
+            hint=moved(error.hint),
+            exit_code=error.exit_code,
+            findings=[
+                replace(
+                    each, key=moved(each.key), message=moved(each.message), hint=moved(each.hint)
+                )
+                for each in error.findings
+            ],
+        ) from error
 
 
 def save_corpora(path: Path, corpora: Mapping[str, Corpus]) -> None:

@@ -9,14 +9,17 @@ is assembled again from the store of its parts (`trainctl.data`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from trainctl.config.quality import has_quality_rules
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
-from trainctl.config.text.remote import version_of
+from trainctl.config.text.remote import File, version_of
 from trainctl.data.cache_files import Notify, cache_folder, ignore_message, locked
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
@@ -54,104 +57,171 @@ failing.
 """
 
 
-def build_corpus(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    progress: Progress = ignore_progress,
-    notify: Notify = ignore_message,
-    *,
-    section: TokenizerConfig | None = None,
-    workers: int | None = None,
-    whole: DataConfig | None = None,
-    name: str = SINGLE_SOURCE,
-) -> Corpus:
-    """Return the corpus of a config, from the cache if the same files were tokenized before.
+@dataclass(frozen=True, kw_only=True)
+class CorpusBuilder:
+    """Builder of the corpus of one source.
 
     Any number of processes and machines tokenize the tasks of a store. One process then assembles
-    the corpus. Text that is cut by `data.max_bytes`, and a single document that is divided, is
+    the corpus. Text that is cut by `data.max_bytes`, and a single document that is split, is
     tokenized by one process instead, because its ids depend on where it is cut.
-
-    Args:
-        progress: Called with the state of tokenizing as it goes on.
-        tell: Called with a sentence about each problem of the cache.
-        section: Tokenizer section for worker processes to load; None does all work in this process.
-        workers: Number of processes; None uses one per core.
-        whole: The run's `data` section, if `config` is one of its sources.
-
-    Raises:
-        TrainctlError: No file matches, one cannot be read or has bad text; nothing is left to train
-            on; or the cache cannot be written (exit code 4).
     """
-    if spec_of(config).is_prepared:
-        return _prepared(config, tokenizer, notify)
-    whole = whole or config
-    folder, earlier, files = _cached_at(config, tokenizer, whole, name)
-    if spec_of(config).is_tokenized:
-        return _in_place(config, tokenizer, folder, files, notify)
 
-    def tell_of_format_1() -> None:
-        if (earlier / "corpus.json").is_file():
-            notify(
-                f"{earlier} has this text in an older format: tokenizing it again; nothing of "
-                "this version needs the folder"
+    config: DataConfig
+    tokenizer: Tokenizer
+    run_data: DataConfig
+    """The run's `data` section; `config` itself if that is the only source."""
+    name: str = SINGLE_SOURCE
+    progress: Progress = ignore_progress
+    notify: Notify = ignore_message
+    """Called for each problem of the cache."""
+    tokenizer_section: TokenizerConfig | None = None
+    """Section for worker processes to load; None does all work in this process."""
+    workers: int | None = None
+    """Number of processes; None uses one per core."""
+
+    def build(self) -> Corpus:
+        """Return the corpus, from the cache if the same files were tokenized before.
+
+        Raises:
+            TrainctlError: No file matches, one cannot be read or has bad text; nothing is left to
+                train on; or the cache cannot be written (exit code 4).
+        """
+        spec = spec_of(self.config)
+        if spec.is_prepared:
+            corpus: Corpus = function_of("data", self.config.kind)(
+                self.config, self.tokenizer, self.notify
             )
+            return corpus
+        if spec.is_tokenized:
+            count = f"{len(self._all_files):,} file" + ("s" if len(self._all_files) > 1 else "")
+            self.notify(f"nothing to tokenize: the ids of {count} are used where they are")
+            return self._load_or_write(self._write_in_place)
+        if not can_tokenize_in_parts(self.config):
+            return self._load_or_write(self._write_in_one_process)
+        found, problem = _read(self.folder, self._needs_ends)
+        if found is not None:
+            return found
+        if not problem:
+            self._run_tasks(*self._store_and_tasks)  # without the lock: other processes can help
+        return self._load_or_write(self._write_from_store)
 
-    needed = _needs_ends(config, whole)
-    if not can_tokenize_in_parts(config):
+    def cached(self) -> Corpus | None:
+        """Return the corpus if the same files were tokenized before, else None.
 
-        def write() -> None:
-            tell_of_format_1()
-            reader = Reader(config)
-            texts = ((side, document.text) for side, document in sides(config, files, reader))
-            encoder = encoder_of(config, tokenizer)
-            write_corpus(
-                folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
+        No text is read. The index of existing token files is written if it is missing.
+
+        Raises:
+            TrainctlError: No file matches; or, for existing token files, as `build`.
+        """
+        if spec_of(self.config).is_prepared or spec_of(self.config).is_tokenized:
+            return self.build()
+        file = self.folder / "corpus.json"
+        corpus = Corpus.load(file) if file.is_file() else None
+        return None if corpus and self._needs_ends and not corpus.train.ends else corpus
+
+    def tokenize_share(self, number: int, count: int) -> int:
+        """Tokenize share `number` (from 1) of `count` without assembling the corpus.
+
+        Returns:
+            Number of tasks of the corpus that other jobs still have to do.
+
+        Raises:
+            TrainctlError: As `build`; or the text cannot be divided into tasks.
+        """
+        if spec_of(self.config).is_tokenized or spec_of(self.config).is_prepared:
+            return 0
+        if not can_tokenize_in_parts(self.config):
+            raise TrainctlError(
+                "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
+                hint="leave out --task",
             )
+        store, tasks = self._store_and_tasks
+        self._run_tasks(store, tasks[number - 1 :: count])
+        return sum(not store.is_done(task) for task in tasks)
 
-        return _from_cache(folder, write, notify, needed)
+    @cached_property
+    def files(self) -> TextFiles:
+        """Training and held-out files of the source."""
+        return split_files(self.config)
 
-    def do(store: TokenStore, tasks: Sequence[Task]) -> None:
-        run_tasks(store, tasks, section=section, workers=workers, show=progress)
+    @cached_property
+    def folder(self) -> Path:
+        """Folder of the corpus in the cache."""
+        selection = []
+        if has_quality_rules(self.run_data):
+            sources = sources_of(self.run_data).items()
+            every = {name: (section, split_files(section)) for name, section in sources}
+            selection = [self.name, selection_digest(self.run_data, every)]
+        key = _digest_of_parts([str(FORMAT), *self._key_parts, *selection])
+        return cache_folder() / f"corpus-{key}"
 
-    corpus, problem = _read(folder, needed)
-    if corpus is not None:
-        return corpus
-    store, tasks = _store_of(config, tokenizer, files)
-    if not problem:
-        do(store, tasks)  # without the lock, so that other processes can help
+    @cached_property
+    def _key_parts(self) -> list[str]:
+        """Everything that the tokens depend on."""
+        config, files = self.config, self.files
+        parts = [encoder_of(config, self.tokenizer).fingerprint, identity_of(config)]
+        parts.append(str(config.max_bytes))
+        for split, its_files in (("train", files.train), ("held_out", files.held_out)):
+            parts += [split, *map(version_of, its_files)]
+        fraction = str(config.held_out_fraction) if files.by_document else ""
+        return [*parts, config.on_bad_text.value, fraction]
 
-    def choose_of_run() -> KeptDocuments:
-        sources = []
-        for source, its in sources_of(whole).items():
-            if can_tokenize_in_parts(its):
-                its_store, its_tasks = _store_of(its, tokenizer, split_files(its))
-                do(its_store, its_tasks)
-                sources.append(TokenizedSource(source, its, its_store, its_tasks, split_files(its)))
-        columns = columns_folder(cache_folder(), whole, sources)
-        with locked(columns, notify):
-            return select_training_documents(
-                whole, sources, columns, workers=1 if section is None else workers, show=progress
-            )
+    @property
+    def _all_files(self) -> list[File]:
+        return files_in_order(self.files.train, self.files.held_out)
 
-    def put_together() -> None:
-        tell_of_format_1()
+    @cached_property
+    def _store_and_tasks(self) -> tuple[TokenStore, list[Task]]:
+        encoder = encoder_of(self.config, self.tokenizer)
+        store = TokenStore.of(cache_folder(), self.config, encoder)
+        return store, store.tasks(self._all_files)
+
+    @property
+    def _needs_ends(self) -> bool:
+        """Whether training on the source needs document ends, which older corpora lack."""
+        return self.run_data.packing is not Packing.stream or bool(self.config.fim_rate)
+
+    def _run_tasks(self, store: TokenStore, tasks: Sequence[Task]) -> None:
+        run_tasks(
+            store, tasks, section=self.tokenizer_section, workers=self.workers, show=self.progress
+        )
+
+    def _load_or_write(self, write: Callable[[], None]) -> Corpus:
+        return _load_or_write(self.folder, write, self.notify, self._needs_ends)
+
+    def _write_in_place(self) -> None:
+        """Write only the index of existing token files."""
+        chunks = chunks_in_place(self.config, self.tokenizer, self.files)
+        write_corpus(self.folder, self.tokenizer, chunks, BadText, self._all_files)
+
+    def _write_in_one_process(self) -> None:
+        self._mention_format_1()
+        reader = Reader(self.config)
+        texts = ((split, each.text) for split, each in sides(self.config, self.files, reader))
+        chunks = tokenize_chunks(texts, encoder_of(self.config, self.tokenizer), self.progress)
+        write_corpus(self.folder, self.tokenizer, chunks, lambda: reader.bad)
+
+    def _write_from_store(self) -> None:
+        """Assemble the corpus from the store, and repair damaged parts of the store first."""
+        self._mention_format_1()
+        store, tasks = self._store_and_tasks
         for _ in range(_MOST_REPAIRS):
-            do(store, tasks)
+            self._run_tasks(store, tasks)
             try:
-                chosen = choose_of_run() if has_quality_rules(whole) else None
-                keep = chosen.keep[name] if chosen is not None else None
-                found = store_chunks(store, tasks, files, config.held_out_fraction, keep)
+                kept = self._kept_documents() if has_quality_rules(self.run_data) else None
+                keep = kept.keep[self.name] if kept is not None else None
+                fraction = self.config.held_out_fraction
                 return write_corpus(
-                    folder,
-                    tokenizer,
-                    found,
-                    lambda: bad_text(store, tasks, files),
-                    files_in_order(files.train, files.held_out),
-                    {DROPPED: chosen.dropped[name]} if chosen is not None else None,
-                    is_marked=stores_loss_mask(config),
+                    self.folder,
+                    self.tokenizer,
+                    store_chunks(store, tasks, self.files, fraction, keep),
+                    lambda: bad_text(store, tasks, self.files),
+                    self._all_files,
+                    {DROPPED: kept.dropped[self.name]} if kept is not None else None,
+                    is_marked=stores_loss_mask(self.config),
                 )
             except DamagedPart as damage:
-                notify(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
+                self.notify(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
                 store.discard(damage.folder)
         raise TrainctlError(
             f"what is written to {store.folder} is read as something else, again and again",
@@ -159,62 +229,38 @@ def build_corpus(
             exit_code=ExitCode.environment,
         )
 
-    return _from_cache(folder, put_together, notify, needed)
+    def _kept_documents(self) -> KeptDocuments:
+        """Apply the quality rules to all sources of the run, which are tokenized first."""
+        sources = []
+        for name, section in sources_of(self.run_data).items():
+            if can_tokenize_in_parts(section):
+                builder = replace(self, config=section, name=name)
+                store, tasks = builder._store_and_tasks
+                self._run_tasks(store, tasks)
+                sources.append(TokenizedSource(name, section, store, tasks, builder.files))
+        columns = columns_folder(cache_folder(), self.run_data, sources)
+        workers = 1 if self.tokenizer_section is None else self.workers
+        with locked(columns, self.notify):
+            return select_training_documents(
+                self.run_data, sources, columns, workers=workers, show=self.progress
+            )
+
+    def _mention_format_1(self) -> None:
+        key = _digest_of_parts(["1", *self._key_parts[:-2]])
+        old = cache_folder() / f"corpus-{key}"
+        if (old / "corpus.json").is_file():
+            self.notify(
+                f"{old} has this text in an older format: tokenizing it again; nothing of "
+                "this version needs the folder"
+            )
 
 
-def _prepared(config: DataConfig, tokenizer: Tokenizer, notify: Notify) -> Corpus:
-    """Return a corpus that was tokenized and stored elsewhere."""
-    corpus: Corpus = function_of("data", config.kind)(config, tokenizer, notify)
-    return corpus
-
-
-def _in_place(
-    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, notify: Notify
+def build_corpus(
+    config: DataConfig, tokenizer: Tokenizer, *, run_data: DataConfig | None = None, **rest: Any
 ) -> Corpus:
-    """Return a corpus of existing token files: only an index of them is written."""
-    every = files_in_order(files.train, files.held_out)
-
-    def write() -> None:
-        found = chunks_in_place(config, tokenizer, files)
-        write_corpus(folder, tokenizer, found, BadText, every)
-
-    count = f"{len(every):,} file" + ("s" if len(every) > 1 else "")
-    notify(f"nothing to tokenize: the ids of {count} are used where they are")
-    return _from_cache(folder, write, notify)
-
-
-def tokenize_share(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    share: tuple[int, int],
-    progress: Progress = ignore_progress,
-    *,
-    section: TokenizerConfig | None = None,
-    workers: int | None = None,
-) -> int:
-    """Tokenize one share of a corpus without assembling it: one job of a job array.
-
-    `share` is the share's number, from 1, and the number of shares. The other arguments are as in
-    `build_corpus`.
-
-    Returns:
-        Number of tasks of the corpus that other jobs still have to do.
-
-    Raises:
-        TrainctlError: As `build_corpus`; or the text cannot be divided into tasks.
-    """
-    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
-        return 0
-    if not can_tokenize_in_parts(config):
-        raise TrainctlError(
-            "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
-            hint="leave out --task",
-        )
-    files = split_files(config)
-    store, tasks = _store_of(config, tokenizer, files)
-    number, count = share
-    run_tasks(store, tasks[number - 1 :: count], section=section, workers=workers, show=progress)
-    return sum(not store.is_done(task) for task in tasks)
+    """Return the corpus of a section; `rest` are further fields of `CorpusBuilder`."""
+    builder = CorpusBuilder(config=config, tokenizer=tokenizer, run_data=run_data or config, **rest)
+    return builder.build()
 
 
 def can_tokenize_in_parts(config: DataConfig) -> bool:
@@ -232,53 +278,6 @@ def can_tokenize_in_parts(config: DataConfig) -> bool:
             hint="data.held_out_fraction=0, or more conversations; and leave data.max_bytes out",
         )
     return not is_cut
-
-
-def _store_of(
-    config: DataConfig, tokenizer: Tokenizer, files: TextFiles
-) -> tuple[TokenStore, list[Task]]:
-    store = TokenStore.of(cache_folder(), config, encoder_of(config, tokenizer))
-    return store, store.tasks(files_in_order(files.train, files.held_out))
-
-
-def cached_corpus(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    whole: DataConfig | None = None,
-    name: str = SINGLE_SOURCE,
-) -> Corpus | None:
-    """Return the corpus of a config if the same files were tokenized before, else None.
-
-    No text is read. The index of existing token files is written if it is missing. Arguments are as
-    in `build_corpus`.
-
-    Raises:
-        TrainctlError: No file matches; or, for existing token files, as `build_corpus`.
-    """
-    if spec_of(config).is_prepared:
-        return _prepared(config, tokenizer, ignore_message)
-    folder, _, files = _cached_at(config, tokenizer, whole or config, name)
-    if spec_of(config).is_tokenized:
-        return _in_place(config, tokenizer, folder, files, ignore_message)
-    file = folder / "corpus.json"
-    corpus = Corpus.load(file) if file.is_file() else None
-    is_too_old = corpus and not corpus.train.ends and _needs_ends(config, whole or config)
-    return None if is_too_old else corpus
-
-
-def _cached_at(
-    config: DataConfig, tokenizer: Tokenizer, whole: DataConfig, name: str
-) -> tuple[Path, Path, TextFiles]:
-    """Return the cache folder of a config's corpus, its folder in format 1, and its text files."""
-    files = split_files(config)
-    parts = _parts(config, tokenizer, files)
-    cache = cache_folder()
-    choice = []
-    if has_quality_rules(whole):
-        every = {each: (its, split_files(its)) for each, its in sources_of(whole).items()}
-        choice = [name, selection_digest(whole, every)]
-    folder = cache / f"corpus-{_key([str(FORMAT), *parts, *choice])}"
-    return folder, cache / f"corpus-{_key(_of_format_1(parts))}", files
 
 
 def build_users_corpus(
@@ -317,18 +316,10 @@ def build_users_corpus(
 
     with locked(folder, notify):
         migrate(folder, notify)
-    return _from_cache(folder, write, notify)
+    return _load_or_write(folder, write, notify)
 
 
-def _needs_ends(config: DataConfig, whole: DataConfig) -> bool:
-    """Return True if training on a source needs document ends, which older corpora lack.
-
-    `whole` is the run's `data` section.
-    """
-    return whole.packing is not Packing.stream or bool(config.fim_rate)
-
-
-def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
+def _read(folder: Path, needs_ends: bool = False) -> tuple[Corpus | None, str]:
     """Call `read_corpus`, and treat a corpus without required document ends as damaged."""
     corpus, problem = read_corpus(folder)
     if corpus is not None and needs_ends and not corpus.train.ends:
@@ -336,20 +327,19 @@ def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
     return corpus, problem
 
 
-def _from_cache(
+def _load_or_write(
     folder: Path, write: Callable[[], None], notify: Notify, needs_ends: bool = False
 ) -> Corpus:
     """Return the corpus of a folder, and write it first if it is missing or damaged."""
     corpus, _ = _read(folder, needs_ends)
-    if corpus is not None:
-        return corpus
-    with locked(folder, notify):  # another launch may be writing it
-        corpus, problem = _read(folder, needs_ends)
-        if corpus is None:
-            if problem:
-                notify(f"{folder} is damaged ({problem}): tokenizing the text again")
-            write()
-            corpus = Corpus.load(folder / "corpus.json")
+    if corpus is None:
+        with locked(folder, notify):  # another launch may be writing it
+            corpus, problem = _read(folder, needs_ends)
+            if corpus is None:
+                if problem:
+                    notify(f"{folder} is damaged ({problem}): tokenizing the text again")
+                write()
+                corpus = Corpus.load(folder / "corpus.json")
     return corpus
 
 
@@ -375,22 +365,5 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
         ) from error
 
 
-def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
-    """Return everything that the tokens depend on."""
-    fingerprint = encoder_of(config, tokenizer).fingerprint
-    parts = [fingerprint, identity_of(config), str(config.max_bytes)]
-    for name, of_side in (("train", files.train), ("held_out", files.held_out)):
-        parts.append(name)
-        for file in of_side:
-            parts.append(version_of(file))
-    divided = str(config.held_out_fraction) if files.by_document else ""
-    return [*parts, config.on_bad_text.value, divided]
-
-
-def _of_format_1(parts: list[str]) -> list[str]:
-    """Return the parts of the cache key of format 1 for the same text."""
-    return ["1", *parts[:-2]]
-
-
-def _key(parts: list[str]) -> str:
+def _digest_of_parts(parts: Sequence[str]) -> str:
     return digest_of("\n".join(parts))[:24]

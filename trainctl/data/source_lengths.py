@@ -34,8 +34,8 @@ def count_source_tokens(config: RunConfig) -> tuple[dict[str, SourceLength], lis
 
     Sources that are not in the cache are estimated, not tokenized.
     """
-    from trainctl.data.corpora import with_source_key
-    from trainctl.data.corpus import cached_corpus
+    from trainctl.data.corpora import naming_source
+    from trainctl.data.corpus import CorpusBuilder
     from trainctl.data.mixture import SourceLength
     from trainctl.data.packing import packed_token_count
     from trainctl.data.tokenizer import load_tokenizer
@@ -44,22 +44,25 @@ def count_source_tokens(config: RunConfig) -> tuple[dict[str, SourceLength], lis
     counts: dict[str, SourceLength] = {}
     problems: list[Finding] = []
     for name, section in sources_of(config.data).items():
+        builder = CorpusBuilder(
+            config=section, tokenizer=tokenizer, run_data=config.data, name=name
+        )
         try:
-            corpus = cached_corpus(section, tokenizer, config.data, name)
-            if corpus is not None:
-                counts[name] = SourceLength(tokens=packed_token_count(config, corpus))
-            else:
-                counts[name] = SourceLength(tokens=_guess(section, tokenizer), is_estimate=True)
+            with naming_source(config.data, name):
+                corpus = builder.cached()
+                if corpus is not None:
+                    counts[name] = SourceLength(tokens=packed_token_count(config, corpus))
+                else:
+                    counts[name] = SourceLength(tokens=_guess(section, tokenizer), is_estimate=True)
         except TrainctlError as error:
-            moved = with_source_key(config.data, name, error)
             key = f"data.sources.{name}" if config.data.sources else "data"
             problems.append(
                 Finding(
                     rule=NO_SOURCE,
                     key=key,
-                    message=moved.message.removeprefix(f"{key}: "),
-                    hint=moved.hint,
-                    exit_code=moved.exit_code,
+                    message=error.message.removeprefix(f"{key}: "),
+                    hint=error.hint,
+                    exit_code=error.exit_code,
                 )
             )
     return counts, problems

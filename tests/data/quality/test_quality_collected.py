@@ -147,9 +147,9 @@ def test_planted_documents_go_and_others_stay(
         made = build_corpus(
             section,
             ByteTokenizer(),
-            section=new_section("tokenizer", "byte"),
+            tokenizer_section=new_section("tokenizer", "byte"),
             workers=2,
-            whole=whole,
+            run_data=whole,
             name=name,
         )
         origin = made.origin(made.train)

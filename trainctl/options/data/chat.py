@@ -118,5 +118,5 @@ SPEC = DataSource(
     counts_lines=True,
     problem=problem,
     identity=lambda section: f"chat {section.shape.value}",
-    encoder="trainctl.data.chat_encoders:chat_encoder",
+    encoder="trainctl.data.chat_encoders:ChatEncoder",
 )

@@ -65,6 +65,6 @@ SPEC = DataSource(
     counts_lines=True,
     problem=problem,
     identity=lambda section: "preferences",
-    encoder="trainctl.data.chat_encoders:preference_encoder",
+    encoder="trainctl.data.chat_encoders:PreferenceEncoder",
     has_pairs=True,
 )
