@@ -16,8 +16,9 @@ PACKAGE = Path(__file__).parents[1] / "trainctl"
 # Rooms that share a set do not import each other, except where ALSO says so.
 ORDER = [
     {"errors"},
-    {"explanations"},
+    {"explanations", "models"},
     {"config"},
+    {"readers"},
     {"options"},
     {"hardware"},
     {"plan", "memory"},

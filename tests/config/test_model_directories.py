@@ -13,8 +13,8 @@ from anatomies import SMALL
 from small_model import SHAPE
 
 from trainctl.config.compose import Composed, compose, compose_leniently
-from trainctl.config.hub import fetch_weights
 from trainctl.errors import TrainctlError
+from trainctl.models.hub import fetch_weights
 from trainctl.plan.experts import auxiliary_loss
 
 pytestmark = pytest.mark.usefixtures("nothing_is_traced")

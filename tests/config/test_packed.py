@@ -12,14 +12,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
-from trainctl.config.text import plain, stream
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import find
-from trainctl.config.text.stream import Damaged, is_compressed, opened, uncompressed_name
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers import plain, stream
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import find
+from trainctl.readers.stream import Damaged, is_compressed, opened, uncompressed_name
+from trainctl.rules.named_files import missing_files
 
 PACKERS = {
     "gz": gzip.compress,

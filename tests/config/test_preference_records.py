@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.config.text.conversations import BadConversation
-from trainctl.config.text.preferences import pair_of
+from trainctl.readers.conversations import BadConversation
+from trainctl.readers.preferences import pair_of
 
 
 def user(text):

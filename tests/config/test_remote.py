@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainctl.config.files import missing_files
 from trainctl.config.registry import load, new_section
 from trainctl.config.schema import RunConfig
-from trainctl.config.text import remote
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import split_files
-from trainctl.config.text.remote import RemoteFile, listed, version_of
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers import remote
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import split_files
+from trainctl.readers.remote import RemoteFile, listed, version_of
+from trainctl.rules.named_files import missing_files
 
 LINES = "".join(json.dumps({"text": f"text {n} " * 20}) + "\n" for n in range(2000)).encode()
 

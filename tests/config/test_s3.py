@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
-from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
-from trainctl.config.text import remote
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import split_files
 from trainctl.errors import TrainctlError
+from trainctl.readers import remote
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import split_files
+from trainctl.rules.named_files import missing_files
 
 TEXTS = [f"text {n} " * 20 for n in range(2000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

@@ -9,10 +9,10 @@ import pytest
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.schema import DataFromRecords, RunConfig, SourceConfig
-from trainctl.config.text.check import check_text
-from trainctl.config.text.files import split_files
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of
+from trainctl.readers.check import check_text
+from trainctl.readers.files import split_files
 
 RECIPE = """\
 defaults: [tiny, _self_]

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainctl.config.chat_template import template_of
-from trainctl.config.special_tokens import END_NAMES, read_facts
 from trainctl.errors import TrainctlError
+from trainctl.models.tokenizer_files import END_NAMES, read_facts, template_of
 
 
 def tokenizer(folder: Path, *tokens: str, **content: Any) -> Path:

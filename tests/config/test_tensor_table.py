@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.config.tensor_table import from_table, to_table
 from trainctl.errors import TrainctlError
+from trainctl.models.tensor_table import from_table, to_table
 
 TENSORS = [
     ("model.embed_tokens.weight", "10x4 embedding"),

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from trainctl.config import reading
-from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, RunConfig
-from trainctl.config.text import documents
-from trainctl.config.text import stall_notice as silence
-from trainctl.config.text.documents import Document, Reader, sides
-from trainctl.config.text.files import find, split_files
 from trainctl.errors import Severity, TrainctlError
+from trainctl.readers import documents
+from trainctl.readers import stall_notice as silence
+from trainctl.readers.documents import Document, Reader, sides
+from trainctl.readers.files import find, split_files
+from trainctl.rules.named_files import missing_files
 
 DEEP = "[" * 100_000
 LINES = {

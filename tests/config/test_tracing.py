@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from anatomies import SMALL
 
-from trainctl.config import tracing
+from trainctl.config.codec import to_plain
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import TrainctlError
+from trainctl.models import tracing
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def config_of(folder: Path) -> RunConfig:
 
 def as_another_command(config: RunConfig) -> list[str]:
     tracing._known.clear()
-    return tracing.anatomy_in_child(config)
+    return tracing.anatomy_in_child(to_plain(config))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_two_that_ask_at_once_leave_one_answer(
 
     monkeypatch.setattr(tracing, "_ask_process", ask)
     makers = [
-        threading.Thread(target=lambda: found.append(tracing.anatomy_in_child(config)))
+        threading.Thread(target=lambda: found.append(tracing.anatomy_in_child(to_plain(config))))
         for _ in range(2)
     ]
     for maker in makers:
@@ -98,11 +99,11 @@ def test_whoever_waits_for_a_model_s_code_sees_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python_that('sleep 1.2; echo \'{"found": ["a"]}\'', tmp_path, monkeypatch)
-    assert tracing.anatomy_in_child(config_of(tmp_path)) == ["a"]
+    assert tracing.anatomy_in_child(to_plain(config_of(tmp_path))) == ["a"]
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "reading hf by its own code, once: torch and transformers are imported"
     assert others == ["  reading hf: 1 s"]
-    tracing.anatomy_in_child(config_of(tmp_path))
+    tracing.anatomy_in_child(to_plain(config_of(tmp_path)))
     assert capsys.readouterr().err == ""
 
 
@@ -112,5 +113,5 @@ def test_a_model_s_code_that_does_not_end_is_ended(
     python_that("exec sleep 60", tmp_path, monkeypatch)
     monkeypatch.setattr(tracing, "SECONDS", 1)
     with pytest.raises(TrainctlError) as caught:
-        tracing.anatomy_in_child(config_of(tmp_path))
+        tracing.anatomy_in_child(to_plain(config_of(tmp_path)))
     assert "not done after 1 s" in caught.value.findings[0].message

@@ -8,9 +8,9 @@ import pytest
 
 from trainctl.config.catalog import shipped_root
 from trainctl.config.compose import Composed, compose
-from trainctl.config.files import missing_files
 from trainctl.config.user_code import check_user_code, not_applied, with_script_arguments
 from trainctl.config.user_files import user_code_files
+from trainctl.rules.named_files import missing_files
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,6 @@ from small_texts import CONFIGS, make_texts
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
-from trainctl.config.text import plain
-from trainctl.config.text.documents import Reader, sides
-from trainctl.config.text.files import split_files
 from trainctl.data import task_workers, tasks
 from trainctl.data.cache_files import cache_folder
 from trainctl.data.corpora import require_unchanged_corpora
@@ -30,6 +27,9 @@ from trainctl.data.tasks import Claims
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.readers import plain
+from trainctl.readers.documents import Reader, sides
+from trainctl.readers.files import split_files
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
 

@@ -6,16 +6,18 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from published_cases import CASES, composed, directory, resaved, traced
 
 from trainctl.cli.main import run
-from trainctl.config import tracing
-from trainctl.config.anatomy import Role, anatomy_of
+from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose_leniently
-from trainctl.config.published import DEFAULTS, IGNORED, published_name, shape_of, table
-from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.config.schema import ModelConfig
+from trainctl.models import tracing
+from trainctl.models.anatomy import Role, anatomy_of
+from trainctl.models.published import DEFAULTS, IGNORED, published_name, shape_of, table
 from trainctl.plan.flops import flops_per_token
 from trainctl.plan.shapes import count_parameters
 
@@ -74,8 +76,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
     return found
 
 
-def run_of(folder: Path, **changes: object) -> RunConfig:
-    return RunConfig(model=ModelConfig(family="hf", path=str(folder), **changes))
+def section_of(folder: Path, **changes: object) -> dict[str, Any]:
+    return to_plain(ModelConfig(family="hf", path=str(folder), **changes))
 
 
 def test_what_is_shipped_are_the_models_of_the_test_and_a_few_kilobytes() -> None:
@@ -118,13 +120,13 @@ def test_a_fine_tuned_or_resaved_directory_is_the_model_and_a_changed_one_is_not
     tmp_path: Path,
 ) -> None:
     name = "qwen2.5-7b"
-    assert published_name(run_of(directory(name, tmp_path)), "") == name
+    assert published_name(section_of(directory(name, tmp_path)), "") == name
     tuned = {"eos_token_id": 151645, "torch_dtype": "bfloat16", "max_position_embeddings": 32768}
     assert tuned.keys() <= IGNORED
     tuned_here = directory(name, tmp_path, **tuned, use_cache=False, attention_dropout=0.0)
-    assert published_name(run_of(tuned_here), "") == name
+    assert published_name(section_of(tuned_here), "") == name
     (tmp_path / "config.json").write_text(json.dumps(resaved(name)))
-    assert published_name(run_of(tmp_path), "") == name
+    assert published_name(section_of(tmp_path), "") == name
     for change in (
         {"num_hidden_layers": 27},
         {"tie_word_embeddings": True},
@@ -134,12 +136,12 @@ def test_a_fine_tuned_or_resaved_directory_is_the_model_and_a_changed_one_is_not
         {"layer_types": ["sliding_attention"] * 28},
         {"a_key_that_nobody_knows": 1},
     ):
-        assert published_name(run_of(directory(name, tmp_path, **change)), "") is None, change
+        assert published_name(section_of(directory(name, tmp_path, **change)), "") is None, change
     same = directory(name, tmp_path)
-    assert published_name(run_of(same, trust_remote_code=True), "") is None
-    assert published_name(run_of(same), "5.17.0") is None
+    assert published_name(section_of(same, trust_remote_code=True), "") is None
+    assert published_name(section_of(same), "5.17.0") is None
     (tmp_path / "config.json").write_text("[]")
-    assert published_name(run_of(same), "") is None
+    assert published_name(section_of(same), "") is None
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -204,7 +206,7 @@ def test_a_published_directory_is_planned_by_the_real_command(
     assert found["fits"] is False
     # A master copy and two moments of each parameter.
     assert found["checkpoint_bytes"] == pytest.approx(12 * (671.03e9 - 11.51e9), rel=0.001)
-    monkeypatch.setattr("trainctl.config.tracing._known", {})
-    monkeypatch.setattr("trainctl.config.tracing._ask_process", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr("trainctl.models.tracing._known", {})
+    monkeypatch.setattr("trainctl.models.tracing._ask_process", lambda *_: pytest.fail("again"))
     run(words[:-1])
     assert json.loads(capsys.readouterr().out) == found

@@ -197,9 +197,9 @@ def test_a_directory_is_budgeted_as_what_its_code_makes(
     assert sorted(kept, key=str)[0] == model.anatomy and len(kept) == 2
 
     # Later commands read what was found: with nothing to trace by, they say the same.
-    monkeypatch.setattr("trainctl.config.tracing._known", {})
+    monkeypatch.setattr("trainctl.models.tracing._known", {})
     monkeypatch.setattr(
-        "trainctl.config.tracing._ask_process", lambda *_: pytest.fail("asked again")
+        "trainctl.models.tracing._ask_process", lambda *_: pytest.fail("asked again")
     )
     assert run(["estimate-memory", *arguments, "--exact"]) == 0
     exact = json.loads(capsys.readouterr().out)

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.config.files import missing_files
 from trainctl.config.registry import load, new_section
 from trainctl.config.schema import OnBadText, RunConfig
-from trainctl.config.text.columns import NoColumn
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import find, split_files
-from trainctl.config.text.stream import Damaged
-from trainctl.config.text.table_process import read_in_process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import arrow, parquet
+from trainctl.readers.columns import NoColumn
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import find, split_files
+from trainctl.readers.stream import Damaged
+from trainctl.readers.table_process import read_in_process
+from trainctl.rules.named_files import missing_files
 
 TEXTS = ["first", "", 'two\nlines, and a "quote"', "Ωmega \U0001f600", "x" * 200_000, "last"] * 3
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import config_with
 
-from trainctl.config.anatomy import anatomy_of
 from trainctl.config.codec import to_plain
 from trainctl.errors import TrainctlError
+from trainctl.models.anatomy import anatomy_of
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.identity import check_trainable

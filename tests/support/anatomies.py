@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainctl.config.hf import fill_from_directory
+from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.schema import ModelConfig
 
 SMALL = [

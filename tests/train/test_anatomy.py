@@ -11,9 +11,9 @@ import torch
 from anatomies import read_directory
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainctl.config.anatomy import Role, anatomy_of
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
+from trainctl.models.anatomy import Role, anatomy_of
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
 from trainctl.train.models.anatomy import anatomy, structure

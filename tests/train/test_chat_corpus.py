@@ -10,21 +10,21 @@ import pytest
 from chat_files import MARKED, UNMARKED, asked, write_tokenizer
 from rank_processes import tiny_config
 
-from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, OnTooLong, Packing
-from trainctl.config.text.conversations import (
+from trainctl.data.corpora import build_corpora, cached_corpora
+from trainctl.data.packing import describe_packing, load_bins, packed_token_count
+from trainctl.data.tokenizer import load_tokenizer
+from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.errors import TrainctlError
+from trainctl.readers.conversations import (
     BadConversation,
     Learn,
     Shape,
     as_text,
     conversation_of,
 )
-from trainctl.data.corpora import build_corpora, cached_corpora
-from trainctl.data.packing import describe_packing, load_bins, packed_token_count
-from trainctl.data.tokenizer import load_tokenizer
-from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.errors import TrainctlError
+from trainctl.rules.named_files import missing_files
 from trainctl.train.data import PackedDataset
 
 LENGTH = 96

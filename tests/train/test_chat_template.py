@@ -9,12 +9,12 @@ import pytest
 from chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
 from tokenizers import Tokenizer
 
-from trainctl.config.chat_template import template_of
-from trainctl.config.text.conversations import Learn
 from trainctl.data import template_rendering as rendering
 from trainctl.data.chat_template import CannotRender, ChatTemplate
 from trainctl.data.tokenizer import FileTokenizer
 from trainctl.errors import TrainctlError
+from trainctl.models.tokenizer_files import template_of
+from trainctl.readers.conversations import Learn
 from trainctl.runs.processes import is_alive
 
 CONVERSATIONS = {

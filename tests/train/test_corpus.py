@@ -18,7 +18,6 @@ import pytest
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig, TokenizerConfig
-from trainctl.config.text.files import split_files
 from trainctl.data.cache_files import cache_folder, locked
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus
@@ -26,6 +25,7 @@ from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
 from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.readers.files import split_files
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 

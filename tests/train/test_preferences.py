@@ -19,8 +19,6 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, tra
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
-from trainctl.config.text.conversations import as_text
-from trainctl.config.text.preferences import pair_of
 from trainctl.data.chat_encoders import PreferenceEncoder
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
@@ -30,6 +28,8 @@ from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.dpo import PreferenceLoss
 from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.readers.conversations import as_text
+from trainctl.readers.preferences import pair_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data

@@ -6,9 +6,9 @@ from architecture_cases import COLUMNS, PAIRS, directory, plan
 from parity_cases import TOLERANCE, Difference
 from rank_processes import Case, curve, train_cases
 
-from trainctl.config.anatomy import anatomy_of
 from trainctl.engines.process import Axis
 from trainctl.memory.stages import stages_of
+from trainctl.models.anatomy import anatomy_of
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.build import whole_pieces
 from trainctl.train.models.model import skeleton

@@ -19,7 +19,6 @@ from tokenized_forms import (
 )
 
 from trainctl.cli.main import run as run_command
-from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import CorpusBuilder, build_corpus
@@ -28,6 +27,7 @@ from trainctl.data.token_arrays import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType
+from trainctl.rules.named_files import missing_files
 from trainctl.train.data import PackedDataset
 
 END = 256

@@ -13,10 +13,10 @@ from trainctl.cli.console import print_json, put, rich_console, say
 from trainctl.cli.findings import findings_to_json, show_findings
 from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.planning import plan as make_plan
-from trainctl.config.text.check import check_text
 from trainctl.data.source_lengths import count_source_tokens
 from trainctl.errors import TrainctlError
 from trainctl.monitor.report.mixture import chart
+from trainctl.readers.check import check_text
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan, SourceLength, SourceUse, StageUse

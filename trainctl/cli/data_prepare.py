@@ -14,12 +14,12 @@ from trainctl.cli.findings import show_findings
 from trainctl.cli.planning import compose_target, name_sources
 from trainctl.cli.progress import bad_text_lines
 from trainctl.config.compose import Composed
-from trainctl.config.files import missing_files
 from trainctl.config.quality import has_quality_rules
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import root_caches_are_protected
 from trainctl.plan.mixture import sources_of
+from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
 from trainctl.search.input_files import check_tokenizer_files
 

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainctl.cli.planning import compose
-from trainctl.config.hf import fill_from_directory
 from trainctl.config.json_file import JsonDocument, read_json
+from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
 from trainctl.cli.ignored_config import ignored_config_findings
-from trainctl.config.anatomy import shape_in
+from trainctl.config.codec import to_plain
 from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_leniently, recompose
-from trainctl.config.files import missing_files
 from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
-from trainctl.config.tracing import anatomy_in_child, trace_in_child
 from trainctl.config.user_code import check_user_code
 from trainctl.data.source_lengths import preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
-from trainctl.memory.traced import TracedModel
+from trainctl.memory.traced import TracedModel, trace
+from trainctl.models.anatomy import shape_in
+from trainctl.models.tracing import anatomy_in_child
 from trainctl.plan.shapes import head_dim
+from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
 from trainctl.runs.directory import open_run
@@ -124,11 +125,11 @@ def plan(
     else:
         if composed.config.model.factory is not None:
             with suppress(TrainctlError):  # cached for callers without the folder, who report it
-                trace_in_child(composed.config, folder)
+                trace(composed.config, folder)
         assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
-        traced = TracedModel.from_json(trace_in_child(composed.config, folder))
+        traced = trace(composed.config, folder)
         assessment = assess(composed.config, hardware, traced)
     found = [each for each in assessment.findings if is_there or each.rule != UNCOUNTED]
     data = None
@@ -171,7 +172,7 @@ def read_factory(
     wrong = tuple(each for each in check_user_code(config, folder) if each.key == FACTORY)
     if not wrong:
         try:
-            table = anatomy_in_child(config, folder)
+            table = anatomy_in_child(to_plain(config), folder)
         except TrainctlError as error:
             wrong = tuple(error.findings)
     layers, notes = dict(composed.layers), list(composed.findings)

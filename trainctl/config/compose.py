@@ -15,7 +15,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainctl.config.anatomy import expert_counts
 from trainctl.config.catalog import (
     BASE,
     Folder,
@@ -28,19 +27,25 @@ from trainctl.config.catalog import (
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
-from trainctl.config.hf import DIRECTORY_FIELDS, NO_MODEL, OVERRIDABLE_FIELDS, fill_from_directory
 from trainctl.config.keys import as_override
 from trainctl.config.layers import DEFAULT_SOURCE, Layer, Stack
 from trainctl.config.literal_secrets import literal_secrets
+from trainctl.config.model_directory import (
+    DIRECTORY_FIELDS,
+    OVERRIDABLE_FIELDS,
+    fill_from_directory,
+)
 from trainctl.config.named_sections import complete_named_sections
 from trainctl.config.option_keys import drop_foreign_keys
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.registry import load
 from trainctl.config.schema import GROUPS, RunConfig, TokenizerFromPath
 from trainctl.config.secrets import redact_setting
-from trainctl.config.tracing import anatomy_in_child, needs_trace
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.models.anatomy import expert_counts
+from trainctl.models.directory import NO_MODEL
+from trainctl.models.tracing import anatomy_in_child
 
 CONFLICT_FREE_FIELDS = ("name", "family", "path", "initial_weights")
 """Fields of `model` that cannot conflict with the directory: it is read with their values, or it
@@ -323,9 +328,9 @@ def _fill_anatomy(stack: Stack) -> list[Finding]:
     """Trace a model without a closed form, so that later counts use its real tensors."""
     config = from_plain(RunConfig, stack.plain)
     table: list[str] = []
-    if needs_trace(config):
+    if config.model.needs_trace:
         try:
-            table = anatomy_in_child(config)
+            table = anatomy_in_child(to_plain(config))
         except TrainctlError as error:
             source = _last_source(stack, "model.path")
             return [

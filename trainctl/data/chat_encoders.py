@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import OnBadText
-from trainctl.config.text.conversations import Learn
-from trainctl.config.text.preferences import ANSWERS
 from trainctl.data.chat_template import CannotRender, ChatTemplate
 from trainctl.data.token_arrays import marked, marked_vocab_size
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
+from trainctl.readers.conversations import Learn
+from trainctl.readers.preferences import ANSWERS
 
 PAIR_FORMAT = 1
 """Version of the encoding of pairs. Raising it has all pairs tokenized again."""

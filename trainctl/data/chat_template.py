@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.chat_template import special_tokens_of, template_of
-from trainctl.config.text.conversations import Learn, Message
 from trainctl.data.template_rendering import RefusedByTemplate, Spans, render
 from trainctl.data.tokenizer import disable_truncation
 from trainctl.errors import TrainctlError
+from trainctl.models.tokenizer_files import special_tokens_of, template_of
+from trainctl.readers.conversations import Learn, Message
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,9 +17,6 @@ from typing import Any
 from trainctl.config.quality import has_quality_rules
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
-from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
-from trainctl.config.text.files import TextFiles, digest_of, split_files
-from trainctl.config.text.remote import File, version_of
 from trainctl.data.cache_files import Notify, cache_folder, ignore_message, locked
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
@@ -48,6 +45,9 @@ from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
+from trainctl.readers.documents import BadText, Reader, is_one_document, sides
+from trainctl.readers.files import TextFiles, digest_of, split_files
+from trainctl.readers.remote import File, version_of
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus"]
 

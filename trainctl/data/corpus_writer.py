@@ -15,9 +15,6 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.text.documents import EXAMPLES, BadText, held_out_threshold
-from trainctl.config.text.files import TextFiles
-from trainctl.config.text.remote import File
 from trainctl.data.cache_files import writing
 from trainctl.data.corpus_record import (
     BLOCK_BYTES,
@@ -36,6 +33,9 @@ from trainctl.data.store_part import StorePart
 from trainctl.data.tasks import Task
 from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
+from trainctl.readers.documents import EXAMPLES, BadText, held_out_threshold
+from trainctl.readers.files import TextFiles
+from trainctl.readers.remote import File
 from trainctl.runs.atomic import sync_directory, write_json
 
 
@@ -402,7 +402,7 @@ def _chosen(
 
 
 def _places(part: StorePart) -> npt.NDArray[np.uint64]:
-    """Return the first 8 bytes of documents' hashes as numbers, as in `config.text.documents`."""
+    """Return the first 8 bytes of documents' hashes as numbers, as in `readers.documents`."""
     first = np.ascontiguousarray(part.hashes()[:, :8])
     return first.view(">u8").reshape(-1).astype(np.uint64)
 

@@ -29,9 +29,6 @@ from trainctl.config.quality import (
 )
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, Dedup
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import TextFiles, digest_of, split_files
-from trainctl.config.text.remote import version_of
 from trainctl.data.corpus_writer import held_out_masks
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.quality.batches import Bool, Entry
@@ -43,6 +40,9 @@ from trainctl.data.task_workers import worker_count
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import TextFiles, digest_of, split_files
+from trainctl.readers.remote import version_of
 
 DROPPED = "dropped.json"
 """File of a corpus with the counts and reasons of dropped documents; only if there are

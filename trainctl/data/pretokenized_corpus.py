@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig
-from trainctl.config.text.check import UNFIT_IDS
-from trainctl.config.text.files import TextFiles
-from trainctl.config.text.remote import File
 from trainctl.data.corpus_writer import Chunk
 from trainctl.data.store import files_in_order
 from trainctl.data.token_arrays import Span, fingerprint, places
 from trainctl.data.tokenized import Ends, Tokenized, ends_by_id
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import Finding, TrainctlError
+from trainctl.readers.check import UNFIT_IDS
+from trainctl.readers.files import TextFiles
+from trainctl.readers.remote import File
 
 _COUNTED = 256
 """Number of places of a span whose ids are counted, for the unigram entropy."""

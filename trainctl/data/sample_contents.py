@@ -15,9 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, OnBadText
-from trainctl.config.text.documents import Reader, sides
-from trainctl.config.text.files import TextFiles, split_files
-from trainctl.config.text.remote import File, is_url
 from trainctl.data.corpus import Corpus
 from trainctl.data.corpus_record import FILES
 from trainctl.data.infilling import infilling_settings
@@ -30,6 +27,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.readers.documents import Reader, sides
+from trainctl.readers.files import TextFiles, split_files
+from trainctl.readers.remote import File, is_url
 from trainctl.runs.records import Event, step_curve
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]

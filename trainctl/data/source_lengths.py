@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.config.text.files import binary_format, split_files
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import head_of
 from trainctl.errors import Finding, TrainctlError
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.readers.files import binary_format, split_files
+from trainctl.readers.remote import File
+from trainctl.readers.stream import head_of
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan, SourceLength

@@ -24,9 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainctl.config.schema import DataConfig
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import digest_of, order
-from trainctl.config.text.remote import File, RemoteFile
 from trainctl.data.cache_files import writing
 from trainctl.data.store_part import (
     DamagedPart,
@@ -40,6 +37,9 @@ from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import digest_of, order
+from trainctl.readers.remote import File, RemoteFile
 from trainctl.runs.atomic import write_json
 
 FORMAT = 1

@@ -22,14 +22,14 @@ import numpy as np
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import TokenizerConfig
-from trainctl.config.text.documents import Reader
-from trainctl.config.text.stream import is_compressed
 from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.store import TokenStore
 from trainctl.data.store_part import DamagedPart
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import dtype_for
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.documents import Reader
+from trainctl.readers.stream import is_compressed
 from trainctl.runs.processes import PARENT_VARIABLE
 
 _WORTH_A_PROCESS = 8 << 20

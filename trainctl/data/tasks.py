@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.text.files import digest_of
-from trainctl.config.text.remote import File, RemoteFile, is_url
+from trainctl.readers.files import digest_of
+from trainctl.readers.remote import File, RemoteFile, is_url
 from trainctl.runs.processes import is_alive
 
 TASK_BYTES = 32 << 20

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, TokenizerConfig, TokenizerFromPath
-from trainctl.config.special_tokens import read_facts
 from trainctl.errors import TrainctlError
+from trainctl.models.tokenizer_files import read_facts
 from trainctl.options.data import spec_of as source_spec_of
 from trainctl.options.tokenizer import spec_of as tokenizer_spec_of
 from trainctl.options.tokenizer.byte import END_OF_DOCUMENT

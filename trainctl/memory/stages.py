@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations, TrainableBlock
+from trainctl.models.anatomy import Anatomy, Parameter, Role
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 

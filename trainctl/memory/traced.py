@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from trainctl.config.anatomy import Anatomy, anatomy_of
+from trainctl.config.codec import to_plain
+from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
-from trainctl.config.tracing import known_trace, needs_trace, trace_in_child
 from trainctl.memory.activations import BlockActivations
+from trainctl.models.anatomy import Anatomy, anatomy_of
+from trainctl.models.tracing import known_trace, trace_in_child
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")
@@ -121,15 +124,34 @@ def traced_model(config: RunConfig) -> TracedModel | None:
     Raises:
         TrainctlError: The model cannot be traced.
     """
-    return _traced(_TraceKey(config)) if needs_trace(config) else None
+    return _traced(_TraceKey(config)) if config.model.needs_trace else None
 
 
 def traced_already(config: RunConfig) -> TracedModel | None:
     """Return the trace if an earlier command has made it, otherwise None; starts no process."""
-    found = known_trace(config) if needs_trace(config) else None
+    if not config.model.needs_trace:
+        return None
+    found = known_trace(to_plain(config), family=_family(config))
     return None if found is None else TracedModel.from_json(found)
+
+
+def trace(config: RunConfig, folder: Path | None = None) -> TracedModel:
+    """Return the trace of any model, made in a child process if it is not cached.
+
+    Args:
+        folder: Where the user's own code is looked up; None is the current directory.
+
+    Raises:
+        TrainctlError: The model cannot be built or traced; says why, and names the file.
+    """
+    found = trace_in_child(to_plain(config), folder, family=_family(config))
+    return TracedModel.from_json(found)
+
+
+def _family(config: RunConfig) -> str:
+    return repr(load("model", config.model.family))
 
 
 @lru_cache(maxsize=_KEPT)
 def _traced(asked: _TraceKey) -> TracedModel:
-    return TracedModel.from_json(trace_in_child(asked.config))
+    return trace(asked.config)

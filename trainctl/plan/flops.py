@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.anatomy import Role
 from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.models.anatomy import Role
 from trainctl.plan.shapes import (
     all_tensors,
     anatomy,

@@ -2,7 +2,7 @@
 
 Names are transformers' names; a test compares them with transformers' own models on the meta
 device. A directory whose architecture has no closed form brings its anatomy
-(`trainctl.config.anatomy`, read from its own code), which replaces the closed form everywhere.
+(`trainctl.models.anatomy`, read from its own code), which replaces the closed form everywhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from trainctl.config.anatomy import Anatomy, Role, anatomy_of
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
+from trainctl.models.anatomy import Anatomy, Role, anatomy_of
 from trainctl.options.model import Family, Region, spec_of
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward")

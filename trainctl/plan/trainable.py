@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainctl.config.anatomy import Role
 from trainctl.config.derived import Derived
 from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.models.anatomy import Role
 from trainctl.options.adapter import LowRank, low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import architecture, spec_of

@@ -99,7 +99,7 @@ _SMALL_FILE_BYTES = 16_384
 
 _DATA_CODE = re.compile(
     r'^  File ".*/trainctl/'
-    r'(train/data|data/[\w/]+|config/text/\w+|engines/micro_batch)\.py", line'
+    r'(train/data|data/[\w/]+|readers/\w+|config/text/\w+|engines/micro_batch)\.py", line'
 )
 _FRAME = re.compile(r'^  File ".*/trainctl/')
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import (
     AttentionKind,
     CompileKind,
@@ -18,6 +17,7 @@ from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.stages import stages
+from trainctl.models.anatomy import Anatomy, Parameter, Role
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trainctl.config.anatomy import anatomy_of
 from trainctl.config.codec import to_plain
-from trainctl.config.hf import AS_LANGUAGE_MODEL, OTHER_TASK, other_task
-from trainctl.config.hub import fetch_weights
-from trainctl.config.safetensors_files import (
+from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath, WeightsKind
+from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.models.anatomy import anatomy_of
+from trainctl.models.directory import AS_LANGUAGE_MODEL, OTHER_TASK, other_task
+from trainctl.models.hub import fetch_weights
+from trainctl.models.safetensors_files import (
     READABLE,
     StoredTensor,
     has_pickled_weights,
@@ -23,9 +25,7 @@ from trainctl.config.safetensors_files import (
     some,
     stored_tensors,
 )
-from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath, WeightsKind
-from trainctl.config.special_tokens import TokenizerFacts
-from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.models.tokenizer_files import TokenizerFacts
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import spec_of
 from trainctl.options.tokenizer import spec_of as tokenizer_of

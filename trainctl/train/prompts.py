@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema import DataConfig
-from trainctl.config.special_tokens import end_ids
 from trainctl.data.chat_template import ChatTemplate
 from trainctl.data.tokenizer import Tokenizer, stores_loss_mask
+from trainctl.models.tokenizer_files import end_ids
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
 from trainctl.plan.mixture import sources_of

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import Accelerator, DataType
-from trainctl.config.tracing import needs_trace
 from trainctl.engines.process import Process
 from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
@@ -153,7 +152,7 @@ def _planned(plan: RunPlan) -> MemoryBudget | None:
     trace.
     """
     traced = traced_already(plan.config)
-    return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
+    return None if traced is None and plan.config.model.needs_trace else budget(plan, traced)
 
 
 def host_bytes_in_device_peak(plan: RunPlan, planned: MemoryBudget) -> int:

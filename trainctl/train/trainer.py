@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
-from trainctl.config.text.remote import say
 from trainctl.data.corpora import bad_text, corpus_digests, unigram_entropy
 from trainctl.data.packing import load_bins
 from trainctl.engines.stopwatch import PhaseMemory
@@ -21,6 +20,7 @@ from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.plan.mup import multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.schedule import Curve
+from trainctl.readers.remote import say
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter

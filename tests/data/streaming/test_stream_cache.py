@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from bucket import s3_server
 
-from trainctl.config.text import remote
 from trainctl.data.streaming import cache as cache_module
 from trainctl.data.streaming.cache import ShardCache, never
 from trainctl.data.streaming.corpora import StreamedTokens
 from trainctl.data.streaming.layout import ShardFacts, StreamRecord, folder_of, name_of
 from trainctl.data.streaming.transfer import blocks_of_shard, read_record, upload_shards
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers import remote
 
 SHARD = 1000
 IDS = np.random.default_rng(0).integers(0, 60_000, 10_500).astype("<u2")

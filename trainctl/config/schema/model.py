@@ -155,6 +155,11 @@ class ModelConfig:
         return not self.is_directory and self.factory is None
 
     @property
+    def needs_trace(self) -> bool:
+        """Whether its tensors and activations are read from its own code, in a child process."""
+        return not self.has_closed_form and bool(self.path or self.factory)
+
+    @property
     def is_directory(self) -> bool:
         """Whether a transformers directory defines it; the shape then only describes it."""
         said: bool = load("model", self.family).is_directory

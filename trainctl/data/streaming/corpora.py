@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.config.text.remote import say
 from trainctl.data.cache_files import Notify, cache_folder, writing
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.order import SampleOrder
@@ -42,6 +41,7 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.plan.mixture import sources_of
+from trainctl.readers.remote import say
 from trainctl.runs.atomic import write_bytes
 
 _KEPT = 1e18

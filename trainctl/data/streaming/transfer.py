@@ -1,6 +1,6 @@
 """Transfer of corpora to and from storage: any URL that fsspec supports, or a folder.
 
-Failures are handled as in all reading of URLs (`config.text.remote`): retries with waits that are
+Failures are handled as in all reading of URLs (`readers.remote`): retries with waits that are
 reported, then an error.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainctl.config.text.remote import call_with_retries, file_system_of, is_url, listed, say
 from trainctl.data.cache_files import Notify
 from trainctl.data.streaming.layout import (
     END,
@@ -31,6 +30,7 @@ from trainctl.data.streaming.layout import (
 )
 from trainctl.data.token_arrays import Tokens
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.remote import call_with_retries, file_system_of, is_url, listed, say
 from trainctl.runs.atomic import write_bytes
 
 _BLOCK_BYTES = 1 << 24

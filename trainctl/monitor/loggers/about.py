@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.tracing import needs_trace
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
 from trainctl.plan.types import RunPlan
@@ -51,7 +50,7 @@ def about(run: RunPaths) -> dict[str, Any]:
 def _memory(plan: RunPlan) -> dict[str, int]:
     """Return the predicted peak of the fullest device; empty if that needs a trace of the model."""
     try:
-        if needs_trace(plan.config):
+        if plan.config.model.needs_trace:
             return {}
         found = budget(plan)
     except TrainctlError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.config.tracing import needs_trace
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import traced_already
@@ -71,6 +70,6 @@ def _budget(plan: RunPlan) -> MemoryBudget | None:
     """Return the memory budget; None if it needs a trace that is not in this user's cache."""
     try:
         traced = traced_already(plan.config)
-        return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
+        return None if traced is None and plan.config.model.needs_trace else budget(plan, traced)
     except (TrainctlError, OSError, ValueError, ArithmeticError, LookupError):
         return None  # another version's plan, or its model is gone

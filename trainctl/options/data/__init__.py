@@ -14,9 +14,9 @@ from typing import Any
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import Spec, load, section_class
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
-from trainctl.config.text.check import FileProblem
-from trainctl.config.text.files import Choose
-from trainctl.config.text.remote import File
+from trainctl.readers.check import FileProblem
+from trainctl.readers.files import Choose
+from trainctl.readers.remote import File
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class DataSource(Spec):
     """Specification of one kind of data source.
 
     Its `build` yields the documents of a file. It is called as ``read(reader, file)``, with a
-    `config.text.documents.Reader` that holds the section and the policy for bad text, and yields
+    `readers.documents.Reader` that holds the section and the policy for bad text, and yields
     `Document`s in order. No torch is loaded then.
     """
 

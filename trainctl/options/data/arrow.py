@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataFromRecords
-from trainctl.config.text.arrow import pyarrow, readable, require_texts, row_records, text_cells
-from trainctl.config.text.check import TEXT_KEY, FileProblem
-from trainctl.config.text.columns import NoColumn, text_column, text_of
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged
-from trainctl.config.text.table_process import read_in_process
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
+from trainctl.readers.arrow import pyarrow, readable, require_texts, row_records, text_cells
+from trainctl.readers.check import TEXT_KEY, FileProblem
+from trainctl.readers.columns import NoColumn, text_column, text_of
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.remote import File
+from trainctl.readers.stream import Damaged
+from trainctl.readers.table_process import read_in_process
 
 _FILE = b"ARROW1"
 """Magic bytes at the start of a file; a stream starts with the length of its first message."""

@@ -12,21 +12,21 @@ from typing import Any
 
 from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.config.text import plain
-from trainctl.config.text.check import FileProblem
-from trainctl.config.text.columns import first_problem
-from trainctl.config.text.conversations import (
+from trainctl.errors import TrainctlError
+from trainctl.options.data import DataSource, arrow, parquet
+from trainctl.readers import plain
+from trainctl.readers.check import FileProblem
+from trainctl.readers.columns import first_problem
+from trainctl.readers.conversations import (
     BadConversation,
     Learn,
     Shape,
     as_text,
     conversation_of,
 )
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import uncompressed_name
-from trainctl.errors import TrainctlError
-from trainctl.options.data import DataSource, arrow, parquet
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.remote import File
+from trainctl.readers.stream import uncompressed_name
 
 
 @dataclass

@@ -10,14 +10,14 @@ from typing import Any
 
 from trainctl.config.schema import DataFromRecords
 from trainctl.config.schema.option import option
-from trainctl.config.text.check import FileProblem
-from trainctl.config.text.columns import NoColumn, first_problem, text_column, text_of
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.files import HEAD_BYTES, binary_format
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged, head_of, opened, uncompressed_name
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
+from trainctl.readers.check import FileProblem
+from trainctl.readers.columns import NoColumn, first_problem, text_column, text_of
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.files import HEAD_BYTES, binary_format
+from trainctl.readers.remote import File
+from trainctl.readers.stream import Damaged, head_of, opened, uncompressed_name
 
 MOST_CHARACTERS = 1 << 30
 """Limit of a field. Python's own limit, 2^17, is process-wide and below the length of a book."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from trainctl.config.schema import DataFromRecords
-from trainctl.config.text import plain
 from trainctl.options.data import DataSource
+from trainctl.readers import plain
 
 SPEC = DataSource(
     name="files",
     keys=DataFromRecords,
-    build="trainctl.config.text.plain:read",
+    build="trainctl.readers.plain:read",
     endings=(".jsonl", ".md", ".txt"),
     ranges=plain.ranges,
     counts_lines=True,

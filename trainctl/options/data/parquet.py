@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataFromRecords
-from trainctl.config.text.arrow import (
+from trainctl.options.data import DataSource
+from trainctl.readers.arrow import (
     ROWS,
     pyarrow,
     readable,
@@ -18,12 +19,11 @@ from trainctl.config.text.arrow import (
     row_records,
     text_cells,
 )
-from trainctl.config.text.check import TEXT_KEY, FileProblem
-from trainctl.config.text.columns import NoColumn, text_column, text_of
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.remote import File
-from trainctl.config.text.table_process import read_in_process
-from trainctl.options.data import DataSource
+from trainctl.readers.check import TEXT_KEY, FileProblem
+from trainctl.readers.columns import NoColumn, text_column, text_of
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.remote import File
+from trainctl.readers.table_process import read_in_process
 
 _BUFFER = 1 << 20
 """Bytes of a column that are read at once, because a row group may be larger than memory."""

@@ -11,13 +11,13 @@ from typing import Any
 
 from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.config.text.check import FileProblem
-from trainctl.config.text.columns import first_problem
-from trainctl.config.text.conversations import BadConversation, as_text
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.preferences import pair_of
-from trainctl.config.text.remote import File
 from trainctl.options.data import DataSource, chat
+from trainctl.readers.check import FileProblem
+from trainctl.readers.columns import first_problem
+from trainctl.readers.conversations import BadConversation, as_text
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.preferences import pair_of
+from trainctl.readers.remote import File
 
 
 @dataclass

@@ -7,8 +7,8 @@ import sysconfig
 from pathlib import Path
 
 from trainctl.config.schema import DataConfig
-from trainctl.config.text import plain
 from trainctl.options.data import DataSource
+from trainctl.readers import plain
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders without sources of the library: tests, installed packages, caches."""
@@ -26,7 +26,7 @@ def files(section: DataConfig) -> list[Path]:
 SPEC = DataSource(
     name="stdlib",
     keys=DataConfig,
-    build="trainctl.config.text.plain:read",
+    build="trainctl.readers.plain:read",
     files=files,
     is_plain=True,
     is_demonstration=True,

@@ -9,11 +9,11 @@ from pathlib import Path
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.config.special_tokens import TokenizerFacts
-from trainctl.config.text.check import UNFIT_IDS, FileProblem
-from trainctl.config.text.remote import File
 from trainctl.errors import TrainctlError
+from trainctl.models.tokenizer_files import TokenizerFacts
 from trainctl.options.data import DataSource
+from trainctl.readers.check import UNFIT_IDS, FileProblem
+from trainctl.readers.remote import File
 
 INDEXES = (".idx", ".index", ".metadata", ".loss", ".ends", ".origin", ".json", ".gz")
 """Endings of the files that various programs write beside the ids."""

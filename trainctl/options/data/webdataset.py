@@ -11,13 +11,13 @@ from typing import BinaryIO
 
 from trainctl.config.schema import DataFromRecords
 from trainctl.config.schema.option import option
-from trainctl.config.text.check import TEXT_KEY, FileProblem
-from trainctl.config.text.columns import first_problem
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.plain import text_of_record
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged, opened
 from trainctl.options.data import DataSource
+from trainctl.readers.check import TEXT_KEY, FileProblem
+from trainctl.readers.columns import first_problem
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.plain import text_of_record
+from trainctl.readers.remote import File
+from trainctl.readers.stream import Damaged, opened
 
 _BLOCK = 512
 """Block size of a tar in bytes; two blocks of zeros end it (POSIX.1-2017, pax, «ustar

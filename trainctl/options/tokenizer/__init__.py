@@ -9,7 +9,7 @@ from typing import Any
 
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import TokenizerConfig, TokenizerFromPath
-from trainctl.config.special_tokens import TokenizerFacts
+from trainctl.models.tokenizer_files import TokenizerFacts
 
 PUBLISHED = (
     "tokenizer.json",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainctl.config.schema import TokenizerConfig
-from trainctl.config.special_tokens import TokenizerFacts
+from trainctl.models.tokenizer_files import TokenizerFacts
 from trainctl.options.tokenizer import TokenizerSource
 
 END_OF_DOCUMENT = 256

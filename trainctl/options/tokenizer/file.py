@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainctl.config.schema import TokenizerFromPath
-from trainctl.config.special_tokens import read_facts
+from trainctl.models.tokenizer_files import read_facts
 from trainctl.options.tokenizer import TokenizerSource, path_of, published_in
 
 

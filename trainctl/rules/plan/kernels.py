@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.anatomy import anatomy_of
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -14,6 +13,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.errors import Finding
+from trainctl.models.anatomy import anatomy_of
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import architecture, families
 from trainctl.plan.shapes import FEED_FORWARD

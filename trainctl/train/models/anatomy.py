@@ -25,7 +25,12 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.anatomy import (
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
+from trainctl.data.user_functions import user_code_digest
+from trainctl.engines import patch_checks as declared
+from trainctl.engines.patches import At
+from trainctl.errors import TrainctlError
+from trainctl.models.anatomy import (
     Anatomy,
     Attention,
     Block,
@@ -35,11 +40,6 @@ from trainctl.config.anatomy import (
     block_of,
     shape_in,
 )
-from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
-from trainctl.data.user_functions import user_code_digest
-from trainctl.engines import patch_checks as declared
-from trainctl.engines.patches import At
-from trainctl.errors import TrainctlError
 from trainctl.train.models.fake import failure_hint, has_own_code, in_words
 from trainctl.train.models.initial import NonShardableInit, parameter_initializers
 from trainctl.train.models.model import blocks, transformers_config, users_model

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.safetensors_files import READABLE, StoredTensor, some
+from trainctl.models.safetensors_files import READABLE, StoredTensor, some
 from trainctl.train.models.tensors import canonical_tensors, names_of_tied
 
 Fetch = Callable[[str], torch.Tensor]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
-from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig
+from trainctl.models.safetensors_files import stored_tensors
 
 
 def main() -> None:

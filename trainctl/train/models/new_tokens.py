@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer
 
-from trainctl.config.hf import fill_from_directory
+from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.registry import new_section
-from trainctl.config.safetensors_files import INDEX, WIDTHS, StoredTensor, stored_tensors
-from trainctl.config.special_tokens import read_facts
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.safetensors_files import INDEX, WIDTHS, StoredTensor, stored_tensors
+from trainctl.models.tokenizer_files import read_facts
 from trainctl.runs.atomic import write_json
 from trainctl.train.checkpoint.export import new_folder
 from trainctl.train.checkpoint.tensor_file import write_stream

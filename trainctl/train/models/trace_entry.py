@@ -1,6 +1,6 @@
 """`python -m trainctl.train.models.trace_entry`: trace a configured model.
 
-`trainctl.config.tracing` starts it with the question on standard input and reads the answer from
+`trainctl.models.tracing` starts it with the question on standard input and reads the answer from
 the last line of standard output.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
-from trainctl.config.tracing import NOT_TRACED, Question
 from trainctl.errors import Finding, TrainctlError
+from trainctl.models.tracing import NOT_TRACED, Question
 
 
 def main() -> None:

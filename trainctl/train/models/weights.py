@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
+from trainctl.models.safetensors_files import stored_tensors
 from trainctl.plan import mup
 from trainctl.train.models.hf_weights import Converted, StoredModel
 from trainctl.train.models.initial import (

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainctl.config.anatomy import ROUTER_BIAS
 from trainctl.config.schema import RunConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.errors import TrainctlError
+from trainctl.models.anatomy import ROUTER_BIAS
 from trainctl.plan.experts import auxiliary_loss
 from trainctl.train.models.recompute import is_recomputing
 from trainctl.train.parallel.experts import routers_of

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.config.text.check import FileProblem
-from trainctl.config.text.documents import Document, Reader
 from trainctl.options.data import DataSource
+from trainctl.readers.check import FileProblem
+from trainctl.readers.documents import Document, Reader
 
 
 @dataclass

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from trainctl.config.optional import optional
-from trainctl.config.text.remote import File
 from trainctl.errors import TrainctlError
+from trainctl.readers.remote import File, optional
 
 COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 MOST_GROWTH = 250

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.remote import File
+from trainctl.readers.stream import Damaged
 
 _CRASHES = {
     signal.SIGSEGV,
@@ -31,7 +31,7 @@ _CRASHES = {
 }
 """Signals by which damaged data kills a process; any other signal has another cause."""
 
-_COMMAND = "from trainctl.config.text.table_process import serve; serve()"
+_COMMAND = "from trainctl.readers.table_process import serve; serve()"
 
 
 class _Process:

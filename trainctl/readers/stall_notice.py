@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trainctl.config.secrets import redact_text
-from trainctl.config.text.remote import File, say
+from trainctl.readers.remote import File, say
 
 SILENT_SECONDS = 30.0
 """Seconds without a document before a notice, and between two notices."""

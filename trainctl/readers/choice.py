@@ -11,9 +11,9 @@ from trainctl.config.quality import filters_of, held_out_sections
 from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
-from trainctl.config.text.files import find, hint_for, no_files_message, split_files
-from trainctl.config.text.stream import uncompressed_name
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.readers.files import find, hint_for, no_files_message, split_files
+from trainctl.readers.stream import uncompressed_name
 
 MISSING, WEB_RULES = "TC115", "TC359"
 

@@ -18,9 +18,9 @@ from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.secrets import redact_text
-from trainctl.config.text.remote import File, RemoteFile, is_url, listed
-from trainctl.config.text.stream import uncompressed_name
 from trainctl.errors import TrainctlError
+from trainctl.readers.remote import File, RemoteFile, is_url, listed
+from trainctl.readers.stream import uncompressed_name
 
 HEAD_BYTES = 1 << 16
 """Bytes at the start of a file that are enough to detect its format."""

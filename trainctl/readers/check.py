@@ -16,8 +16,9 @@ from typing import Any, cast
 from trainctl.config.quality import HELD_OUT
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, RunConfig
-from trainctl.config.special_tokens import TokenizerFacts
-from trainctl.config.text.files import (
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+from trainctl.models.tokenizer_files import TokenizerFacts
+from trainctl.readers.files import (
     FoundFiles,
     TextFiles,
     endings_of,
@@ -27,10 +28,9 @@ from trainctl.config.text.files import (
     order,
     split_files,
 )
-from trainctl.config.text.remote import File
-from trainctl.config.text.stall_notice import warn_if_stalled
-from trainctl.config.text.stream import Damaged, is_compressed
-from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+from trainctl.readers.remote import File
+from trainctl.readers.stall_notice import warn_if_stalled
+from trainctl.readers.stream import Damaged, is_compressed
 
 UNNAMED = "TC074"
 MISSING = "TC115"

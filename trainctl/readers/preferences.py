@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.config.text.conversations import BadConversation, Shape, conversation_of
+from trainctl.readers.conversations import BadConversation, Shape, conversation_of
 
 ANSWERS = ("chosen", "rejected")
 

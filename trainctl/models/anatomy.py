@@ -1,7 +1,7 @@
 """Anatomy of a model, without torch: tensors, blocks, experts, and the sizes of its attention.
 
 It is made once from transformers' own class (`trainctl.train.models.anatomy`), in a child process
-(`trainctl.config.tracing`). The configuration keeps it as a short list of strings
+(`trainctl.models.tracing`). The configuration keeps it as a short list of strings
 (`model.anatomy`). All counts of a model without a closed form are computed from it.
 """
 
@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-from trainctl.config.tensor_table import from_table, to_table
 from trainctl.errors import TrainctlError
+from trainctl.models.tensor_table import from_table, to_table
 
 
 class Role(Enum):

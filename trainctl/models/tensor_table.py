@@ -2,7 +2,7 @@
 
 An entry is a name and a description, `model.layers.{0-47}.mlp.gate.weight 128x2048 router`. A range
 stands for each of its numbers, so that a model of a thousand tensors takes a dozen lines. The table
-is part of the configuration, and so of every run (`trainctl.config.anatomy`).
+is part of the configuration, and so of every run (`trainctl.models.anatomy`).
 """
 
 from __future__ import annotations

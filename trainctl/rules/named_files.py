@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.chat_template import template_of
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig, TokenizerFromPath
-from trainctl.config.text.check import MISSING, check_text
-from trainctl.config.text.choice import check_choice
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding, TrainctlError
+from trainctl.models.tokenizer_files import template_of
+from trainctl.readers.check import MISSING, check_text
+from trainctl.readers.choice import check_choice
 
 NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
 

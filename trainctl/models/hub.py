@@ -11,8 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-from trainctl.config.safetensors_files import INDEX, has_weights, weight_map
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.safetensors_files import INDEX, has_weights, weight_map
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """Configuration, tokenizer, weight index, and code (which runs only with

@@ -22,10 +22,10 @@ from itertools import islice
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
-from trainctl.config.text.files import TextFiles
-from trainctl.config.text.remote import File
-from trainctl.config.text.stall_notice import warn_if_stalled
 from trainctl.errors import TrainctlError
+from trainctl.readers.files import TextFiles
+from trainctl.readers.remote import File
+from trainctl.readers.stall_notice import warn_if_stalled
 
 EXAMPLES = 10
 """Maximum places of bad text that are recorded."""

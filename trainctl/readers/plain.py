@@ -15,12 +15,12 @@ from typing import Any
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
-from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
-from trainctl.config.text.documents import REPLACEMENT, Document, Reader
-from trainctl.config.text.files import HEAD_BYTES, binary_format
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import head_of, is_compressed, opened, uncompressed_name
 from trainctl.errors import TrainctlError
+from trainctl.readers.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
+from trainctl.readers.documents import REPLACEMENT, Document, Reader
+from trainctl.readers.files import HEAD_BYTES, binary_format
+from trainctl.readers.remote import File
+from trainctl.readers.stream import head_of, is_compressed, opened, uncompressed_name
 
 _KEYS_SHOWN = 6
 _LINES_READ = 20

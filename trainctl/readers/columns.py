@@ -7,11 +7,11 @@ from itertools import islice
 
 from trainctl.config.schema import DataConfig, DataFromRecords
 from trainctl.config.suggest import nearest
-from trainctl.config.text.check import BAD_TEXT, TEXT_KEY, FileProblem
-from trainctl.config.text.documents import Document, Reader
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.check import BAD_TEXT, TEXT_KEY, FileProblem
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.remote import File
+from trainctl.readers.stream import Damaged
 
 _SHOWN = 12
 _LONGEST = 80

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainctl.config.optional import optional
-from trainctl.config.text.columns import NoColumn
-from trainctl.config.text.remote import File
-from trainctl.config.text.stream import Damaged
+from trainctl.readers.columns import NoColumn
+from trainctl.readers.remote import File, optional
+from trainctl.readers.stream import Damaged
 
 ROWS = 256
 """Rows converted to Python at once."""

@@ -6,6 +6,7 @@ read continues where a connection broke, and fails if the file has changed since
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -18,7 +19,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from trainctl.config.optional import optional
 from trainctl.config.secrets import redact_text
 from trainctl.errors import ExitCode, TrainctlError
 
@@ -374,3 +374,23 @@ def _version(entry: dict[str, Any]) -> str:
             value = entry[key]
             return value.isoformat() if isinstance(value, datetime) else str(value).strip('"')
     return ""
+
+
+def optional(module: str, what: str, extra: str = "data") -> Any:
+    """Import a module of a package that trainctl's base installation does not include.
+
+    Args:
+        what: Subject of the error message, such as ``reading Parquet``.
+        extra: Extra of trainctl that installs the package.
+
+    Raises:
+        TrainctlError: It is not installed (exit code 4).
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        raise TrainctlError(
+            f"{what} needs a package that is missing ({missing})",
+            hint=f"pip install 'trainctl[{extra}]'",
+            exit_code=ExitCode.environment,
+        ) from None

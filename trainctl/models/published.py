@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.schema import AttentionKind, RunConfig
-
 FILE = Path(__file__).with_name("published_models.json")
 
 PRECISION = "bf16"
@@ -72,19 +70,19 @@ def table() -> dict[str, Any]:
     return content
 
 
-def published_name(config: RunConfig, transformers: str) -> str | None:
+def published_name(model: Mapping[str, Any], transformers: str) -> str | None:
     """Return the name of the shipped model that a directory matches; None without a match.
 
     Args:
+        model: Section `model` of a configuration, as plain data.
         transformers: Installed version, which must be the shipped file's; empty if none is.
     """
-    model = config.model
-    if not model.path or model.trust_remote_code or model.factory:
+    if not model["path"] or model["trust_remote_code"] or model["factory"]:
         return None
     if transformers not in ("", table()["transformers"]):
         return None
     try:
-        raw = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((Path(model["path"]) / "config.json").read_text(encoding="utf-8"))
         shape = shape_of(raw)
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return None  # composition has reported the file's problem
@@ -97,22 +95,19 @@ def published_anatomy(name: str) -> list[str]:
     return anatomy
 
 
-def published_trace(name: str, config: RunConfig) -> dict[str, Any] | None:
+def published_trace(name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the shipped trace of a model, as `trace_in_child` does; None for other formats.
 
     Bytes per token of a block have a constant part and a part proportional to the sequence length,
     which eager attention and heads of unequal widths save.
     """
-    entry, precision = table()["models"][name], config.precision
-    is_attention = (
-        entry["attention"] == config.model.attention.value
-        or config.model.attention is AttentionKind.flash_attention_2
-    )
-    if not is_attention or precision.compute != PRECISION or precision.autocast:
+    entry, precision = table()["models"][name], config["precision"]
+    is_attention = config["model"]["attention"] in (entry["attention"], "flash_attention_2")
+    if not is_attention or precision["compute"] != PRECISION or precision["autocast"]:
         return None
-    if config.data.mask_documents:
+    if config["data"]["mask_documents"]:
         return None
-    length = config.training.sequence_length
+    length = config["training"]["sequence_length"]
     block = {
         part: round(fixed + by_length * length)
         for part, (fixed, by_length) in entry["block"].items()

@@ -1,6 +1,7 @@
 """Inspection of a model in a child process, so that commands that plan import no torch.
 
-Many published models need no process: `trainctl.config.published` has their results.
+Many published models need no process: `trainctl.models.published` has their results. Configurations
+are plain data here, as `config.codec.to_plain` makes them and as the child reads them.
 
 The child answers two questions by the model's own code: its anatomy
 (`trainctl.train.models.anatomy`), and what autograd saves in its blocks
@@ -17,17 +18,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.codec import to_plain
-from trainctl.config.published import published_anatomy, published_name, published_trace
-from trainctl.config.registry import load
-from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.models.published import published_anatomy, published_name, published_trace
 
 SECONDS = 600
 """Timeout of the child, far above the time of any trace: a directory's own code may do anything."""
@@ -50,16 +49,13 @@ class Question(Enum):
     trace = "trace"
 
 
+Config = Mapping[str, Any]
+"""A whole configuration as plain data."""
+
 _known: dict[str, Any] = {}
 
 
-def needs_trace(config: RunConfig) -> bool:
-    """Whether a model has no closed form: its tensors do not follow from its shape."""
-    model = config.model
-    return not model.has_closed_form and bool(model.path or model.factory)
-
-
-def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]:
+def anatomy_in_child(config: Config, folder: Path | None = None) -> list[str]:
     """Return the anatomy of a model that its own code builds, in the form of `model.anatomy`.
 
     Args:
@@ -68,32 +64,43 @@ def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]
     Raises:
         TrainctlError: The model cannot be built; says why, and names the file.
     """
-    ask = _ask if config.model.factory is None else _ask_process  # uncached: it may read any file
-    found: list[str] = ask(Question.anatomy, config, folder or Path.cwd())
+    folder = folder or Path.cwd()
+    found: list[str]
+    if config["model"]["factory"] is not None:  # never cached: it may read any file
+        found = _ask_process(Question.anatomy, config, folder)
+    else:
+        found = _ask(Question.anatomy, config, folder)
     return found
 
 
-def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
+def trace_in_child(
+    config: Config, folder: Path | None = None, *, family: str = ""
+) -> dict[str, Any]:
     """Return the trace of a model, as JSON (`trainctl.memory.traced.TracedModel`).
 
     Args:
         folder: Where the user's own code is looked up; None is the current directory.
+        family: Representation of the model family's specification; part of the cache key.
 
     Raises:
         TrainctlError: The model cannot be built or traced; says why, and names the file.
     """
-    found: dict[str, Any] = _ask(Question.trace, config, folder or Path.cwd())
+    found: dict[str, Any] = _ask(Question.trace, config, folder or Path.cwd(), family)
     return found
 
 
-def known_trace(config: RunConfig) -> dict[str, Any] | None:
-    """Return a cached or shipped trace; None if there is none. Never starts a process."""
-    found: dict[str, Any] | None = _known_answer(Question.trace, config)[1]
+def known_trace(config: Config, *, family: str = "") -> dict[str, Any] | None:
+    """Return a cached or shipped trace; None if there is none. Never starts a process.
+
+    Args:
+        family: As for `trace_in_child`.
+    """
+    found: dict[str, Any] | None = _known_answer(Question.trace, config, family)[1]
     return found
 
 
-def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
-    key, found = _known_answer(question, config)
+def _ask(question: Question, config: Config, folder: Path, family: str = "") -> Any:
+    key, found = _known_answer(question, config, family)
     if found is None:
         found = _ask_process(question, config, folder)
         _known[key] = found
@@ -101,11 +108,11 @@ def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
     return found
 
 
-def _known_answer(question: Question, config: RunConfig) -> tuple[str, Any]:
+def _known_answer(question: Question, config: Config, family: str) -> tuple[str, Any]:
     """Return the digest of a question, and its cached or shipped answer; None without one."""
-    key = _key(question, config)
+    key = _key(question, config, family)
     found = _cached_answer(key)
-    if found is None and (name := published_name(config, _version("transformers"))):
+    if found is None and (name := published_name(config["model"], _version("transformers"))):
         is_anatomy = question is Question.anatomy
         found = published_anatomy(name) if is_anatomy else published_trace(name, config)
     return key, found
@@ -126,10 +133,11 @@ def _cached_answer(key: str) -> Any:
     return _known[key]
 
 
-def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
+def _ask_process(question: Question, config: Config, folder: Path) -> Any:
     what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
-    _say(f"{what} {config.model.name} by its own code, once: torch and transformers are imported")
-    asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
+    name = config["model"]["name"]
+    _say(f"{what} {name} by its own code, once: torch and transformers are imported")
+    asked = {"question": question.value, "config": config, "folder": str(folder)}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "trainctl.train.models.trace_entry"],
         stdin=subprocess.PIPE,
@@ -147,7 +155,7 @@ def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
                     break
                 except subprocess.TimeoutExpired:
                     question_text = None  # it has been sent
-                    _say(f"  {what} {config.model.name}: {seconds} s")
+                    _say(f"  {what} {name}: {seconds} s")
             else:
                 raise _failed(config, f"not done after {SECONDS} s")
         except BaseException:
@@ -171,8 +179,8 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _failed(config: RunConfig, why: str) -> TrainctlError:
-    where = config.model.path or config.model.factory
+def _failed(config: Config, why: str) -> TrainctlError:
+    where = config["model"]["path"] or config["model"]["factory"]
     message = f"the model of {where} cannot be read by its code: {why}"
     return TrainctlError.from_findings([Finding(rule=NOT_TRACED, key="model", message=message)])
 
@@ -182,38 +190,38 @@ def _finding(told: dict[str, Any]) -> Finding:
     return Finding(**texts, exit_code=ExitCode(told["exit_code"]))
 
 
-def _key(question: Question, config: RunConfig) -> str:
+def _key(question: Question, config: Config, family: str) -> str:
     """Return a digest of everything that an answer depends on.
 
     The anatomy is part of the trace's digest, and identifies the code of `model.factory`.
     """
-    files, model = _files(config.model), config.model
+    model = config["model"]
+    files = _files(model)
     parts: list[Any]
     if question is Question.anatomy:
-        parts = [files, model.family, model.trust_remote_code, _version("transformers")]
+        parts = [files, model["family"], model["trust_remote_code"], _version("transformers")]
     else:
-        shape = to_plain(model)
-        for name in ("name", "weights", "initial_weights"):
-            del shape[name]
+        labels = ("name", "weights", "initial_weights")
         parts = [
-            shape,
-            repr(load("model", model.family)),
-            to_plain(config.precision),
-            config.training.sequence_length,
-            config.data.mask_documents,
+            {key: value for key, value in model.items() if key not in labels},
+            family,
+            config["precision"],
+            config["training"]["sequence_length"],
+            config["data"]["mask_documents"],
             {package: _version(package) for package in PACKAGES},
             files,
         ]
     return hashlib.sha256(json.dumps([question.value, FORMAT, *parts]).encode()).hexdigest()
 
 
-def _files(model: ModelConfig) -> list[str]:
+def _files(model: Mapping[str, Any]) -> list[str]:
     """Return digests of the files of a directory that define the model."""
-    found = []
-    if model.path and model.is_directory:
-        found.append(Path(model.path) / "config.json")
-        found += sorted(Path(model.path).glob("*.py")) if model.trust_remote_code else []
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in found if path.is_file()]
+    if not model["path"]:
+        return []
+    folder = Path(model["path"])
+    code = sorted(folder.glob("*.py")) if model["trust_remote_code"] else []
+    files = [folder / "config.json", *code]
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]
 
 
 def _version(package: str) -> str:

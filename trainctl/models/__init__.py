@@ -1,0 +1,1 @@
+"""Facts about models, read from their directories without torch."""
