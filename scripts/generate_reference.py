@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -93,7 +93,7 @@ def _kinds(leaf: Leaf) -> str:
 
 
 def _values(leaf: Leaf) -> str:
-    """Type, range and unit, such as ``integer, at least 1, tokens``."""
+    """Type, range and unit, such as ``integer ≥ 1, tokens``."""
     if leaf.choices:
         choices = ", ".join(f"`{choice}`" for choice in leaf.choices)
         return f"list of {choices}" if get_origin(leaf.hint) is list else choices
@@ -102,11 +102,17 @@ def _values(leaf: Leaf) -> str:
     names = {int: "integer", float: "number", bool: "true, false", str: "text"}
     origin = getattr(hint, "__origin__", None)
     kind = {list: "list", dict: "mapping"}.get(origin) or names[inner]
-    limits = {"minimum": "at least", "above": "above", "maximum": "at most"}
-    bounds = [
-        f"{words} {metadata[name]}" for name, words in limits.items() if metadata[name] is not None
-    ]
-    return ", ".join([kind, *bounds, *([metadata["unit"]] if metadata["unit"] else [])])
+    unit = metadata["unit"]
+    return ", ".join([f"{kind} {_range(metadata)}".strip(), *([unit] if unit else [])])
+
+
+def _range(metadata: Mapping[str, Any]) -> str:
+    """Range of a number, such as ``1 to 100`` or ``> 0, ≤ 1``."""
+    least, above, most = (metadata[name] for name in ("minimum", "above", "maximum"))
+    if least is not None and most is not None:
+        return f"{least} to {most}"
+    signs = (("≥", least), (">", above), ("≤", most))
+    return ", ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
 
 
 def _literal(value: Any) -> str:
