@@ -117,7 +117,7 @@ def test_a_shorter_length_that_divides_leaves_nothing_out(plan, ratio):
     halved = OrderedStage(count // 2, max(4, first.length // ratio), first.weights)
     stages = [first, halved]
     order = SampleOrder(seed, sources, stages, shard_tokens=SHARD)
-    assert not any(order.left_out().values())
+    assert not any(order.skipped_tokens().values())
     found = order.at(np.arange(count + 4000))
     lengths = np.array([stage.length for stage in stages])[found.stage]
     for number, source in enumerate(order.sources):
@@ -131,7 +131,7 @@ def test_a_longer_length_goes_on_with_the_next_window_and_says_what_it_left_out(
     stages = [OrderedStage(0, 4, {"a": Fraction(1)}), OrderedStage(40, 8, {"a": Fraction(1)})]
     for window, left in ((1, (48 - 40) * 4), (None, (799 - 40) * 4)):
         order = SampleOrder(1, [OrderedSource("a", 3200, window)], stages, shard_tokens=SHARD)
-        assert order.left_out() == {"a": left}
+        assert order.skipped_tokens() == {"a": left}
         assert order.at([39, 40]).epoch.tolist() == [0, 0 if window else 1]
 
 
@@ -195,7 +195,9 @@ def assert_found_again(plan, data):
     lengths = np.array([stage.length for stage in order.stages])[found.stage]
     has = (found.source == number) & (found.index == token // lengths)
     expected = [(c, found.stage[c], found.epoch[c]) for c in np.flatnonzero(has).tolist()]
-    assert [tuple(seen) for seen in order.when(order.names[number], token, count)] == expected
+    assert [
+        tuple(seen) for seen in order.occurrences(order.names[number], token, count)
+    ] == expected
 
 
 @given(plans(lengths=(4, 8)), st.data())

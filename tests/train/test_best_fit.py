@@ -197,7 +197,7 @@ def test_a_document_is_the_same_in_all_its_samples_and_another_in_the_next_epoch
                 found = rows.tokens[index, at : at + end - start]
                 assert found.tolist() == whole[start:end].tolist()
                 at += end - start
-            if not rows.silent[index, -1]:
+            if not rows.ignored[index, -1]:
                 assert rows.tokens[index, LENGTH] == whole[end]
         epochs.append(whole)
         assert (np.flatnonzero(whole == 50) + 1).tolist() == ends.tolist()

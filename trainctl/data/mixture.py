@@ -328,7 +328,7 @@ def _left_out(config: RunConfig, order: SampleOrder) -> list[Finding]:
             ),
             severity=Severity.warning,
         )
-        for name, left in order.left_out().items()
+        for name, left in order.skipped_tokens().items()
         if left
     ]
 

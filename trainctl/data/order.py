@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from math import floor, gcd, lcm
 from typing import NamedTuple
 
@@ -37,10 +38,8 @@ from trainctl.data.source_sampler import (
 )
 from trainctl.plan.sample_order import samples_in
 
-_DEALT = -2
-"""Value hashed in place of a source's name for the permutation that deals a batch to
-its ranks.
-"""
+_RANK_ORDER = -2
+"""Value hashed in place of a source's name for the permutation of a batch over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +118,21 @@ class SampleOrder:
         self.sources = tuple(sorted(sources, key=lambda source: source.name))
         self.names = tuple(source.name for source in self.sources)
         self._firsts = np.array([stage.first for stage in self.stages], dtype=np.int64)
-        self._turns = [self._turns_of(stage) for stage in self.stages]
-        self._courses = [
-            _course(
+        self._schedules = [self._schedule_of_stage(stage) for stage in self.stages]
+        self._segments = [
+            _segments_by_stage(
                 source_key(seed, source.name),
                 source,
                 number,
                 self.stages,
-                self._turns,
+                self._schedules,
                 shuffle,
                 shard_tokens,
             )
             for number, source in enumerate(self.sources)
         ]
-
-        self._numbers = [
-            _numbers([course[stage] for course in self._courses])
+        self._segment_arrays = [
+            _segment_arrays([stage_segments[stage] for stage_segments in self._segments])
             for stage in range(len(self.stages))
         ]
 
@@ -143,58 +141,53 @@ class SampleOrder:
 
         It is fastest for thousands of counters at a time.
         """
-        asked = np.asarray(counters, dtype=np.int64)
-        flat = asked.reshape(-1)
+        given = np.asarray(counters, dtype=np.int64)
+        flat = given.reshape(-1)
         stages = np.searchsorted(self._firsts, flat, "right") - 1
         found = SampleCoordinates(stages, *(np.empty_like(flat) for _ in range(3)))
         for number in np.unique(stages):
             chosen = np.flatnonzero(stages == number)
-            turns, stage = self._turns[number], self.stages[number]
-            period, slot = np.divmod(flat[chosen] - stage.first, turns.size)
-            sources = turns.source[slot]
-            draws = period * turns.quotas[sources] + turns.rank[slot]
+            schedule, stage = self._schedules[number], self.stages[number]
+            period, slot = np.divmod(flat[chosen] - stage.first, schedule.size)
+            sources = schedule.source[slot]
+            draws = period * schedule.quotas[sources] + schedule.rank[slot]
             found.source[chosen] = sources
-            before, tail, *numbers = (each[sources] for each in self._numbers[number])
+            before, tail, *numbers = (each[sources] for each in self._segment_arrays[number])
             draws += before
             epoch, index = epoch_and_index(draws, numbers, self.shuffle)
             found.epoch[chosen], found.index[chosen] = epoch, index
             of_tail = draws < tail
             for source in np.unique(sources[of_tail]):
                 mine = np.flatnonzero(of_tail & (sources == source))
-                epoch, index = self._courses[source][number][0].at(draws[mine])
+                epoch, index = self._segments[source][number][0].at(draws[mine])
                 found.epoch[chosen[mine]], found.index[chosen[mine]] = epoch, index
-        return SampleCoordinates(
-            *(
-                each.reshape(asked.shape)
-                for each in (found.stage, found.source, found.epoch, found.index)
-            )
-        )
+        columns = (found.stage, found.source, found.epoch, found.index)
+        return SampleCoordinates(*(column.reshape(given.shape) for column in columns))
 
     def order_over_ranks(self, first: int, size: int) -> Integers:
-        """Return the counters of a batch in the order in which it is dealt to the ranks.
+        """Return the counters of a batch in the order in which ranks take them.
 
-        `first` is the batch's first counter, `size` its number of samples. Sources take turns
+        `first` is the batch's first counter, `size` its number of samples. Sources alternate
         regularly: in a 1:1 mixture every second sample has the same source, and a rank could get
-        samples of one source only, so the batch is permuted. With one source the order stays: it is
-        random, or the text's own.
+        samples of one source only. So the batch is permuted, unless it has a single source.
         """
         number = int(np.searchsorted(self._firsts, first, "right")) - 1
         counters = np.arange(first, first + size, dtype=np.int64)
-        if np.count_nonzero(self._turns[number].quotas) < 2:
+        if np.count_nonzero(self._schedules[number].quotas) < 2:
             return counters
-        return counters[permute(counters - first, size, key_of(self.seed, _DEALT, first))]
+        return counters[permute(counters - first, size, key_of(self.seed, _RANK_ORDER, first))]
 
     def draws_before(self, counter: int) -> dict[str, int]:
         """Return the number of samples of each source before a counter, over all sample lengths."""
         total = dict.fromkeys(self.names, 0)
         ends = [*(stage.first for stage in self.stages[1:]), counter]
-        for stage, turns, end in zip(self.stages, self._turns, ends, strict=True):
+        for stage, schedule, end in zip(self.stages, self._schedules, ends, strict=True):
             draws = max(0, min(end, counter) - stage.first)
             for number, name in enumerate(self.names):
-                total[name] += turns.draws_before(number, draws)
+                total[name] += schedule.draws_before(number, draws)
         return total
 
-    def when(self, source: str, token: int, until: int) -> list[TokenOccurrence]:
+    def occurrences(self, source: str, token: int, until: int) -> list[TokenOccurrence]:
         """Return where a token occurs before counter `until`, by counter: the inverse of `at`.
 
         `token` is a position in the source's training text.
@@ -203,32 +196,30 @@ class SampleOrder:
         ends = [*(stage.first for stage in self.stages[1:]), until]
         found = []
         for index, (stage, end) in enumerate(zip(self.stages, ends, strict=True)):
-            turns, (leg, before) = self._turns[index], self._courses[number][index]
-            drawn = turns.draws_before(number, max(0, min(end, until) - stage.first))
+            schedule, (segment, before) = self._schedules[index], self._segments[number][index]
+            drawn = schedule.draws_before(number, max(0, min(end, until) - stage.first))
             found += [
-                TokenOccurrence(stage.first + turns.position(number, draw - before), index, epoch)
-                for epoch, draw in leg.draws_of(token, before + drawn)
+                TokenOccurrence(
+                    stage.first + schedule.position(number, draw - before), index, epoch
+                )
+                for epoch, draw in segment.draws_of(token, before + drawn)
                 if draw >= before
             ]
         return sorted(found)
 
-    def left_out(self) -> dict[str, int]:
+    def skipped_tokens(self) -> dict[str, int]:
         """Return the tokens of each source that changes of length leave out of begun epochs."""
         lost = dict.fromkeys(self.names, 0)
-        for name, course, number in zip(
-            self.names, self._courses, range(len(self.names)), strict=True
-        ):
-            for index, (stage, turns) in enumerate(
-                zip(self.stages[:-1], self._turns, strict=False)
-            ):
-                (leg, before), (following, _) = course[index], course[index + 1]
-                if following is not leg:
-                    size = self.stages[index + 1].first - stage.first
-                    drawn = before + turns.draws_before(number, size)
-                    lost[name] += leg.left_out(drawn, following.length)
+        for number, name in enumerate(self.names):
+            pairs = enumerate(pairwise(self._segments[number]))
+            for index, ((segment, before), (following, _)) in pairs:
+                if following is not segment:
+                    size = self.stages[index + 1].first - self.stages[index].first
+                    drawn = before + self._schedules[index].draws_before(number, size)
+                    lost[name] += segment.skipped_tokens(drawn, following.length)
         return lost
 
-    def _turns_of(self, stage: OrderedStage) -> SourceSchedule:
+    def _schedule_of_stage(self, stage: OrderedStage) -> SourceSchedule:
         weights = [Fraction(stage.weights.get(name, 0)) for name in self.names]
         for source, weight in zip(self.sources, weights, strict=True):
             if weight and not samples_in(source.tokens, stage.length):
@@ -239,12 +230,14 @@ class SampleOrder:
         return schedule_of(quotas_from_weights(weights))
 
 
-def _numbers(legs: list[tuple[FixedLengthSegment, int]]) -> list[npt.NDArray[np.generic]]:
+def _segment_arrays(
+    segments: list[tuple[FixedLengthSegment, int]],
+) -> list[npt.NDArray[np.generic]]:
     """Return the arguments of `epoch_and_index` for one stage: arrays with one value per source.
 
-    Two arrays come first: the draws of the leg before the stage, and the samples of the leg's tail.
+    Two arrays come first: the draws of the segment before the stage, and the samples of its tail.
     """
-    columns = [(before, leg.tail, *leg.numbers) for leg, before in legs]
+    columns = [(before, segment.tail, *segment.numbers) for segment, before in segments]
     types = (np.int64, np.int64, np.uint64, *[np.int64] * 5)
     return [
         np.array(column, dtype=kind)
@@ -252,21 +245,21 @@ def _numbers(legs: list[tuple[FixedLengthSegment, int]]) -> list[npt.NDArray[np.
     ]
 
 
-def _course(
+def _segments_by_stage(
     key: int,
     source: OrderedSource,
     number: int,
     stages: Sequence[OrderedStage],
-    turns: Sequence[SourceSchedule],
+    schedules: Sequence[SourceSchedule],
     shuffle: bool,
     shard_tokens: int,
 ) -> list[tuple[FixedLengthSegment, int]]:
-    """Return, for each stage, a source's leg and the number of that leg's draws before the stage.
+    """Return, for each stage, a source's segment and how many of its draws precede the stage.
 
     A stage that does not draw from the source changes nothing, whatever its length.
     """
-    drawing = [stage for stage, each in zip(stages, turns, strict=True) if each.quotas[number]]
-    leg = FixedLengthSegment(
+    drawing = [stage for stage, each in zip(stages, schedules, strict=True) if each.quotas[number]]
+    segment = FixedLengthSegment(
         key=key,
         tokens=source.tokens,
         length=(drawing or list(stages))[0].length,
@@ -274,15 +267,15 @@ def _course(
         shard_tokens=shard_tokens,
         shuffle=shuffle,
     )
-    course, drawn = [], 0
+    stage_segments, drawn = [], 0
     ends = [stage.first for stage in stages[1:]]
-    for index, (stage, each) in enumerate(zip(stages, turns, strict=True)):
-        if each.quotas[number] and stage.length != leg.length:
-            leg, drawn = leg.next_segment(drawn, stage.length), 0
-        course.append((leg, drawn))
+    for index, (stage, each) in enumerate(zip(stages, schedules, strict=True)):
+        if each.quotas[number] and stage.length != segment.length:
+            segment, drawn = segment.next_segment(drawn, stage.length), 0
+        stage_segments.append((segment, drawn))
         if index < len(ends):
             drawn += each.draws_before(number, ends[index] - stage.first)
-    return course
+    return stage_segments
 
 
 MOST_SLOTS = 10**6
@@ -386,9 +379,9 @@ def incompatible_changes(before: SampleOrder, now: SampleOrder, until: int) -> I
     if (before.seed, before.shuffle) != (now.seed, now.shuffle):
         yield "the seed, or data.shuffle, is another: all that was drawn had another order"
         return
-    was = [stage for stage in before.stages if stage.first < until]
-    becomes = [stage for stage in now.stages if stage.first < until]
-    for number, (old, new) in enumerate(zip(was, becomes, strict=False)):
+    old_stages = [stage for stage in before.stages if stage.first < until]
+    new_stages = [stage for stage in now.stages if stage.first < until]
+    for number, (old, new) in enumerate(zip(old_stages, new_stages, strict=False)):
         for what, a, b in (
             ("begins at sample", old.first, new.first),
             ("has samples of", old.length, new.length),
@@ -396,12 +389,12 @@ def incompatible_changes(before: SampleOrder, now: SampleOrder, until: int) -> I
         ):
             if a != b:
                 yield f"stage {number + 1}, which has begun, {what} {b}, and it was {a}"
-    if len(was) != len(becomes):
+    if len(old_stages) != len(new_stages):
         yield (
-            f"{len(becomes)} stages would have begun by sample {until:,}, and {len(was)} have: a "
-            "stage can only be added for what is still to come"
+            f"{len(new_stages)} stages would have begun by sample {until:,}, and "
+            f"{len(old_stages)} have: a stage can only be added for what is still to come"
         )
-    drawn = {name for stage in was for name in stage.weights}
+    drawn = {name for stage in old_stages for name in stage.weights}
     sources = {source.name: source for source in now.sources}
     for old_source in before.sources:
         if old_source.name in drawn and sources.get(old_source.name) != old_source:

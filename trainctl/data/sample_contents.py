@@ -20,7 +20,7 @@ from trainctl.data.corpus_record import FILES
 from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import sample_order
 from trainctl.data.packing import load_bins, packed_token_count
-from trainctl.data.sample_reader import SampleReader
+from trainctl.data.sample_reader import SampleBatch, SampleReader
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
@@ -155,50 +155,59 @@ def read_samples(
     except ValueError:  # there are no samples
         return []
     found = order.at(counters)
-    numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
-    texts: dict[str, TrainingText] = {}
+    lengths = np.array([stage.length for stage in order.stages])[found.stage]
     readers: dict[tuple[str, int], SampleReader] = {}
+    texts: dict[str, TrainingText] = {}
     samples = []
-    for counter, stage, source, epoch, index in numbers:
-        name, length = order.names[source], order.stages[stage].length
+    for number, counter in enumerate(counters):
+        source, index = int(found.source[number]), int(found.index[number])
+        name, length = order.names[source], int(lengths[number])
+        corpus = corpora[name]
         if name not in texts:
             mine = found.source == source
-            lengths = np.array([each.length for each in order.stages])[found.stage[mine]]
-            limit = int(((found.index[mine] + 1) * lengths).max())
-            texts[name] = training_text(plan, corpora[name], name, limit)
-        text = texts[name]
+            limit = int(((found.index[mine] + 1) * lengths[mine]).max())
+            texts[name] = training_text(plan, corpus, name, limit)
         if (name, length) not in readers:
+            bins = load_bins(plan.config, corpus, corpus.train)
+            infilling = infilling_settings(plan.config, name)
             readers[name, length] = SampleReader(
-                corpora[name],
-                corpora[name].train,
-                length,
-                bins=load_bins(plan.config, corpora[name], corpora[name].train),
-                infilling=infilling_settings(plan.config, name),
+                corpus, corpus.train, length, bins=bins, infilling=infilling
             )
-        reader = readers[name, length]
-        pieces = reader.pieces(int(index))
-        size = sum(end - start for start, end in pieces)
-        rows = reader.read(np.array([index]), np.array([epoch]))
-        ids, is_marked = rows.tokens[0, :size], corpora[name].is_marked
-        decoded = tokenizer.decode(ids.tolist(), with_special=is_marked)
-        cut = decoded[:most_characters] if most_characters else decoded
-        stretches = _stretches(ids, rows.silent[0], tokenizer, len(cut)) if is_marked else ()
+        reader, epoch = readers[name, length], int(found.epoch[number])
+        pieces = reader.pieces(index)
+        text, is_cut, stretches = _decode(
+            reader.read(np.array([index]), np.array([epoch])),
+            sum(end - start for start, end in pieces),
+            tokenizer,
+            most_characters,
+            is_marked=corpus.is_marked,
+        )
+        passages = [each for start, end in pieces for each in _passages(texts[name], start, end)]
         samples.append(
             Sample(
                 counter=counter,
                 source=name,
-                index=int(index),
-                epoch=int(epoch),
+                index=index,
+                epoch=epoch,
                 first_token=pieces[0][0],
-                passages=tuple(
-                    passage for start, end in pieces for passage in _passages(text, start, end)
-                ),
-                text=cut,
-                is_cut=len(cut) < len(decoded),
-                stretches=tuple(stretches),
+                passages=tuple(passages),
+                text=text,
+                is_cut=is_cut,
+                stretches=stretches,
             )
         )
     return samples
+
+
+def _decode(
+    batch: SampleBatch, size: int, tokenizer: Tokenizer, most_characters: int, *, is_marked: bool
+) -> tuple[str, bool, tuple[ChatStretch, ...]]:
+    """Return the text of the first sample's `size` tokens, whether it is cut, and its stretches."""
+    ids = batch.tokens[0, :size]
+    text = tokenizer.decode(ids.tolist(), with_special=is_marked)
+    cut = text[:most_characters] if most_characters else text
+    stretches = _stretches(ids, batch.ignored[0], tokenizer, len(cut)) if is_marked else ()
+    return cut, len(cut) < len(text), tuple(stretches)
 
 
 def common_document(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:
@@ -227,12 +236,12 @@ def common_document(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] 
 
 def _stretches(
     ids: npt.NDArray[np.int64],
-    silent: npt.NDArray[np.bool_],
+    ignored: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
     most_characters: int,
 ) -> Iterator[ChatStretch]:
     """Yield a sample's text by runs of learned and other tokens. The first token is no label."""
-    has_loss = np.concatenate([[False], ~silent[: len(ids) - 1]])
+    has_loss = np.concatenate([[False], ~ignored[: len(ids) - 1]])
     borders = np.flatnonzero(np.diff(has_loss)) + 1
     for first, end in pairwise([0, *borders.tolist(), len(ids)]):
         text = tokenizer.decode(ids[first:end].tolist(), with_special=True)[:most_characters]

@@ -21,7 +21,7 @@ class SampleBatch:
     """Ids of each sample and of the token that follows, (samples, length + 1)."""
     ends: npt.NDArray[np.bool_]
     """True for the last token of each document, (samples, length)."""
-    silent: npt.NDArray[np.bool_]
+    ignored: npt.NDArray[np.bool_]
     """True for tokens without a label, (samples, length): padding, and the token before a token
     that is padding or not learned.
     """
@@ -37,7 +37,7 @@ class SampleBatch:
         """Write other samples at these rows."""
         self.tokens[places] = others.tokens
         self.ends[places] = others.ends
-        self.silent[places] = others.silent
+        self.ignored[places] = others.ignored
 
 
 class SampleReader:
@@ -59,7 +59,7 @@ class SampleReader:
         infilling: Infilling | None = None,
     ) -> None:
         self._tokens = corpus.tokens(split, in_order=False)
-        self._learnt = corpus.loss_mask(split)
+        self._loss_mask = corpus.loss_mask(split)
         self._ends = corpus.ends(split)
         self._end_of_document = corpus.end_of_document
         self._length = length
@@ -87,24 +87,24 @@ class SampleReader:
         epochs = np.zeros_like(indices) if epochs is None else epochs
         if self._bins is not None:
             for number, index in enumerate(indices.tolist()):
-                self._fill(rows, number, index, int(epochs[number]))
+                self._read_bin(rows, number, index, int(epochs[number]))
             return rows
         starts = indices * self._length
         for row, start, epoch in zip(rows.tokens, starts.tolist(), epochs, strict=True):
             # Slices: fancy indexing of all tokens takes more than twice as long.
-            self._copy(row, start, int(epoch))
-        for silent, start in zip(rows.silent, starts.tolist(), strict=True):
-            self._silence(silent, start)
+            self._read_ids(row, start, int(epoch))
+        for ignored, start in zip(rows.ignored, starts.tolist(), strict=True):
+            self._mark_ignored(ignored, start)
         self._find_ends(rows, starts)
         return rows
 
-    def _copy(self, row: npt.NDArray[np.int64], start: int, epoch: int) -> None:
+    def _read_ids(self, row: npt.NDArray[np.int64], start: int, epoch: int) -> None:
         row[:] = self._tokens[start : start + len(row)]
         if self._infilling is not None:
             assert self._ends is not None
             self._infilling.apply(row, start, self._tokens, self._ends, epoch)
 
-    def _fill(self, rows: SampleBatch, number: int, index: int, epoch: int) -> None:
+    def _read_bin(self, rows: SampleBatch, number: int, index: int, epoch: int) -> None:
         """Write the sample of bin `index` into row `number`."""
         assert self._ends is not None
         row, at = rows.tokens[number], 0
@@ -112,29 +112,29 @@ class SampleReader:
             size = end - start
             place = np.searchsorted(self._ends, self._ends.dtype.type(end))
             if int(self._ends[place]) == end:
-                self._copy(row[at : at + size], start, epoch)
-                self._silence(rows.silent[number, at : at + size], start, is_whole=True)
+                self._read_ids(row[at : at + size], start, epoch)
+                self._mark_ignored(rows.ignored[number, at : at + size], start, is_whole=True)
                 at += size
                 rows.ends[number, at - 1] = True
             else:  # a piece as long as the sample; the document goes on
-                self._copy(row, start, epoch)
-                self._silence(rows.silent[number], start)
+                self._read_ids(row, start, epoch)
+                self._mark_ignored(rows.ignored[number], start)
                 return
         row[at:] = self._end_of_document or 0
-        rows.silent[number, at - 1 :] = True
+        rows.ignored[number, at - 1 :] = True
 
-    def _silence(
-        self, silent: npt.NDArray[np.bool_], start: int, *, is_whole: bool = False
+    def _mark_ignored(
+        self, ignored: npt.NDArray[np.bool_], start: int, *, is_whole: bool = False
     ) -> None:
         """Mark the tokens that precede tokens which are not learned.
 
-        `silent` is the mask of consecutive tokens, the first at position `start` of the text. With
+        `ignored` is the mask of consecutive tokens, the first at position `start` of the text. With
         `is_whole` a document ends with the last token, so that the next token is no label of it.
         """
-        if self._learnt is not None:
-            found = self._learnt[start + 1 : start + len(silent) + 1]
-            silent[: len(found)] = ~found
-            silent[len(silent) - is_whole :] = True
+        if self._loss_mask is not None:
+            found = self._loss_mask[start + 1 : start + len(ignored) + 1]
+            ignored[: len(found)] = ~found
+            ignored[len(ignored) - is_whole :] = True
 
     def _find_ends(self, rows: SampleBatch, starts: npt.NDArray[np.int64]) -> None:
         """Mark the last token of each document; none if the corpus does not know the ends."""

@@ -5,11 +5,11 @@ position ``d % n`` of epoch ``d // n``. Each epoch is a permutation of the text'
 own key. A source with windows is shuffled in two steps: first the order of its shards, then the
 samples within each window of shards. So few shards need to be local, and the next ones are known.
 
-A *leg* is the sequence of draws of a source at one sample length. Where the length changes within a
-window, a shorter length that divides the old one cuts the rest of the window into smaller samples,
-the *tail* of the next leg, so that nothing is left out. Any other length leaves the rest of the
-window out. The leg then goes on at the next window. No token occurs twice in an epoch either way.
-Without shuffling the next leg continues at the same position.
+A *segment* is the sequence of draws of a source at one sample length. Where the length changes
+within a window, a shorter length that divides the old one cuts the rest of the window into smaller
+samples, the *tail* of the next segment, so that nothing is left out. Any other length leaves the
+rest of the window out. The segment then goes on at the next window. No token occurs twice in an
+epoch either way. Without shuffling the next segment continues at the same position.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def source_key(seed: int, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedLengthSegment:
-    """The draws of a source at one sample length, counted from 0 in each leg."""
+    """The draws of a source at one sample length, counted from 0 in each segment."""
 
     key: int
     """Permutation key of the source."""
@@ -70,9 +70,9 @@ class FixedLengthSegment:
     start.
     """
     before: FixedLengthSegment | None = None
-    """Previous leg, which the tail is cut from; None if there is no tail."""
+    """Previous segment, which the tail is cut from; None if there is no tail."""
     tail_from: int = 0
-    """Draw of the previous leg at which the tail begins."""
+    """Draw of the previous segment at which the tail begins."""
     tail: int = 0
     """Number of samples in the tail."""
 
@@ -86,7 +86,7 @@ class FixedLengthSegment:
         if self.before is None or not (inside := draws < self.tail).any():
             return epoch_and_index(draws, self.numbers, self.shuffle)
         epoch, index = np.empty_like(draws), np.empty_like(draws)
-        epoch[inside], index[inside] = self._of_tail(self.before, draws[inside])
+        epoch[inside], index[inside] = self._tail_samples(self.before, draws[inside])
         epoch[~inside], index[~inside] = epoch_and_index(draws[~inside], self.numbers, self.shuffle)
         return epoch, index
 
@@ -98,7 +98,7 @@ class FixedLengthSegment:
         found = []
         index, samples = token // self.length, self.samples
         if self.before is not None:
-            found += self._in_tail(self.before, token)
+            found += self._draws_in_tail(self.before, token)
         if index < samples:
             last = self.first + max(0, draws - self.tail)
             for epoch in range(self.first // samples, -(-last // samples)):
@@ -108,7 +108,7 @@ class FixedLengthSegment:
         return [(epoch, draw) for epoch, draw in found if 0 <= draw < draws]
 
     def next_segment(self, draws: int, length: int) -> FixedLengthSegment:
-        """Return the leg that follows after this many draws, at another length."""
+        """Return the segment that follows after this many draws, at another length."""
         end, epoch, done = self._window_end(draws)
         samples = samples_in(self.tokens, length)
         place = min(done * (self._per_window(length) or samples), samples)
@@ -130,7 +130,7 @@ class FixedLengthSegment:
             tail=rest * ratio if has_tail else 0,
         )
 
-    def left_out(self, draws: int, length: int) -> int:
+    def skipped_tokens(self, draws: int, length: int) -> int:
         """Return the tokens of the current window that a change of length leaves out."""
         end, _, _ = self._window_end(draws)
         is_cut = self.length % length == 0 or not self.shuffle
@@ -156,7 +156,7 @@ class FixedLengthSegment:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Arguments of `epoch_and_index` for this leg; arrays for several legs."""
+        """Arguments of `epoch_and_index` for this segment; arrays for several segments."""
         each = self._per_window(self.length)
         samples = self.samples
         in_shard = self.shard_tokens // self.length if each else 0
@@ -177,13 +177,15 @@ class FixedLengthSegment:
         size = min(each, self.samples - begin)
         return begin + int(unpermute([mixed - begin], size, key_of(keys, begin))[0])
 
-    def _of_tail(self, before: FixedLengthSegment, draws: Integers) -> tuple[Integers, Integers]:
+    def _tail_samples(
+        self, before: FixedLengthSegment, draws: Integers
+    ) -> tuple[Integers, Integers]:
         ratio = before.length // self.length
         draws = permute(draws, self.tail, self._tail_key())
         epochs, indices = before.at(self.tail_from + draws // ratio)
         return epochs, indices * ratio + draws % ratio
 
-    def _in_tail(self, before: FixedLengthSegment, token: int) -> list[tuple[int, int]]:
+    def _draws_in_tail(self, before: FixedLengthSegment, token: int) -> list[tuple[int, int]]:
         ratio = before.length // self.length
         found = []
         for epoch, draw in before.draws_of(token, self.tail_from + self.tail // ratio):
@@ -200,7 +202,7 @@ class FixedLengthSegment:
 def epoch_and_index(
     draws: Integers, numbers: Sequence[npt.ArrayLike], shuffle: bool
 ) -> tuple[Integers, Integers]:
-    """Return epoch and index of draws behind the tail of a leg, or of one leg per draw.
+    """Return epoch and index of draws behind the tail of a segment, or of one segment per draw.
 
     `numbers` are `FixedLengthSegment.numbers`, each a scalar or an array with one value per draw.
     Without `shuffle` an epoch is in the order of the text.

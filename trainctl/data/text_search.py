@@ -162,7 +162,7 @@ class _History:
             if place is None:
                 return
             token = place * self._plan.batch.sequence_length
-        for seen in self._order.when(source, token, max(self._ends)):
+        for seen in self._order.occurrences(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
             if number >= 0 and seen.counter < self._ends[number]:  # else skipped by a rewind
                 yield Sighting(self._steps[number], seen.counter, seen.epoch)

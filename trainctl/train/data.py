@@ -57,7 +57,7 @@ class PackedDataset:
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
         rows = self.read(indices)
-        rows.silent[indices < 0] = True
+        rows.ignored[indices < 0] = True
         batch = _micro_batch(rows, indices, is_masked=self.mask_documents, has_pairs=self.has_pairs)
         return self.with_reference(batch, indices)
 
@@ -75,8 +75,8 @@ def _micro_batch(
     """Build a micro-batch from the tokens of its samples."""
     ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
     if has_pairs:
-        ends |= _ends_of_first_answers(rows.silent)
-    labels[rows.silent] = IGNORED_LABEL
+        ends |= _ends_of_first_answers(rows.ignored)
+    labels[rows.ignored] = IGNORED_LABEL
     documents = np.zeros_like(inputs)
     documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
     positions = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1))
@@ -96,14 +96,14 @@ def _micro_batch(
     )
 
 
-def _ends_of_first_answers(silent: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _ends_of_first_answers(ignored: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Return a mask of the last token of each pair's first (chosen) answer, (samples, length).
 
     A pair is one document in which only the two answers have labels, not their prompts. So the
     first answer ends where the first run of labels does.
     """
-    ends = np.zeros_like(silent)
-    ends[:, 1:] = silent[:, 1:] & ~silent[:, :-1]
+    ends = np.zeros_like(ignored)
+    ends[:, 1:] = ignored[:, 1:] & ~ignored[:, :-1]
     ends[np.cumsum(ends, axis=1) > 1] = False
     return ends
 
