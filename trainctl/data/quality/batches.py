@@ -35,6 +35,16 @@ _FOR_LENGTH = np.uint64(0x9E3779B97F4A7C15)
 """Added once per element, so that trailing zeros change the hash."""
 
 
+def run_starts(*columns: npt.NDArray[Any]) -> Bool:
+    """Return the mask of rows that differ from the row before in a column; the first row differs.
+
+    In sorted columns these are the first rows of each distinct value.
+    """
+    starts = np.ones(len(columns[0]), dtype=np.bool_)
+    starts[1:] = np.logical_or.reduce([each[1:] != each[:-1] for each in columns])
+    return starts
+
+
 class Segments:
     """Prefix sums of an array of integers below 2^64, for hashing any of its segments."""
 

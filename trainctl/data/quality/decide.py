@@ -373,25 +373,10 @@ def select_documents(
         else None
     )
     mark = sha256(np.packbits(stay).tobytes()).hexdigest() if stay is not None else ""
-    key = key_of_corpus(corpus, _plain(rules), mark)
+    key = key_of_corpus(corpus, to_plain(rules), mark)
     if key_of(folder / SELECTION) == key:
         return Selection.load(folder / SELECTION)
     found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
     selection = decide_removals(corpus, rules, found.identical, found.pairs, found.passages, stay)
     selection.write(folder / SELECTION, key)
     return selection
-
-
-def _plain(rules: Rules) -> Mapping[str, Any]:
-    filters = {
-        source: {name: to_plain(keys) for name, keys in of.items()}
-        for source, of in rules.filters.items()
-    }
-    contamination = asdict(rules.contamination) if rules.contamination is not None else None
-    return {
-        "filters": filters,
-        "contamination": contamination,
-        "exact": rules.exact,
-        "near": rules.near,
-        "substring": rules.substring,
-    }

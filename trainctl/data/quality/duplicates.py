@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import I64, U64
+from trainctl.data.quality.batches import I64, U64, run_starts
 from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredCorpus, key_of
 from trainctl.data.quality.minhash import HASHES, Bands, jaccard
 from trainctl.data.quality.selection import Rules
@@ -84,7 +84,7 @@ def _deal(keys: U64, ids: I64, bits: int, folder: Path) -> None:
 def _grouped(keys: U64, ids: I64) -> Iterator[Groups]:
     order = np.lexsort((ids, keys))
     keys, ids = keys[order], ids[order]
-    starts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    starts = np.flatnonzero(run_starts(keys))
     counts = np.diff(np.append(starts, len(keys)))
     several = counts > 1
     if several.any():
@@ -284,10 +284,7 @@ def _merged(found: Sequence[Pairs]) -> Pairs:
 def _distinct(pairs: I64) -> I64:
     """Return the first index of each distinct pair, in ascending order of the pairs."""
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))
-    ordered = pairs[order]
-    new = np.ones(len(order), dtype=np.bool_)
-    new[1:] = (ordered[1:] != ordered[:-1]).any(1)
-    return order[new]
+    return order[run_starts(*pairs[order].T)]
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -371,8 +368,7 @@ def find_identical_texts(corpus: MeasuredCorpus, scratch: Path, memory: int = ME
         group = np.repeat(np.arange(len(counts)), counts)
         order = np.lexsort((ids, rest, group))  # by the other 64 bits, which rarely split a group
         ids, rest, group = ids[order], rest[order], group[order]
-        is_first = np.ones(len(ids), dtype=np.bool_)
-        is_first[1:] = (group[1:] != group[:-1]) | (rest[1:] != rest[:-1])
+        is_first = run_starts(group, rest)
         firsts = ids[is_first][np.cumsum(is_first) - 1]
         found.append(np.stack((ids, firsts), axis=1)[~is_first])
     pairs = np.concatenate(found)

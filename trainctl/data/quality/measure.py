@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -127,7 +127,10 @@ def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
     key = _key(part, wanted, held_out)
     if key_of(target) == key:
         return
-    measures = dict(_measures(part.filters))
+    measures = {
+        name: partial(function_of("filter", name), **settings)
+        for name, settings in _filter_settings(part).items()
+    }
     characters = 0
     with ColumnWriter(target, key) as writer:
         for batch in _with_one_empty(batches(part.read())):
@@ -181,21 +184,19 @@ def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
         yield DocumentBatch([])
 
 
-def _measures(filters: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[DocumentBatch], Any]]]:
-    for name, keys in filters.items():
-        settings = {each: getattr(keys, each) for each in load("filter", name).settings}
-        yield name, partial(function_of("filter", name), **settings)
+def _filter_settings(part: PartToMeasure) -> dict[str, dict[str, Any]]:
+    """Return the settings that the statistics of a part's filters depend on, by filter."""
+    return {
+        name: {each: getattr(keys, each) for each in load("filter", name).settings}
+        for name, keys in part.filters.items()
+    }
 
 
 def _key(part: PartToMeasure, wanted: WantedColumns, held_out: HeldOut | None) -> str:
     """Return a digest of everything that a part's columns depend on."""
-    settings = {
-        name: {each: getattr(keys, each) for each in load("filter", name).settings}
-        for name, keys in part.filters.items()
-    }
     what = [
-        *(VERSION, part.source, part.name, part.identity, settings, wanted.exact, wanted.near),
-        wanted.passages,
+        *(VERSION, part.source, part.name, part.identity, _filter_settings(part)),
+        *(wanted.exact, wanted.near, wanted.passages),
         held_out.key if held_out is not None else None,
     ]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.permutation import mix
-from trainctl.data.quality.batches import I64, U64, Bool, DocumentBatch
+from trainctl.data.quality.batches import I64, U64, DocumentBatch, run_starts
 
 U32 = npt.NDArray[np.uint32]
 
@@ -82,7 +82,7 @@ def ngram_sets(batch: DocumentBatch) -> tuple[U32, I64]:
     hashes, begin = batch.ngrams(WORDS, short=True)
     owner = batch.words.document[begin].astype(np.uint64)
     keys = np.sort(owner << np.uint64(32) | hashes >> np.uint64(32))
-    keys = keys[_first(keys)]
+    keys = keys[run_starts(keys)]
     owners = (keys >> np.uint64(32)).astype(np.int64)
     return keys.astype(np.uint32), np.bincount(owners, minlength=len(batch)).astype(np.int64)
 
@@ -137,7 +137,7 @@ def jaccard(left: tuple[U32, I64], right: tuple[U32, I64]) -> npt.NDArray[np.flo
     both.sort()
     owner = (both >> np.uint64(32)).astype(np.int64)
     both, owner = _at_most(both, owner, limit)
-    again = ~_first(both)
+    again = ~run_starts(both)
     shared = np.bincount(owner[again], minlength=pairs)
     union = np.bincount(owner, minlength=pairs) - shared
     index: npt.NDArray[np.float64] = shared / np.maximum(union, 1)
@@ -147,13 +147,6 @@ def jaccard(left: tuple[U32, I64], right: tuple[U32, I64]) -> npt.NDArray[np.flo
 def _at_most(keys: U64, owner: I64, limit: U32) -> tuple[U64, I64]:
     kept = keys.astype(np.uint32) <= limit[owner]
     return keys[kept], owner[kept]
-
-
-def _first(keys: U64) -> Bool:
-    """Return the mask of sorted keys that differ from the key before."""
-    first = np.ones(len(keys), dtype=np.bool_)
-    np.not_equal(keys[1:], keys[:-1], out=first[1:])
-    return first
 
 
 ANCHOR_WORDS = 25
@@ -181,9 +174,7 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
     counts = np.bincount(document, minlength=len(batch))
     short = np.flatnonzero((counts < WINDOW)[document])  # a document of one incomplete window
     order = short[np.lexsort((hashes[short], document[short]))]
-    first = np.ones(len(order), dtype=np.bool_)
-    first[1:] = document[order[1:]] != document[order[:-1]]
-    chosen = np.unique(np.concatenate((chosen, order[first])))
+    chosen = np.unique(np.concatenate((chosen, order[run_starts(document[order])])))
     of_document = np.searchsorted(batch.words.document, np.arange(len(batch)))
     words = begin[chosen] - of_document[document[chosen]]
     return hashes[chosen], words, np.bincount(document[chosen], minlength=len(batch))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.codec import to_plain
 from trainctl.data.quality.batches import Bool
 from trainctl.data.quality.columns import Columns, ColumnWriter
 
@@ -106,14 +107,8 @@ class Selection:
             writer.append({"why": self.why})
             writer.finish(
                 reasons=self.reasons,
-                counts={
-                    source: {reason: asdict(each) for reason, each in of.items()}
-                    for source, of in self.counts.items()
-                },
-                examples={
-                    source: {reason: [asdict(each) for each in some] for reason, some in of.items()}
-                    for source, of in self.examples.items()
-                },
+                counts=to_plain(self.counts),
+                examples=to_plain(self.examples),
                 common_ngrams=self.common_ngrams,
                 parts=self.parts,
             )

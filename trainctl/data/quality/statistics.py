@@ -13,7 +13,6 @@ of lines here. Users add word lists, URL lists and functions of their own.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -34,7 +33,9 @@ from trainctl.data.quality.batches import (
     Segments,
     Spans,
     hash_of_word,
+    run_starts,
 )
+from trainctl.data.user_functions import make_importable
 from trainctl.errors import TrainctlError, describe_exception
 
 Statistics = dict[str, npt.NDArray[np.float32]]
@@ -193,10 +194,7 @@ def _runs(keys: U64) -> tuple[I64, I64]:
     bits = np.uint64(max(1, len(keys).bit_length()))
     mask = (np.uint64(1) << bits) - np.uint64(1)
     packed = np.sort((keys & ~mask) | np.arange(len(keys), dtype=np.uint64))
-    whole = packed >> bits
-    first = np.ones(len(keys), dtype=np.bool_)
-    np.not_equal(whole[1:], whole[:-1], out=first[1:])
-    return (packed & mask).astype(np.int64), np.flatnonzero(first)
+    return (packed & mask).astype(np.int64), np.flatnonzero(run_starts(packed >> bits))
 
 
 def _repeated(hashes: U64, document: I64) -> Bool:
@@ -289,9 +287,7 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
 @cache
 def _imported(call: str) -> Callable[[str], float]:
     module, _, name = call.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # our processes do not import from there
-        sys.path.insert(0, here)
+    make_importable(Path.cwd())
     try:
         found: Callable[[str], float] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
