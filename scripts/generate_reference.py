@@ -83,10 +83,15 @@ def _table(leaves: list[Leaf]) -> Iterator[str]:
 
 
 def _kinds(leaf: Leaf) -> str:
-    """Which kinds of its group have the key, where not all do; the shorter way round."""
+    """List the kinds of the group that have the key, or that lack it, whichever is shorter.
+
+    That `none` lacks it needs no word.
+    """
     if not leaf.kinds:
         return ""
     others = [kind for kind in names(leaf.key.partition(".")[0]) if kind not in leaf.kinds]
+    if others == ["none"]:
+        return ""
     has_most = len(others) < len(leaf.kinds)
     listed = ", ".join(f"`{kind}`" for kind in (others if has_most else leaf.kinds))
     return f" {'Not of' if has_most else 'Of'} {listed}."

@@ -24,7 +24,7 @@ APART = 0.10
 
 
 def main() -> None:
-    """Print the table of docs/planning.md."""
+    """Print the table that docs/planning.md quotes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", action="store_true", help="also each row")
     with_rows = parser.parse_args().rows
