@@ -214,24 +214,27 @@ def test_json_reports_the_findings_of_a_config_that_does_not_compose(
 # ------------------------------------------------------------------ places of this machine
 
 
-def path_parameters() -> Iterator[tuple[Any, str]]:
-    """Yield each command with the name of each parameter that is a path."""
+def path_parameters() -> Iterator[tuple[Any, Any]]:
+    """Yield each command with each parameter that is a path."""
     commands = [imported(name) for name in COMMANDS]
     while commands:
         command = commands.pop()
         commands += getattr(command, "commands", {}).values()
-        for name, hint in get_type_hints(command.callback).items() if command.params else ():
+        hints = get_type_hints(command.callback) if command.params else {}
+        for parameter in command.params:
+            hint = hints[parameter.name]
             if Path in (hint, *get_args(hint)):
-                yield command, name
+                yield command, parameter
 
 
 def test_no_parameter_takes_an_address_for_a_folder() -> None:
     found = list(path_parameters())
     assert len(found) > 40
-    for command, name in found:
+    for command, parameter in found:
+        context = command.context_class(command)
         for address in ("s3://b/r", "gs://b", "hf://a/b", "file:///tmp/x"):
             with pytest.raises(TrainctlError, match="is an address") as caught:
-                command.callback(**{name: Path(address)})
+                parameter.callback(context, parameter, Path(address))
             assert caught.value.exit_code is ExitCode.bad_input
 
 

@@ -5,7 +5,7 @@ So `--help` and completion stay fast, and a command's module imports what it nee
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -133,26 +133,21 @@ def _refuse_addresses(command: Any) -> None:
         _refuse_addresses(part)
     if not command.params or command.callback is None:
         return
-    function = command.callback
-    hints = get_type_hints(function)
-    places = [p for p in command.params if Path in (hints[p.name], *get_args(hints[p.name]))]
-
-    @wraps(function)
-    def checked(**values: Any) -> Any:
-        for parameter in places:
-            given = values.get(parameter.name)
-            for value in given if isinstance(given, list | tuple) else [given]:
-                _check_place(parameter, str(value))
-        return function(**values)
-
-    command.callback = checked
+    hints = get_type_hints(command.callback)
+    for parameter in command.params:
+        if Path in (hints[parameter.name], *get_args(hints[parameter.name])):
+            parameter.callback = partial(_check_places, parameter.callback)
 
 
-def _check_place(parameter: Any, place: str) -> None:
-    wrong = explain_address(place)
-    if wrong is not None:
-        name = parameter.opts[-1] if parameter.opts[-1].startswith("-") else parameter.metavar
-        raise TrainctlError(f"{name}: {wrong[0]}", hint=wrong[1])
+def _check_places(callback: Any, context: Any, parameter: Any, value: Any) -> Any:
+    """Return a parameter's value after its own callback; refuse what is, or contains, a URL."""
+    given = callback(context, parameter, value) if callback is not None else value
+    for place in given if isinstance(given, list | tuple) else [given]:
+        wrong = explain_address(str(place))
+        if wrong is not None:
+            name = parameter.opts[-1] if parameter.opts[-1].startswith("-") else parameter.metavar
+            raise TrainctlError(f"{name}: {wrong[0]}", hint=wrong[1])
+    return given
 
 
 def _join_lines(command: Any) -> None:
