@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 FOLDER_VARIABLE = "TRAINCTL_WALK_FOLDER"
-STEP_FILES = ("/torch/optim/", "/deepspeed/ops/", "/deepspeed/runtime/")
+STEP_FILES = ("/torch/optim/", "/deepspeed/ops/")
 """Parts of the paths of files whose functions `step` update weights."""
 
 
@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def is_update(file: str) -> bool:
-    return any(part in file for part in STEP_FILES) and "lr_sched" not in file
+    return any(part in file for part in STEP_FILES) and "lr_scheduler" not in file
 
 
 def walk(folder: Path, package: Path) -> list[list[str]]:

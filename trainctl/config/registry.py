@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import cache
@@ -44,8 +44,10 @@ class Spec:
     """Kind: the value of the section's key that `kind_key` returns."""
     keys: type
     """Dataclass of the option's section: keys that all kinds of the group share, and its own."""
-    build: str = ""
-    """`module:function` that builds the option's object, imported when called; may be empty."""
+    build: str | Callable[..., Any] = ""
+    """Function that builds the option's object; may be empty. A `module:function` is imported when
+    it is called, so the spec does not import what the function needs.
+    """
     extra: str = ""
     """Extra of trainctl's package that installs what `build` needs."""
 
@@ -155,16 +157,16 @@ def _exit_raises() -> Iterator[None]:
         os._exit = own
 
 
-def _why_not_built(build: str) -> str:
+def _why_not_built(build: str | Callable[..., Any]) -> str:
     """Return what is wrong with a `module:function`, as far as can be told without importing it.
 
     Empty if nothing is.
     """
     from trainctl.config.user_code import top_level_names
 
-    module, _, name = build.partition(":")
-    if not build:
+    if callable(build) or not build:
         return ""
+    module, _, name = build.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         return "names no function: write module:function"
     if module in sys.modules:
@@ -280,16 +282,19 @@ def own_keys(group: str) -> frozenset[str]:
 
 
 def function_of(group: str, kind: str, entry: str = "build") -> Any:
-    """Import and return the function that an entry of an option's spec names.
+    """Return the function that an entry of an option's spec gives or names.
 
     Args:
-        entry: Attribute of the spec, a `module:function`.
+        entry: Attribute of the spec, a function or a `module:function`.
 
     Raises:
         TrainctlError: A package that it needs is missing (exit code 4).
     """
     spec = load(group, kind)
-    module, _, name = getattr(spec, entry).partition(":")
+    function = getattr(spec, entry)
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:

@@ -143,7 +143,7 @@ def _cut_off(file: File) -> Damaged:
 SPEC = DataSource(
     name="arrow",
     keys=DataFromRecords,
-    build="trainctl.options.data.arrow:read",
+    build=read,
     extra="data",
     endings=(".arrow", ".feather", ".ipc"),
     choose=choose,

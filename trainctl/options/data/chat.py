@@ -111,7 +111,7 @@ def records(
 SPEC = DataSource(
     name="chat",
     keys=ChatConfig,
-    build="trainctl.options.data.chat:read",
+    build=read,
     endings=(".jsonl", *parquet.SPEC.endings, *arrow.SPEC.endings),
     choose=arrow.choose,
     ranges=ranges,

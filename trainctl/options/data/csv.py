@@ -102,7 +102,7 @@ def _place(header: list[str], file: File, key: str) -> int:
 SPEC = DataSource(
     name="csv",
     keys=CsvConfig,
-    build="trainctl.options.data.csv:read",
+    build=read,
     endings=(".csv", ".tsv"),
     problem=problem,
     is_plain=True,

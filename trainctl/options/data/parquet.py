@@ -108,7 +108,7 @@ def _opened(file: File) -> Iterator[Any]:
 SPEC = DataSource(
     name="parquet",
     keys=DataFromRecords,
-    build="trainctl.options.data.parquet:read",
+    build=read,
     extra="data",
     endings=(".parquet",),
     ranges=ranges,

@@ -58,7 +58,7 @@ def problem(file: File, section: PreferencesConfig) -> FileProblem | None:
 SPEC = DataSource(
     name="preferences",
     keys=PreferencesConfig,
-    build="trainctl.options.data.preferences:read",
+    build=read,
     endings=chat.SPEC.endings,
     choose=chat.SPEC.choose,
     ranges=chat.ranges,

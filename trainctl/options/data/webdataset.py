@@ -161,7 +161,7 @@ def _members(
 SPEC = DataSource(
     name="webdataset",
     keys=WebDatasetConfig,
-    build="trainctl.options.data.webdataset:read",
+    build=read,
     endings=(".tar",),
     problem=problem,
 )

@@ -12,8 +12,6 @@ from typing import Any
 
 from trainctl.options.logger import Followed, Logger, Point
 
-SPEC = Logger(name="csv", build="trainctl.options.logger.csv:Tables")
-
 KINDS = ("train", "evaluation")
 
 
@@ -126,3 +124,6 @@ class CsvTable:
             for line in stream:
                 end += len(line) if line.endswith(b"\n") else 0
             stream.truncate(end)
+
+
+SPEC = Logger(name="csv", build=Tables)

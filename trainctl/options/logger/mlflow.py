@@ -42,15 +42,6 @@ class MlflowConfig(LoggerConfig):
     tags: dict[str, str] = option({}, "Tags of the MLflow run.", example="{team: speech}")
 
 
-SPEC = Logger(
-    name="mlflow",
-    keys=MlflowConfig,
-    build="trainctl.options.logger.mlflow:build",
-    extra="mlflow",
-    modules=("mlflow",),
-)
-
-
 def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
     return Tracker(run, state, Server(run))
@@ -162,3 +153,12 @@ def _text(value: Any) -> str:
 def _in_parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     for begin in range(0, len(items), size):
         yield items[begin : begin + size]
+
+
+SPEC = Logger(
+    name="mlflow",
+    keys=MlflowConfig,
+    build=build,
+    extra="mlflow",
+    modules=("mlflow",),
+)

@@ -28,12 +28,6 @@ class PrometheusConfig(LoggerConfig):
     )
 
 
-SPEC = Logger(
-    name="prometheus",
-    keys=PrometheusConfig,
-    build="trainctl.options.logger.prometheus:TextFile",
-)
-
 STATES = ("running", "finished", "failed", "stopped")
 
 
@@ -101,3 +95,10 @@ def _number(value: float) -> str:
     """Return a number in the exposition format, with `NaN`, `+Inf`, `-Inf`."""
     text = repr(float(value))
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
+
+
+SPEC = Logger(
+    name="prometheus",
+    keys=PrometheusConfig,
+    build=TextFile,
+)

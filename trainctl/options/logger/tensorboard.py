@@ -22,8 +22,6 @@ from trainctl.options.logger._event_file import (
     version_record,
 )
 
-SPEC = Logger(name="tensorboard", build="trainctl.options.logger.tensorboard:EventFile")
-
 
 class EventFile:
     """Sink that writes the event file of this process.
@@ -68,3 +66,6 @@ def _begin(folder: Path, state: Mapping[str, Any] | None) -> Path:
             os.truncate(path, size)
     number = int(last.split(".")[3]) + 1 if last else 1
     return folder / f"events.out.tfevents.{number:010}.trainctl"
+
+
+SPEC = Logger(name="tensorboard", build=EventFile)

@@ -33,15 +33,6 @@ class TrackioConfig(LoggerConfig):
     )
 
 
-SPEC = Logger(
-    name="trackio",
-    keys=TrackioConfig,
-    build="trainctl.options.logger.trackio:build",
-    extra="trackio",
-    modules=("trackio",),
-)
-
-
 def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
     if run.keys.folder is not None:  # Trackio reads the variable on import
@@ -103,3 +94,12 @@ class Database:
             log_ids=[f"{self._run.id}-{self._branch}-{point.number}" for point in points],
             run_id=self._run.id,
         )
+
+
+SPEC = Logger(
+    name="trackio",
+    keys=TrackioConfig,
+    build=build,
+    extra="trackio",
+    modules=("trackio",),
+)

@@ -52,15 +52,6 @@ class WandbConfig(LoggerConfig):
     tags: list[str] = option([], "Tags of the W&B run.", example="[ablation,125m]")
 
 
-SPEC = Logger(
-    name="wandb",
-    keys=WandbConfig,
-    build="trainctl.options.logger.wandb:build",
-    extra="wandb",
-    modules=("wandb",),
-)
-
-
 def build(run: Followed, state: Mapping[str, Any] | None) -> Any:
     """Return the sink of a run."""
     if "offline" in (run.keys.mode.value, os.environ.get("WANDB_MODE")):
@@ -187,3 +178,12 @@ _ALL = 1 << 62
 def _folders(folder: Path, identity: str) -> list[Path]:
     """Return the folders written for a run, the first one first: `offline-run-DATE_TIME-ID`."""
     return sorted(folder.glob(f"offline-run-*-{identity}*"))
+
+
+SPEC = Logger(
+    name="wandb",
+    keys=WandbConfig,
+    build=build,
+    extra="wandb",
+    modules=("wandb",),
+)
