@@ -33,9 +33,9 @@ from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.train.callbacks.memory import peak_memory
 from trainctl.train.data import PackedDataset
 from trainctl.train.models.model import TORCH_TYPES, transformers_config
-from trainctl.train.throughput import peak_memory
 
 
 @dataclass

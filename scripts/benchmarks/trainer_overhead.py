@@ -79,8 +79,8 @@ def _rank(rank: int, plan: RunPlan, run: RunPaths, port: int, pairs: int, steps:
     from trainctl.engines.deepspeed.entry import start_process
     from trainctl.engines.process import stop_process
     from trainctl.runs.records import EventWriter
+    from trainctl.train.loop import Trainer
     from trainctl.train.session import assemble
-    from trainctl.train.trainer import Trainer
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.mesh.world_size))
     process = start_process(plan)

@@ -17,7 +17,7 @@ from whole_recipes import WHOLE
 from trainctl.config.catalog import chosen_options, option_names, search_folders, shipped_root
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, compose, recompose
-from trainctl.config.schema import GROUPS, OffloadDevice
+from trainctl.config.schema import GROUPS, LIST_GROUPS, OffloadDevice
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 Write = Callable[[str, str], Path]
@@ -128,7 +128,7 @@ def test_the_option_that_is_chosen_already_changes_nothing(write: Write, recipe:
     before = compose([f"recipe={recipe}"])
     chosen = chosen_options(search_folders(), recipe)
     again = compose([f"recipe={recipe}", *(f"{g}={option}" for g, option in chosen.items())])
-    assert set(chosen) == set(GROUPS)
+    assert set(chosen) == {*GROUPS, *LIST_GROUPS}
     assert again.config == before.config
     assert again.layers == before.layers
     assert again.findings == before.findings

@@ -99,10 +99,11 @@ def expected(
     recipe, unless the recipe has the same choice.
     """
     own = hydra_choices(recipe or "base")
-    assert chosen_options(search_folders(users), recipe or "base").items() <= own.items()
+    chosen = chosen_options(search_folders(users), recipe or "base")
+    assert {group: each for group, each in chosen.items() if group in GROUPS}.items() <= own.items()
     choices = {group: option for group, option in choices.items() if own[group] != option}
-    chosen = [f"{group}='{option}'" for group, option in choices.items()]
-    composed = hydra_compose([recipe or "base"], [*chosen, *settings])
+    asked = [f"{group}='{option}'" for group, option in choices.items()]
+    composed = hydra_compose([recipe or "base"], [*asked, *settings])
     if choices:
         inside = [text for text in settings if text.lstrip("+").split(".")[0] in choices]
         alone = hydra_compose([{group: option} for group, option in choices.items()], inside)

@@ -7,8 +7,8 @@ from rank_processes import Case
 from trainctl.engines.process import Process
 from trainctl.errors import TrainctlError
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import assemble
-from trainctl.train.trainer import Trainer
 
 
 def train(cases: list[Case], process: Process) -> list[str]:

@@ -9,8 +9,8 @@ from torch.utils import deterministic
 
 from trainctl.engines.process import Process, not_deterministic
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import assemble
-from trainctl.train.trainer import Trainer
 
 
 def train(cases: list[Case], process: Process) -> tuple[bool, bool, bool, str]:

@@ -12,8 +12,8 @@ from rank_processes import Case
 
 from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble
-from trainctl.train.trainer import Trainer
 
 
 def train_in_fp16(cases: list[Case], process: Process) -> None:

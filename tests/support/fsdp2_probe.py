@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble
-from trainctl.train.trainer import Trainer
 
 
 def train(cases: list[Case], process: Process) -> None:

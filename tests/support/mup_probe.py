@@ -14,9 +14,9 @@ from torch import nn
 from trainctl.engines.process import Process
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.train.evaluation import inference
+from trainctl.train.loop import Trainer
 from trainctl.train.models.families import blocks_of, family_of
 from trainctl.train.session import Session, assemble
-from trainctl.train.trainer import Trainer
 
 Sizes = dict[str, dict[str, float]]
 """By place in the model: what an element is on average, and by how much it changed."""

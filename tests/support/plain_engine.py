@@ -25,8 +25,8 @@ from trainctl.options.engine import EngineSpec
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import assemble
-from trainctl.train.trainer import Trainer
 
 
 class PlainStates(States):
@@ -49,10 +49,9 @@ class PlainStates(States):
     def copy_masters_to_parameters(self) -> None:
         pass
 
-    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    def gradients(self) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
         for fragment, parameter in zip(self.fragments, self.tensors, strict=True):
-            if fragment.owned:
-                yield fragment, parameter.grad.double().square().sum()
+            yield fragment, 0, parameter.grad.view(-1)
 
     def change(self, change: Change) -> None:
         for fragment, parameter in zip(self.fragments, self.tensors, strict=True):

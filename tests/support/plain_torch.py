@@ -32,6 +32,10 @@ class Made:
     """Of the norm, by step."""
     z_losses: list[float] = field(default_factory=list)
     """By step."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Before the first step, by canonical name."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the first step, before they are changed, by canonical name."""
 
 
 def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
@@ -72,6 +76,9 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
                 parameter.grad -= parameter.grad.mean(dim=1, keepdim=True)
         norm = float(torch.cat([p.grad.flatten().double() for p in pieces]).norm())
         made.curve[step + 1] = (loss.item(), norm)
+        if step == 0:
+            made.weights = {piece.name: p.detach().clone() for p, piece in pieces.items()}
+            made.gradients = {piece.name: p.grad.clone() for p, piece in pieces.items()}
         for parameter, piece in pieces.items():
             if gradients.clip_value > 0:
                 parameter.grad.clamp_(-gradients.clip_value, gradients.clip_value)

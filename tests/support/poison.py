@@ -20,9 +20,9 @@ from trainctl.errors import TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.loop import Trainer
 from trainctl.train.nonfinite import _module_paths
 from trainctl.train.session import Session, assemble
-from trainctl.train.trainer import Trainer
 
 NAN = float("nan")
 

@@ -21,8 +21,8 @@ from trainctl.engines.process import Process, stop_process
 from trainctl.engines.protocol import engine_backend
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble
-from trainctl.train.trainer import Trainer
 
 _GROUPS = {
     name: copy.copy(value)

@@ -10,8 +10,8 @@ from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.content import RunProgress
 from trainctl.train.learning_rate import LearningRate
+from trainctl.train.loop import Trainer
 from trainctl.train.session import assemble
-from trainctl.train.trainer import Trainer
 
 Rates = dict[str, float]
 

@@ -19,8 +19,8 @@ from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train import stragglers
 from trainctl.train.data import TrainingData
+from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble
-from trainctl.train.trainer import Trainer
 
 SECONDS = 0.4
 """Lost in each step: many times what a step of the tiny model takes, at ZeRO 3 too (0.13 s)."""

@@ -7,7 +7,8 @@ import pytest
 
 from trainctl.config.schema import OnBadLoss, StabilityConfig
 from trainctl.runs.interventions import divergence_account, still_diverged
-from trainctl.train.stability import BadStepKind, Divergence, StepGuard
+from trainctl.train.callbacks.divergence import Divergence
+from trainctl.train.stability import BadStepKind, StepGuard
 
 
 def guard_of(policy=OnBadLoss.skip_batch, **settings):

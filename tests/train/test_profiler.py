@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile, record_function
 
 from trainctl.config.schema import LoggingConfig
-from trainctl.train.profiler import Profiler
+from trainctl.train.callbacks.profile import Profiler
 
 
 def run(folder: Path, window: list[int], steps: Iterable[int], *, rank: int = 0) -> Profiler:

@@ -15,7 +15,7 @@ from trainctl.config.schema import DataType
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.runs.stragglers import account, still_slow
-from trainctl.train.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, behind
+from trainctl.train.callbacks.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, behind
 
 CASES = {
     # What is slow and on which rank, ZeRO stage: who is named, and for what.

@@ -22,7 +22,7 @@ from trainctl.config.catalog import (
     split_hardware,
 )
 from trainctl.config.keys import Leaf, leaves
-from trainctl.config.schema import GROUPS
+from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import DEFAULT_ROOT, is_run
 
@@ -91,6 +91,10 @@ def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, st
             counted = _count_of(incomplete) if group == "hardware" else ""
             for option in option_names(folders, group):
                 yield f"{group}={counted}{option}", f"an option of {group}"
+    for group in LIST_GROUPS:
+        if f"{group}=[".startswith(incomplete) or incomplete.startswith(f"{group}="):
+            for option in option_names(folders, group):
+                yield f"{group}=[{option}]", f"an option of {group}"
     for leaf in leaves().values():
         if leaf.key != "recipe" and not leaf.is_mapping:
             for value in _values(leaf):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainctl.config.registry import packaged_folders
-from trainctl.config.schema import GROUPS
+from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.suggest import UNSUPPORTED_OPTIONS, did_you_mean, nearest
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -152,17 +153,21 @@ def recipe_names(folders: list[Folder]) -> list[str]:
 
 def chosen_options(
     folders: list[Folder], recipe: str, seen: frozenset[str] = frozenset()
-) -> dict[str, str | None]:
-    """Return the option that a recipe chooses for each group, itself or through what it extends."""
+) -> dict[str, Any]:
+    """Return the option that a recipe chooses for each group, itself or through what it extends.
+
+    Groups that are lists have a list of names.
+    """
     found = find(folders, recipe)
     if found is None or recipe in seen:
         return {}
     folder, path = found
-    own: dict[str, str | None] = {}
-    extended: dict[str, str | None] = {}
+    own: dict[str, Any] = {}
+    extended: dict[str, Any] = {}
     for default in read_document(path, folder.name_of(path)).defaults:
         if default.group:
-            option = None if default.option is None else str(default.option)
+            is_plain = default.option is None or isinstance(default.option, list)
+            option = default.option if is_plain else str(default.option)
             own.setdefault(default.group.strip("/"), option)
         elif default.option != "_self_":
             extended |= chosen_options(folders, str(default.option), seen | {recipe})
@@ -189,8 +194,9 @@ def unknown_option(
     if option.lower() in UNSUPPORTED_OPTIONS.get(group, ()):
         hint = f"trainctl does not have {option}."
     else:
-        hint = did_you_mean([f"{group}={count}{name}" for name in nearest(option, names)])
-    listed = f"options of {group}: {', '.join(names)}"
+        form = "[{}]" if group in LIST_GROUPS else f"{count}{{}}"
+        hint = did_you_mean([f"{group}={form.format(name)}" for name in nearest(option, names)])
+    listed = f"options of {group}: {', '.join(names) or 'none here'}"
     return Finding(
         rule=UNKNOWN_OPTION,
         key=group,
@@ -239,7 +245,8 @@ def ignored_yml_files(folders: list[Folder]) -> list[Finding]:
     """Return a warning for each file of the user's that is ignored because it ends in `.yml`."""
     found = []
     for folder in folders:
-        places = [] if folder.is_shipped else ["", *(f"{group}/" for group in GROUPS)]
+        groups = [] if folder.is_shipped else [*GROUPS, *LIST_GROUPS]
+        places = ["", *(f"{group}/" for group in groups)] if groups else []
         for path in [each for place in places for each in folder.path.glob(f"{place}*.yml")]:
             found.append(
                 Finding(
@@ -261,7 +268,7 @@ def _config_dir(given: Path) -> list[Folder]:
     nested = _pair(folder, str(given))
     if nested:
         return nested
-    has_options = any((folder / group).is_dir() for group in GROUPS)
+    has_options = any((folder / group).is_dir() for group in (*GROUPS, *LIST_GROUPS))
     if not has_options and not any(folder.glob("*.yaml")):
         raise TrainctlError(
             f"--config-dir {given} holds neither options nor recipes",

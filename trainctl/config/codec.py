@@ -35,7 +35,11 @@ def to_plain(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_plain(getattr(value, item.name)) for item in own_fields(value)}
+        return {
+            item.name: to_plain(inner)
+            for item in own_fields(value)
+            if (inner := getattr(value, item.name)) or not item.metadata.get("left_out_if_empty")
+        }
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):

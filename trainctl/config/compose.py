@@ -39,7 +39,7 @@ from trainctl.config.named_sections import complete_named_sections
 from trainctl.config.option_keys import drop_foreign_keys
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.registry import load
-from trainctl.config.schema import GROUPS, RunConfig, TokenizerFromPath
+from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig, TokenizerFromPath
 from trainctl.config.secrets import redact_setting
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -108,7 +108,7 @@ def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = Non
     folders = search_folders(config_dir)
     asked = read_overrides(overrides, folders)
     findings = [*asked.findings, *ignored_yml_files(folders)]
-    recipe = asked.recipe.option if asked.recipe else BASE
+    recipe = str(asked.recipe.option) if asked.recipe else BASE
     stack = Stack(to_plain(RunConfig()))
     broken = check_extends(folders, recipe, _options(asked))
     if _has_error(broken) or any(item.key == "recipe" for item in asked.findings):
@@ -196,7 +196,7 @@ def _has_error(findings: Sequence[Finding]) -> bool:
     return any(finding.is_error for finding in findings)
 
 
-def _options(asked: Overrides) -> dict[str, str]:
+def _options(asked: Overrides) -> dict[str, str | list[str]]:
     return {group: choice.option for group, choice in asked.choices.items()}
 
 
@@ -225,6 +225,9 @@ def _apply_files(
         hides = None if folder.is_shipped else shadowing_warning(folders, config_path)
         findings += [hides] if hides else []
         prefix, level = tuple(package.split(".")) if package else (), list[Setting]()
+        if package in LIST_GROUPS:
+            prefix = (package, path.stem)
+            level.append(Setting(prefix, {}, folder.name_of(path)))  # it may set no key
         for setting in document.settings:
             checked, problems = check_setting(replace(setting, path=(*prefix, *setting.path)))
             findings += problems

@@ -19,7 +19,7 @@ from trainctl.config.catalog import (
     unknown_recipe,
 )
 from trainctl.config.check import REFUSED, UNKNOWN_KEY, check_setting
-from trainctl.config.schema import GROUPS
+from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.config.yaml_files import (
     UNREADABLE,
@@ -31,7 +31,9 @@ from trainctl.config.yaml_files import (
 from trainctl.errors import Finding
 
 
-def check_extends(folders: list[Folder], recipe: str, chosen: Mapping[str, str]) -> list[Finding]:
+def check_extends(
+    folders: list[Folder], recipe: str, chosen: Mapping[str, str | list[str]]
+) -> list[Finding]:
     """Return the problems of a recipe, of the chosen options, and of all files that they extend.
 
     Args:
@@ -40,15 +42,16 @@ def check_extends(folders: list[Folder], recipe: str, chosen: Mapping[str, str])
     """
     walk = _Walk(folders, chosen)
     findings = walk.recipe(recipe, ()) if recipe else []
-    for group, option in chosen.items():
-        findings += walk.users_option(group, option, ())
+    for group, options in chosen.items():
+        for option in options if isinstance(options, list) else [options]:
+            findings += walk.users_option(group, option, ())
     return findings
 
 
 class _Walk:
     """One traversal of the files that extend each other."""
 
-    def __init__(self, folders: list[Folder], chosen: Mapping[str, str]) -> None:
+    def __init__(self, folders: list[Folder], chosen: Mapping[str, str | list[str]]) -> None:
         self.folders = folders
         self.chosen = chosen
         self.recipes = recipe_names(folders)
@@ -78,7 +81,7 @@ class _Walk:
         folder, path = found
         shown = folder.name_of(path)
         document = read_document(path, shown)
-        findings = _problems(document, (group,))
+        findings = _problems(document, (group, option) if group in LIST_GROUPS else (group,))
         if any(line.startswith("@package") for line in leading_comment(path)):
             findings.append(_package(group, shown))
         for default in document.defaults:
@@ -103,10 +106,17 @@ class _Walk:
 
     def _option(self, default: Default) -> list[Finding]:
         group, option = default.group.removeprefix("/"), default.option
-        if group not in GROUPS:
+        if group not in (*GROUPS, *LIST_GROUPS):
             return [_unknown_group(default, group)]
         if option is None or group in self.chosen:
             return []
+        if group in LIST_GROUPS and isinstance(option, list):
+            each = [Default(default.group, name, default.source, name) for name in option]
+            return [finding for one in each for finding in self._named(one, group)]
+        return self._named(default, group)
+
+    def _named(self, default: Default, group: str) -> list[Finding]:
+        option = default.option
         if not isinstance(option, str):
             return [_not_text(default, group)]
         if option not in option_names(self.folders, group):

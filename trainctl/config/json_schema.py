@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from trainctl.config.catalog import options, recipes
 from trainctl.config.keys import COUNT, Leaf, leaves, option_leaves, part_leaves
 from trainctl.config.registry import kind_key, names
-from trainctl.config.schema import GROUPS, RunConfig
+from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
 
@@ -50,9 +50,12 @@ def option_schema(group: str) -> dict[str, Any]:
     Raises:
         TrainctlError: There is no such group.
     """
+    if group in LIST_GROUPS:
+        each = [{"title": name, **_section_of(group, name)} for name in names(group)]
+        return {"$schema": DIALECT, "title": f"An option of {group}", "anyOf": [*each, {}]}
     if group not in GROUPS:
-        close = did_you_mean(nearest(group, GROUPS))
-        hint = f"{close} groups: {', '.join(GROUPS)}".strip()
+        close = did_you_mean(nearest(group, (*GROUPS, *LIST_GROUPS)))
+        hint = f"{close} groups: {', '.join((*GROUPS, *LIST_GROUPS))}".strip()
         raise TrainctlError(f"there is no group {group}", hint=hint)
     return {"$schema": DIALECT, "title": f"An option of {group}", **_section(group)}
 
@@ -189,6 +192,10 @@ def _defaults() -> dict[str, Any]:
             "anyOf": [{"enum": known}, {"type": ["string", "integer"]}],
         }
         choices |= {f"override /{group}": choice, group: choice}
+    for group in LIST_GROUPS:
+        known = [{"enum": [info.name for info in options(group)]}, {"type": "string"}]
+        listed = {"description": f"Options of {group}.", "type": "array", "items": {"anyOf": known}}
+        choices |= {f"override /{group}": listed, group: listed}
     starts = ["base", *(info.name for info in recipes()), "_self_"]
     return {
         "description": "What the recipe starts from, then the options that it chooses.",

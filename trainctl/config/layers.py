@@ -10,6 +10,7 @@ from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
 from trainctl.config.keys import as_written, leaf_of, leaves, leaves_under
+from trainctl.config.schema import LIST_GROUPS
 from trainctl.config.secrets import (
     ENVIRONMENT,
     SECRET_LISTS,
@@ -51,7 +52,8 @@ class Stack:
     """
 
     def __init__(self, plain: dict[str, Any], source: str = "") -> None:
-        self.plain = deepcopy(plain)
+        # A saved configuration lacks these groups while they are empty.
+        self.plain = {**{group: {} for group in LIST_GROUPS}, **deepcopy(plain)}
         self.layers: dict[str, list[Layer]] = {}
         self.references: dict[str, Setting] = {}
         for key, leaf in (leaves_under(plain) if source else {}).items():
@@ -118,7 +120,7 @@ class Stack:
 
     def reset(self, section: str, source: str) -> None:
         """Reset the keys that were set in a section to their defaults."""
-        for key in [key for key in self.layers if key.startswith(f"{section}.")]:
+        for key in [key for key in reversed(self.layers) if key.startswith(f"{section}.")]:
             leaf, mapping = leaves().get(key), leaf_of(tuple(key.split(".")))
             # A key inside a named section or an option's own section.
             is_inside = mapping is not None and (mapping.kinds or mapping.metadata.get("each"))

@@ -21,7 +21,7 @@ from trainctl.config.catalog import (
 )
 from trainctl.config.check import REFUSED, Setting, check_setting
 from trainctl.config.keys import leaves
-from trainctl.config.schema import GROUPS
+from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.secrets import redact_setting
 from trainctl.errors import Finding, Severity
 
@@ -33,9 +33,9 @@ ALIASES = {"data.sequence_length": "training.sequence_length"}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An option chosen for a group, and the override that chose it."""
+    """An option chosen for a group, or a list of them, and the override that chose it."""
 
-    option: str
+    option: str | list[str]
     source: str
 
 
@@ -91,6 +91,8 @@ def _parse(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
             hint = f"write recipe={text}"
         elif text in GROUPS or text == "recipe":
             hint = f"write {text}=OPTION"
+        elif text in LIST_GROUPS:
+            hint = f"write {text}=[OPTION]"
         elif text in leaves() or text in ALIASES:
             hint = f"write {text}=VALUE"
         return _syntax(text, f"{text!r} is not an override", hint)
@@ -127,6 +129,8 @@ def _read(parsed: Any, override: str, text: str, folders: list[Folder], result: 
             result.recipe = Choice(recipe, text)
         else:
             result.findings.append(unknown_recipe(folders, recipe, text))
+    elif name in LIST_GROUPS and not isinstance(value, dict):
+        _choose_list(name, value, text, folders, result)
     elif name in GROUPS:
         _choose(name, value if isinstance(value, str) else written, text, folders, result)
     else:
@@ -156,6 +160,21 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
             settings, findings = check_setting(Setting((group, key), number, text))
             result.settings[:0] = settings  # first, so that hardware.nodes=2 wins
             result.findings += findings
+
+
+def _choose_list(
+    group: str, value: Any, text: str, folders: list[Folder], result: Overrides
+) -> None:
+    """Choose any number of a group's options."""
+    known = option_names(folders, group)
+    wanted = [str(each) for each in (value if isinstance(value, list) else [value])]
+    wrong = [unknown_option(folders, group, each, text) for each in wanted if each not in known]
+    if wanted != list(dict.fromkeys(wanted)):
+        twice = next(each for each in wanted if wanted.count(each) > 1)
+        wrong.append(_refused(group, text, f"{twice} is named twice", "name each once"))
+    result.findings += wrong
+    if not wrong:
+        result.choices[group] = Choice(wanted, text)
 
 
 def _syntax(text: str, message: str, hint: str) -> Finding:

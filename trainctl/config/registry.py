@@ -30,7 +30,7 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Environment variable with a folder of `GROUP/NAME.py`; trainctl runs the code there."""
 
-WITHOUT_A_SECTION = ("filter", "logger")
+WITHOUT_A_SECTION = ("callbacks", "filter", "logger")
 """Groups whose options are not kinds of a section. A run may use several, given as a list of names;
 an option with keys has its own section.
 """

@@ -31,8 +31,9 @@ def user_code_files(config: RunConfig, folder: Path) -> list[Path]:
     if config.script is not None:
         script = Path(config.script)
         pending.append((script, "", script.parent))
-    for group in unit_groups():
-        option = user_option_file(group, kind_of(getattr(config, group)))
+    chosen = [(group, kind_of(getattr(config, group))) for group in unit_groups()]
+    for group, name in [*chosen, *(("callbacks", name) for name in config.callbacks)]:
+        option = user_option_file(group, name)
         pending += [(option, "", option.parent)] if option is not None else []
     for _, reference in functions(config):
         pending += _modules(reference.partition(":")[0], folder)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import Packing
-from trainctl.engines.fragments import ElementRange, Fragment
+from trainctl.engines.fragments import ElementRange, Fragment, square
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.shards import ParameterPiece, Pieces, Read
@@ -193,11 +193,21 @@ class States(ABC):
         return 1.0
 
     @abstractmethod
+    def gradients(self) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
+        """Yield the gradient elements that this rank holds, multiplied by `scale`.
+
+        Each time: a fragment, the position of the first value in the fragment's shard, and the
+        values, flat and not to be changed. A fragment may come several times.
+        """
+
     def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
         """Yield the fragments that this rank counts in the norm, with sums of squared gradients.
 
         A fragment may come several times, each time with the sum over other elements.
         """
+        for fragment, _, values in self.gradients():
+            if fragment.owned:
+                yield fragment, square(values)
 
     @abstractmethod
     def change(self, change: Change) -> None:

@@ -12,8 +12,8 @@ from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.imports import gc_disabled
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
+from trainctl.train.loop import Trainer
 from trainctl.train.session import assemble
-from trainctl.train.trainer import Trainer
 
 
 def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:

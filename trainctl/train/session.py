@@ -20,7 +20,6 @@ from trainctl.engines.protocol import Engine, Job, engine_backend
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.options.objective import objective_of
 from trainctl.options.precision import precision_of
 from trainctl.plan.identity import check_trainable
 from trainctl.plan.mixture import SINGLE_SOURCE
@@ -66,9 +65,8 @@ from trainctl.train.parallel.experts import keep_local_experts
 from trainctl.train.parallel.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import shard_model, sum_partial_gradients, vocabulary_of
-from trainctl.train.patience import Patience
 from trainctl.train.replay import Replay
-from trainctl.train.stability import Divergence, StepGuard
+from trainctl.train.stability import StepGuard
 
 
 @dataclass(slots=True)
@@ -90,16 +88,12 @@ class Session:
     held_out: dict[str, PackedDataset]
     """Held-out samples, by source."""
     progress: RunProgress
-    patience: Patience
-    """Counter of evaluations without improvement, for early stopping."""
     gradients: Gradients
     """Gradients of a step, before its update."""
     average: WeightAverage | None
     """Moving average of the weights, if the run keeps one."""
     guard: StepGuard
     """Judge of each step before its update."""
-    divergence: Divergence
-    """Detector of a loss that stays far above what the run had reached."""
     norms: NormHistory
     """Gradient norms of the last updates, and the clipping threshold."""
     learning_rate: LearningRate
@@ -110,7 +104,7 @@ class Session:
     """Shape of every trained parameter, whole, by canonical name."""
     frozen: int
     """Number of elements of all frozen parameters."""
-    beside: dict[str, Any]
+    manifest_entries: dict[str, Any]
     """Manifest entries about the frozen weights and an adapter; empty if all weights train."""
     wrapped_blocks: int
     """Number of decoder blocks whose activations are recomputed."""
@@ -118,8 +112,10 @@ class Session:
     """Recorded losses of steps that an earlier attempt has done, to compare with."""
     resumed_from: Path | None
     """Checkpoint that this attempt resumed from, if any."""
-    passed_over: tuple[str, ...]
-    """Problems of the newer checkpoints that were passed over."""
+    manifest: Mapping[str, Any]
+    """Manifest of that checkpoint, without its fragments; empty at a first start."""
+    skipped_checkpoints: tuple[str, ...]
+    """Problems of the newer checkpoints that were skipped."""
 
     @property
     def num_trained(self) -> int:
@@ -145,17 +141,12 @@ class Session:
         return self.average.steps == 0 and self.progress.step > 0
 
     def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
-        """Restore what a manifest holds besides weights, optimizer states and position.
+        """Restore what a manifest holds besides weights, optimizer states, position and callbacks.
 
         Args:
             rewound: Whether the running process rewinds, rather than a new one resumes.
         """
-        training = self.plan.config.training
-        self.patience = Patience(
-            training.stop_patience, manifest.get("patience"), min_delta=training.stop_min_delta
-        )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
-        self.divergence.restore(manifest.get("divergence", {}))
         self.norms.restore(manifest.get("norms", []))
         if self.average is not None:
             self.average.restore(manifest.get("ema", {}))
@@ -178,7 +169,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     routers = Routers(model, config)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
     whole = FullModel.of(config.model, model)
-    source, beside, shapes = _weights(plan, run, process, whole, checkpoint)
+    source, entries, shapes = _weights(plan, run, process, whole, checkpoint)
     frozen = sum(math.prod(whole.shapes[name]) for name in whole.shapes.keys() - shapes.keys())
     buffers = persistent_buffers(model)
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
@@ -219,23 +210,24 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         ),
         held_out=held_out_data(plan, corpora),
         progress=progress,
-        patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, process, config),
         average=average,
         guard=StepGuard(config.stability, norm_may_overflow=engine.loss_scale is not None),
-        divergence=Divergence(
-            config.model.vocab_size if objective_of(config.objective).is_entropy else None
-        ),
         norms=NormHistory.of(config),
         learning_rate=LearningRate(plan),
         routers=routers,
         shapes=shapes,
         frozen=frozen,
-        beside=beside,
+        manifest_entries=entries,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),
         resumed_from=checkpoint.path if checkpoint else None,
-        passed_over=checkpoint.passed_over if checkpoint else (),
+        manifest={
+            key: value
+            for key, value in (checkpoint.manifest if checkpoint else {}).items()
+            if key != "fragments"
+        },
+        skipped_checkpoints=checkpoint.passed_over if checkpoint else (),
     )
     if checkpoint is not None:
         session.restore(checkpoint.manifest)

@@ -21,6 +21,8 @@ from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.runs.interventions import document_account, not_finite_account
 from trainctl.runs.records import short
+from trainctl.train.callbacks.context import StepState
+from trainctl.train.callbacks.runner import Callbacks
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.restore import newest_valid_checkpoint
 from trainctl.train.clipping import clipped_groups
@@ -85,6 +87,7 @@ class Stepper:
     """Maker of a session's optimizer steps.
 
     Args:
+        now: Facts about the step at hand, kept up to date here.
         record: Writes a record; does nothing on ranks other than the first.
         wait_for_save: Returns when no checkpoint is being written.
     """
@@ -93,10 +96,13 @@ class Stepper:
         self,
         session: Session,
         batches: BatchPrefetcher,
+        now: StepState,
+        callbacks: Callbacks,
         record: Callable[..., None],
         wait_for_save: Callable[[], None],
     ) -> None:
-        self._session, self._record, self._wait_for_save = session, record, wait_for_save
+        self._session, self._now, self._callbacks = session, now, callbacks
+        self._record, self._wait_for_save = record, wait_for_save
         self._data = batches
         self._batches = StagedBatches(stages_of_plan(session.plan))
         self._load: Load | None = None
@@ -120,12 +126,17 @@ class Stepper:
     def _attempt(self) -> Step | None:
         session = self._session
         plan, progress, engine = session.plan, session.progress, session.engine
+        self._now.step, self._now.factor = (
+            progress.step + 1,
+            session.learning_rate.factor(progress.step),
+        )
+        self._callbacks.call("before_step")
         seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
         progress.samples, batch = self._batches.at(progress.step, progress.samples)
         engine.set_batch(batch)
         with engine.times.host_part("data"):
             batches = self._data.take(progress.step, progress.samples)
-        engine.set_learning_rate(session.learning_rate.factor(progress.step))
+        engine.set_learning_rate(self._now.factor)
         loss, num_labels = engine.accumulate(batches)
         self._load = session.routers.take(session.process, session.mesh, num_labels)
         norms = session.gradients.norms() if session.gradients.are_visible else None
@@ -151,6 +162,7 @@ class Stepper:
         session = self._session
         config, engine = session.plan.config, session.engine
         norm = norms.total if norms is not None else None
+        self._look_at_gradients(loss, norms)
         clipped: dict[str, float] = {}
         if norms is not None and norms.is_finite:  # fp16 may overflow: then no update is made
             norms_now = norms
@@ -183,6 +195,15 @@ class Stepper:
             if norm is not None:
                 session.norms.add(norm)
         return step
+
+    def _look_at_gradients(self, loss: float, norms: Norms | None) -> None:
+        """Call the callbacks' `after_backward`, unless fp16 has overflowed and nothing follows."""
+        now = self._now
+        if norms is None or norms.is_finite:
+            now.loss, now.grad_norm = loss, norms.total if norms is not None else None
+            now.gradients_are_there = norms is not None
+            self._callbacks.call("after_backward")
+            now.gradients_are_there = False
 
     def _count(
         self,
@@ -264,6 +285,7 @@ class Stepper:
             checkpoint.check(session.plan.config.model, session.shapes)
             _go_back(session, checkpoint)
             session.restore(checkpoint.manifest, rewound=True)
+            self._callbacks.restore(checkpoint.manifest)
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
             progress.samples = end  # also skips what led up to the bad batch (docs/stability.md)
         return policy

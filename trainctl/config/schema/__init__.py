@@ -76,6 +76,7 @@ from trainctl.config.schema.sources import SourceConfig, StageConfig
 __all__ = [
     "DEDUP_THRESHOLDS",
     "GROUPS",
+    "LIST_GROUPS",
     "Accelerator",
     "ActivationCheckpointingConfig",
     "AdapterConfig",
@@ -151,6 +152,13 @@ class RunConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     stability: StabilityConfig = section(StabilityConfig)
     experts: ExpertsConfig = section(ExpertsConfig)
+    callbacks: dict[str, Any] = option(
+        {},
+        "Callbacks of the training loop, by name and in the order of their calls, each with its "
+        "keys; `callbacks=[NAME]` chooses their files.",
+        each="callbacks",
+        left_out_if_empty=True,
+    )
     logging: LoggingConfig = section(LoggingConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     hardware: HardwareConfig = section(HardwareConfig)
@@ -189,6 +197,9 @@ GROUPS = tuple(
     if "section" in item.metadata and item.name != "training"
 )
 """Config groups: sections with a folder of options under `conf/`."""
+
+LIST_GROUPS = ("callbacks",)
+"""Config groups of which a run chooses any number, as a list. `GROUP.NAME` has an option's keys."""
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:

@@ -27,6 +27,7 @@ def option(
     needs: tuple[Callable[[Any], bool], str] | None = None,
     whole: bool = False,
     local: bool = False,
+    left_out_if_empty: bool = False,
 ) -> Any:
     """Return a config field with its meaning, unit and range.
 
@@ -44,6 +45,7 @@ def option(
         needs: Condition under which the key has an effect: a predicate over its section, and text.
         whole: Whether the key applies to the whole run, so that a named section does not have it.
         local: Whether the value is a path in local file systems, so that a URL is refused.
+        left_out_if_empty: Whether files of a configuration do not have the key while it is empty.
     """
     metadata = {
         "doc": doc,
@@ -57,6 +59,7 @@ def option(
         "needs": needs,
         "whole": whole,
         "local": local,
+        "left_out_if_empty": left_out_if_empty,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from trainctl.engines.fragments import ElementRange, Fragment, square
+from trainctl.engines.fragments import ElementRange, Fragment
 from trainctl.engines.fsdp2.shards import Settings, Sharded, shard, start_of
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Axis
@@ -60,20 +60,15 @@ class Shards(States):
         for unit in self._units:
             unit.reshard()
 
-    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        for fragment, gradient in self._gradients():
-            if fragment.owned:
-                yield fragment, square(gradient)
-
-    def change(self, change: Change) -> None:
-        for fragment, gradient in self._gradients():
-            change(ElementRange(fragment.name, None, fragment.start, fragment.numel), gradient)
-
-    def _gradients(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    def gradients(self) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
         for fragment in self.fragments:
             gradient = self.tensors[fragment.tensor].grad
             assert gradient is not None
-            yield fragment, gradient.view(-1)
+            yield fragment, fragment.start, gradient.view(-1)
+
+    def change(self, change: Change) -> None:
+        for fragment, start, gradient in self.gradients():
+            change(ElementRange(fragment.name, None, start, fragment.numel), gradient)
 
     def take_gradients(self) -> None:
         """Give the shards the gradients of the step's backward passes."""
@@ -88,7 +83,7 @@ class Shards(States):
             limit: Clipping threshold; None does not clip.
         """
         if limit is not None and limit < norm + CLIPPING_EPSILON:
-            for _, gradient in self._gradients():
+            for _, _, gradient in self.gradients():
                 gradient.mul_(limit / (norm + CLIPPING_EPSILON))
         self.optimizer.step()
 

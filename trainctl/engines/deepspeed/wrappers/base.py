@@ -130,6 +130,12 @@ class Wrapper(States):
         scaler = self._wrapper.torch_autocast_gradscaler
         return float(scaler.get_scale() if scaler else self._wrapper.loss_scale)
 
+    def gradients(self) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
+        self._wait()
+        for index in self._by_tensor:
+            with self.swapped_in(index):
+                yield from self._cut(index)
+
     def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
         self._wait()
         for index in self._by_tensor:

@@ -1,8 +1,4 @@
-"""Training speed and peak memory of a run, for its records.
-
-Formula and peak rates are in `trainctl.plan.flops` and `conf/hardware/`; `docs/throughput.md`
-explains the figures.
-"""
+"""Peak memory of the ranks, beside the planned one."""
 
 from __future__ import annotations
 
@@ -11,45 +7,18 @@ from typing import Any
 
 import torch
 
-from trainctl.config.schema import Accelerator, DataType
+from trainctl.config.schema import Accelerator
 from trainctl.engines.process import Process
 from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import traced_already
-from trainctl.plan.batches import Batch
-from trainctl.plan.flops import flops_of_run, utilisation
+from trainctl.options.callbacks import Callback, Context
 from trainctl.plan.types import RunPlan
-from trainctl.runs.records import short
+from trainctl.train.callbacks.context import Journal
+from trainctl.train.session import Session
 
-
-class Throughput:
-    """Training speed of a plan's steps."""
-
-    def __init__(self, plan: RunPlan) -> None:
-        self._config = plan.config
-        self._devices = plan.mesh.world_size
-        compute = plan.config.precision.compute
-        # If TF32 was enabled from outside, matrix products do not use the planned format.
-        is_tf32 = compute == DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
-        self._peak = None if is_tf32 else plan.hardware.peak_tflops(compute)
-
-    def of_step(self, seconds: float, batch: Batch) -> dict[str, float | None]:
-        """Return `tokens_per_second` of all devices and `mfu`, the model FLOPs utilization.
-
-        Args:
-            seconds: Length of an optimizer step.
-            batch: Global batch of the step.
-
-        Returns:
-            `mfu` is None if the peak rate of the device and format is unknown.
-        """
-        tokens = batch.tokens_per_step
-        flops = tokens * flops_of_run(self._config, batch.sequence_length)
-        used = utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak)
-        return {
-            "tokens_per_second": short(tokens / seconds),
-            "mfu": None if used is None else short(used),
-        }
+STEADY_AFTER_STEPS = 2
+"""Steps until memory is compared: the first allocates what stays, the second has all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,3 +147,23 @@ def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
     outside = peak.device_peak_bytes - peak.allocated_peak_bytes
     allocated = max(peak.allocated_peak_bytes, highest)
     return replace(peak, allocated_peak_bytes=allocated, device_peak_bytes=allocated + outside)
+
+
+class MemoryRecords(Callback):
+    """Records the fullest rank's peak memory after the first steps and at the end."""
+
+    def __init__(self, session: Session, journal: Journal) -> None:
+        self._session, self._journal = session, journal
+        self._steady = session.progress.step + STEADY_AFTER_STEPS
+
+    def after_step(self, context: Context) -> None:
+        if context.step == self._steady:
+            self._record(context.step, at_end=False)
+
+    def on_train_end(self, context: Context) -> None:
+        self._record(context.step, at_end=True)
+
+    def _record(self, step: int, *, at_end: bool) -> None:
+        session = self._session
+        record = memory_record(session.plan, session.process, session.engine.times.memory)
+        self._journal.record("memory", step=step, at_end=at_end, **record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainctl.config.schema import LoggingConfig
+from trainctl.options.callbacks import Callback, Context
 from trainctl.runs.atomic import write_text
+from trainctl.train.callbacks.context import Journal
 
 TABLE_ROWS = 40
 NAME_WIDTH = 60
@@ -81,8 +83,12 @@ class Profiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.finish(is_written=error is None)
+
+    def finish(self, *, is_written: bool = True) -> None:
+        """Stop a running profiler, and write what it has recorded unless `is_written` is False."""
         if self._running is not None:
-            if error is not None or not self._recorded:
+            if not is_written or not self._recorded:
                 self._running.on_trace_ready = None
             self._stop()
 
@@ -127,3 +133,30 @@ class Profiler:
         finally:
             temporary.unlink(missing_ok=True)
         write_text(self.folder / f"rank-{self._rank}.txt", table)
+
+
+class Profile(Callback):
+    """Profiles the steps of `logging.profile_steps`, and records where the files are."""
+
+    def __init__(self, profiler: Profiler, journal: Journal) -> None:
+        self._profiler, self._journal = profiler, journal
+        self._step = ExitStack()
+        self._is_open = False
+
+    def before_step(self, context: Context) -> None:
+        if not self._is_open:  # a step that is tried again stays in the window that it opened
+            self._step.enter_context(self._profiler.step(context.step))
+            self._is_open = True
+
+    def after_step(self, context: Context) -> None:
+        self._step.close()
+        self._is_open = False
+        if self._profiler.take_written():
+            path = self._profiler.folder.relative_to(self._journal.run.root)
+            self._journal.record("profile", step=context.step, path=str(path))
+
+    def on_train_end(self, context: Context) -> None:
+        self._profiler.finish()
+
+    def close(self) -> None:
+        self._profiler.finish(is_written=False)

@@ -26,7 +26,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainctl.engines.process import Process
+from trainctl.engines.stopwatch import Stopwatch
+from trainctl.options.callbacks import Callback, Context
 from trainctl.plan.types import RunPlan
+from trainctl.train.callbacks.context import Journal, StepState
 
 PARTS = ("data", "forward", "backward", "optimizer")
 WINDOW_STEPS = 10
@@ -193,3 +196,24 @@ class Stragglers:
     @staticmethod
     def _account(slow: Mapping[int, Slowness], rank: int) -> dict[str, Any]:
         return asdict(slow[rank]) if rank in slow else {}
+
+
+class StragglerRecords(Callback):
+    """Records ranks that become slow and ranks that catch up."""
+
+    def __init__(
+        self, stragglers: Stragglers, times: Stopwatch, now: StepState, journal: Journal
+    ) -> None:
+        self._stragglers, self._times = stragglers, times
+        self._now, self._journal = now, journal
+
+    def after_step(self, context: Context) -> None:
+        busy = self._times.take_busy()
+        self._stragglers.add(self._now.step_seconds, self._now.seconds, busy)
+
+    def before_agreement(self, context: Context) -> Sequence[float]:
+        return self._stragglers.window()
+
+    def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
+        for found in self._stragglers.judge(sums, context.step):
+            self._journal.record("straggler", **found)

@@ -1,0 +1,20 @@
+"""A callback of the first rank that takes a while."""
+
+from __future__ import annotations
+
+import time
+
+from trainctl.options.callbacks import Callback, CallbackConfig, CallbackSpec, Context, Ranks
+
+SPEC = CallbackSpec(
+    name="sleeping", build="trainctl.options.callbacks.sleeping:Sleeping", ranks=Ranks.first
+)
+
+
+class Sleeping(Callback):
+    def __init__(self, keys: CallbackConfig) -> None:
+        pass
+
+    def before_step(self, context: Context) -> None:
+        assert context.rank == 0
+        time.sleep(0.05)

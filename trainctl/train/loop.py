@@ -1,0 +1,199 @@
+"""The training loop: steps, and the callbacks between them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from functools import partial
+
+from trainctl.data.corpora import bad_text, unigram_entropy
+from trainctl.data.packing import load_bins
+from trainctl.engines.stopwatch import PhaseMemory
+from trainctl.errors import TrainctlError
+from trainctl.plan.mixture import StagedBatches, stages_of_plan
+from trainctl.readers.remote import say
+from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.records import EventWriter
+from trainctl.train.callbacks.context import Journal, StepState
+from trainctl.train.callbacks.order import callbacks_of_run
+from trainctl.train.objectives.reference import attach_reference
+from trainctl.train.prefetch import BatchPrefetcher
+from trainctl.train.session import Session
+from trainctl.train.step import Stepper
+
+
+class Trainer:
+    """Training loop of a session, up to the plan's stopping step.
+
+    Args:
+        events: Writer of the records; None on ranks other than the first.
+        heartbeat: Tells the agent what this rank is doing; None where no agent watches.
+        attempt: Number of the attempt, whose folder gets the profile.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        events: EventWriter | None,
+        heartbeat: Heartbeat | None = None,
+        *,
+        attempt: int = 1,
+    ) -> None:
+        self._session, plan = session, session.plan
+        self._times = session.engine.times
+        if plan.config.logging.memory_phases:
+            self._times.memory = PhaseMemory(session.process.device)
+        self._journal = Journal(session, session.run, attempt, events, heartbeat)
+        self._now = StepState(session.progress.step)
+        self._callbacks, self._checkpoints = callbacks_of_run(session, self._now, self._journal)
+        self._batches = BatchPrefetcher(
+            session.training,
+            StagedBatches(stages_of_plan(plan)),
+            stop_step=plan.stop_step,
+            device=session.process.device,
+        )
+        self._stepper = Stepper(
+            session,
+            self._batches,
+            self._now,
+            self._callbacks,
+            self._journal.record,
+            self._checkpoints.before_rewind,
+        )
+        self._recorded_at = time.monotonic()
+        for stream in session.training.streams:
+            stream.notify = self._tell_stream
+
+    def train(self) -> None:
+        """Make steps until the plan's stopping step, a callback's decision or a request to stop."""
+        try:
+            with self._batches, self._times.watch_stalls():
+                self._start()
+                stop = False
+                while not stop and self._session.progress.step < self._session.plan.stop_step:
+                    self._make_step()
+                    self._callbacks.call("after_step")
+                    stop = self._agree()
+                self._end()
+        finally:
+            self._callbacks.close()
+
+    def _make_step(self) -> None:
+        """Make the next step, and measure it."""
+        started = time.monotonic()
+        try:
+            step = self._stepper.make()
+        except TrainctlError:
+            # All ranks stop here together, so the checkpoint being written can be completed.
+            self._checkpoints.finish()
+            raise
+        now = self._now
+        now.made, now.loss, now.grad_norm, now.factor = step, step.loss, step.grad_norm, step.factor
+        now.step, now.metrics = self._session.progress.step, {}
+        now.step_seconds = time.monotonic() - started
+        now.seconds = self._seconds()
+
+    def _agree(self) -> bool:
+        """Decide by one all-reduce whether to save and to stop now; return True to stop.
+
+        The all-reduce also carries the numbers that callbacks want to be summed.
+        """
+        now = self._now
+        numbers = self._callbacks.before_agreement()
+        asked = [float(now.should_save), float(now.should_stop), float(now.should_finish)]
+        save, stop, finish, *sums = self._session.process.sum(
+            *asked, *(n for s in numbers for n in s)
+        )
+        now.should_save = now.should_stop = now.should_finish = False
+        now.saves, now.is_done = save > 0, finish > 0
+        if now.is_done and not now.end:  # a callback of another rank
+            now.end = {"reason": "callback", "callback": None}
+        rest = iter(sums)
+        self._callbacks.after_agreement([[next(rest) for _ in own] for own in numbers])
+        return stop > 0 or finish > 0
+
+    def _start(self) -> None:
+        session = self._session
+        reference = attach_reference(session, partial(self._journal.beat, Phase.start))
+        self._record_start()
+        if reference is not None:
+            self._journal.record("reference", step=session.progress.step, **reference)
+        if session.resumed_from is not None:
+            self._callbacks.restore(session.manifest)
+        self._callbacks.call("on_train_start")
+        self._times.take()  # `seconds` begins with the first step
+        self._recorded_at = time.monotonic()
+
+    def _end(self) -> None:
+        now, plan, step = self._now, self._session.plan, self._session.progress.step
+        is_complete, is_at_stop = step >= plan.total_steps, step >= plan.stop_step
+        now.is_done |= is_at_stop
+        self._callbacks.call("on_train_end")
+        reason = (
+            "complete" if is_complete else "stop_after_steps" if is_at_stop else "stop_requested"
+        )
+        end = {"reason": reason, **now.end}
+        if is_complete:
+            end["reason"] = reason
+        self._journal.record("end", step=step, **end)
+
+    def _tell_stream(self, message: str) -> None:
+        """Report which data this rank waits for, in its log and in the run's events."""
+        say(message)
+        run = self._session.run
+        with suppress(OSError), EventWriter(run.events, self._journal.attempt) as writer:
+            writer.write("corpus", message=message, host=socket.gethostname())
+
+    def _seconds(self) -> dict[str, float]:
+        """Return where the time since the last step's record went; `total` is all of it.
+
+        A save and an evaluation follow the record of their step, so their time is in the next one.
+        """
+        now = time.monotonic()
+        total, self._recorded_at = now - self._recorded_at, now
+        parts = {"total": total, **self._times.take()}
+        return {name: round(seconds, 6) for name, seconds in parts.items()}
+
+    def _record_start(self) -> None:
+        session = self._session
+        resumed_from = session.resumed_from
+        self._journal.record(
+            "start",
+            step=session.progress.step,
+            total_steps=session.plan.total_steps,
+            stop_step=session.plan.stop_step,
+            world_size=session.process.world_size,
+            num_parameters=session.num_parameters,
+            num_trained=session.num_trained,
+            wrapped_blocks=session.wrapped_blocks,
+            **self._text(),
+            resumed_from=resumed_from.name if resumed_from else None,
+            ema_begins=session.average_begins,
+            passed_over=session.skipped_checkpoints,
+        )
+
+    def _text(self) -> dict[str, object]:
+        """Return the start record's fields about the corpora."""
+        corpora = self._session.corpora
+        each = {
+            name: {
+                "train_tokens": corpus.train.tokens,
+                "held_out_tokens": corpus.held_out.tokens,
+            }
+            for name, corpus in corpora.items()
+        }
+        bad, config = bad_text(corpora), self._session.plan.config
+        chats = {
+            name: dict(bins.counts)
+            for name, corpus in corpora.items()
+            if corpus.is_marked and (bins := load_bins(config, corpus, corpus.train))
+        }
+        return {
+            "train_tokens": sum(corpus.train.tokens for corpus in corpora.values()),
+            "held_out_tokens": sum(corpus.held_out.tokens for corpus in corpora.values()),
+            "unigram_entropy": unigram_entropy(corpora),
+            **({"sources": each} if config.data.sources else {}),
+            **({"conversations": chats} if chats else {}),
+            **({"bad_text": bad} if bad else {}),
+        }
