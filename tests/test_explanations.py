@@ -89,7 +89,7 @@ def written_records() -> Iterator[tuple[str, set[str]]]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            if node.func.attr not in ("write", "_record") or not node.args:
+            if node.func.attr not in ("write", "record", "_record") or not node.args:
                 continue
             for kind in ast.walk(node.args[0]):
                 named = isinstance(kind, ast.Constant) and str(kind.value)

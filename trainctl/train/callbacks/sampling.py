@@ -26,16 +26,18 @@ class Sampling(Callback):
     def on_train_end(self, context: Context) -> None:
         if not self._now.is_done:
             return
-        session, record = self._session, self._journal.record
-        self._journal.beat(Phase.end, "sampling text")
+        session, journal = self._session, self._journal
+        journal.beat(Phase.end, "sampling text")
         if not self._chosen:
             prompt = session.plan.config.training.sample_prompt
             ids = session.tokenizer.encode(prompt).tolist() or [0]
             drawn = self._generate(ids, temperature=0.8)
-            record("sample", step=context.step, text=session.tokenizer.decode([*ids, *drawn]))
+            journal.record(
+                "sample", step=context.step, text=session.tokenizer.decode([*ids, *drawn])
+            )
         for prompt, ids in self._chosen:  # greedy decoding
             text = session.tokenizer.decode(self._generate(ids))
-            record("sample", step=context.step, prompt=prompt, text=text)
+            journal.record("sample", step=context.step, prompt=prompt, text=text)
 
     def _generate(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
         """Generate a continuation of the prompt `ids`; on all ranks together."""
