@@ -17,7 +17,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
-from trainctl.train import stragglers
+from trainctl.train.callbacks import stragglers
 from trainctl.train.data import TrainingData
 from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble

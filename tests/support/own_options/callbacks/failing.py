@@ -18,7 +18,7 @@ class FailingConfig(CallbackConfig):
 SPEC = CallbackSpec(
     name="failing",
     keys=FailingConfig,
-    build="trainctl.options.callbacks.failing:build",
+    build=f"{__name__}:build",
     ranks=Ranks.first,
 )
 

@@ -18,7 +18,7 @@ class GradientsConfig(CallbackConfig):
 SPEC = CallbackSpec(
     name="gradients",
     keys=GradientsConfig,
-    build="trainctl.options.callbacks.gradients:Gradients",
+    build=f"{__name__}:Gradients",
     collectives=True,
 )
 

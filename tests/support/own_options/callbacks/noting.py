@@ -19,9 +19,7 @@ class NotingConfig(CallbackConfig):
     stop_at: int | None = option(None, "Step after which rank 1 asks to stop.")
 
 
-SPEC = CallbackSpec(
-    name="noting", keys=NotingConfig, build="trainctl.options.callbacks.noting:Noting"
-)
+SPEC = CallbackSpec(name="noting", keys=NotingConfig, build=f"{__name__}:Noting")
 
 
 class Noting(Callback):

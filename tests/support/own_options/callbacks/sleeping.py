@@ -6,9 +6,7 @@ import time
 
 from trainctl.options.callbacks import Callback, CallbackConfig, CallbackSpec, Context, Ranks
 
-SPEC = CallbackSpec(
-    name="sleeping", build="trainctl.options.callbacks.sleeping:Sleeping", ranks=Ranks.first
-)
+SPEC = CallbackSpec(name="sleeping", build=f"{__name__}:Sleeping", ranks=Ranks.first)
 
 
 class Sleeping(Callback):
