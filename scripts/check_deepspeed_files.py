@@ -35,9 +35,10 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
-from trainctl.rules.deepspeed import RULES, Enforcement, JsonContext, check
-from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS
+from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
+from trainctl.rules.registry import JSON_RULES, check_json
 from trainctl.rules.resolve import resolve
+from trainctl.rules.rule import Enforcement
 from trainctl.search.import_json import BATCH, Imported, import_json, ranks_of
 
 TOGETHER = 50
@@ -75,7 +76,7 @@ AT_LOADING = (
 )
 """Files of DeepSpeed that have run when there is a DeepSpeedConfig; others run in the engine."""
 
-BY_ID = {rule.identifier: rule for rule in RULES}
+BY_ID = {rule.code: rule for rule in JSON_RULES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class Report:
             return "", True
         if answer:
             here = JsonContext(world_size=self.ranks, accelerator=Accelerator.cpu, fills_auto=True)
-            found = check(self.checked.document.value, here, self.checked.schema)
+            found = check_json(self.checked.document.value, here, self.checked.schema)
             rules = dict.fromkeys(finding.rule for finding in found if finding.is_error)
             if rules:
                 return f"the child has no GPU: {', '.join(rules)}", True

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainctl.rules.handbook import JSON_RULES, PLAN_RULES, READING_RULES, Meaning
+from trainctl.rules.handbook import JSON_PAGE, PLAN_PAGE, READING_PAGE, Meaning
 
 DOCS = Path(__file__).parents[1] / "docs"
 TITLES = {
-    PLAN_RULES: (
+    PLAN_PAGE: (
         "Rules of the configuration and the plan",
         "What must hold before anything is started.",
     ),
-    JSON_RULES: (
+    JSON_PAGE: (
         "Rules of DeepSpeed's JSON",
         "What must hold in a file given to `trainctl validate --deepspeed`, and in the JSON of "
         "every plan.",
@@ -26,8 +26,8 @@ WRITTEN = "Written by `make docs` from the rules in `trainctl/rules/`; do not ed
 def pages(rules: Mapping[str, Meaning]) -> dict[Path, str]:
     """Return every page of rules, by its path."""
     found = {page: f"# {title}\n{WRITTEN}\n\n{about}\n" for page, (title, about) in TITLES.items()}
-    by_hand = (DOCS / f"{READING_RULES}.md").read_text(encoding="utf-8")
-    found[READING_RULES] = by_hand.partition("\n## ")[0]
+    by_hand = (DOCS / f"{READING_PAGE}.md").read_text(encoding="utf-8")
+    found[READING_PAGE] = by_hand.partition("\n## ")[0]
     for rule in rules.values():
         found[rule.page] += "\n" + "\n".join(_section(rule))
     return {DOCS / f"{page}.md": text for page, text in found.items()}

@@ -13,9 +13,9 @@ from pathlib import Path
 from explanation_pages import pages
 from rule_examples import meanings
 
-from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
 from trainctl.rules.deepspeed_schema import load
-from trainctl.rules.handbook import JSON_RULES, PLAN_RULES, READING_RULES, Meaning
+from trainctl.rules.handbook import JSON_PAGE, PLAN_PAGE, READING_PAGE, Meaning
+from trainctl.rules.registry import JSON_RULES
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "rules.md"
@@ -45,9 +45,9 @@ def page(rules: Mapping[str, Meaning]) -> str:
     parts = [
         INTRODUCTION,
         "## The configuration and the plan\n| rule | what must hold |\n|---|---|",
-        "\n".join(_rows(rules, PLAN_RULES)),
+        "\n".join(_rows(rules, PLAN_PAGE)),
         "\n## While reading, and on this machine\n| rule | what is found |\n|---|---|",
-        "\n".join(_rows(rules, READING_RULES)),
+        "\n".join(_rows(rules, READING_PAGE)),
         "",
         "\n".join(_deepspeed()),
         "",
@@ -64,11 +64,11 @@ def _deepspeed() -> Iterator[str]:
     yield ""
     yield "| rule | severity | what must hold | DeepSpeed | file | what to do |"
     yield "|---|---|---|---|---|---|"
-    for rule in DEEPSPEED_RULES:
+    for rule in JSON_RULES:
         cells = (
-            rule.identifier,
+            rule.code,
             rule.severity,
-            f"[{rule.title}]({JSON_RULES}.md#{rule.identifier.lower()})",
+            f"[{rule.title}]({JSON_PAGE}.md#{rule.code.lower()})",
             rule.meets,
             f"`{rule.file}`",
             rule.fix,

@@ -21,24 +21,22 @@ from typing import Any
 
 from trainctl.cli.deepspeed_file import check_file, json_context
 from trainctl.cli.planning import compose_target, plan
-from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.explanations.rules import ENTRIES
-from trainctl.rules.deepspeed import RULES as DEEPSPEED_RULES
-from trainctl.rules.deepspeed import Enforcement, JsonContext, Rule, check
+from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.handbook import (
-    JSON_RULES,
-    PLAN_RULES,
-    READING_RULES,
+    JSON_PAGE,
+    PLAN_PAGE,
+    READING_PAGE,
     RULE,
     Meaning,
     everything,
 )
-from trainctl.rules.plan import RULES
+from trainctl.rules.registry import JSON_RULES, PLAN_RULES, check_json
+from trainctl.rules.rule import Rule
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-from sampler import BREAKS, around, broken  # noqa: E402
+from sampler import around, broken  # noqa: E402
 
 JSON_FILE = "ds_config.json"
 PLAIN: dict[str, Any] = {
@@ -46,36 +44,6 @@ PLAIN: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
-MEETS = {
-    Enforcement.refused: "DeepSpeed refuses it too, once every process has started",
-    Enforcement.silent: "DeepSpeed says nothing, and does something else than one expects",
-    Enforcement.later: "DeepSpeed takes it, and fails later",
-}
-OTHERS: dict[str, tuple[dict[str, Any], JsonContext, str]] = {
-    "TC209": (
-        {"train_batch_size": "auto"},
-        JsonContext(fills_auto=True),
-        "Read by transformers' Trainer, which fills in the value",
-    ),
-    "TC218": (
-        {"tensor_parallel.autotp_size": 3},
-        JsonContext(model=ModelConfig(num_attention_heads=4)),
-        "With `--model DIR`, a model of 4 attention heads",
-    ),
-    "TC289": (
-        {
-            "zero_optimization.stage": 3,
-            "zero_optimization.offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": "/local_nvme",
-                "buffer_count": 3,
-            },
-        },
-        JsonContext(world_size=8, accelerator=Accelerator.cuda),
-        "Read on 8 GPUs",
-    ),
-}
-"""What the sampler's JSONs do not show: keys on top of a plain one, what it meets, in words too."""
 LONG = {
     "TC138": {"a.txt": "\x7fELF" + "\x00" * 9000},
     "TC139": {"a.jsonl": '{"content": "some text"}\n' * 900},
@@ -90,35 +58,31 @@ _LONG_TEXT = 400
 
 
 def meanings(*, all_again: bool) -> dict[str, Meaning]:
-    """Return the explanation of every rule by its identifier.
+    """Return the explanation of every rule by its code.
 
     What an example printed before is kept if it is typed as it was then; `all_again` runs each.
     """
     known = {each.word: each for each in everything() if each.kind.startswith(RULE)}
-    titles = {name: _title(rule) for name, rule in RULES}
-    found = {}
-    for name, text in ((name, ENTRIES[name]) for name in titles):
-        files = {path: _short(content) for path, content in text.files.items() if content}
+    before = {} if all_again else known
+    found = {rule.code: _of_json(rule) for rule in JSON_RULES}
+    for rule in PLAN_RULES:
+        shown, code = rule.example, rule.code
         asked = Meaning(
-            word=name,
+            word=code,
             kind=RULE,
-            page=PLAN_RULES,
-            meaning=titles[name].rstrip("."),
-            cause=text.cause,
-            cure=text.cure,
-            situation=text.situation,
-            typed=f"trainctl validate {text.example}" if text.example else "",
-            files=files,
-            printed=() if text.example else (text.message,),
+            page=PLAN_PAGE,
+            meaning=rule.title,
+            cause=rule.cause,
+            cure=rule.fix,
+            situation=shown.situation,
+            typed=f"trainctl validate {shown.arguments}" if shown.arguments else "",
+            files={path: _short(content) for path, content in shown.files.items() if content},
+            printed=() if shown.arguments else (shown.message,),
         )
-        before = None if all_again else known.get(name)
-        found[name] = _with_output(asked, text.files, before)
-    for name, each in known.items():
-        if each.page == READING_RULES:
-            found[name] = _with_output(
-                each, LONG.get(name) or each.files, None if all_again else each
-            )
-    found |= {rule.identifier: _of_deepspeed(rule) for rule in DEEPSPEED_RULES}
+        found[code] = _with_output(asked, shown.files, before.get(code))
+    for code, each in known.items():
+        if each.page == READING_PAGE:
+            found[code] = _with_output(each, LONG.get(code) or each.files, before.get(code))
     return dict(sorted(found.items()))
 
 
@@ -143,40 +107,36 @@ def _with_output(asked: Meaning, files: Mapping[str, str], before: Meaning | Non
         return replace(asked, severity=severity, typed=_typed(typed, found), printed=printed)
 
 
-def _of_deepspeed(rule: Rule) -> Meaning:
-    if rule.identifier in OTHERS:
-        changes, met, situation = OTHERS[rule.identifier]
-    else:
-        changes = next(changes for name, changes in BREAKS if name == rule.identifier)
-        met, situation = None, ""
-    case = broken(json.loads(json.dumps(PLAIN)), rule.identifier, changes)
-    met = met or around(case)
+def _of_json(rule: Rule[Case]) -> Meaning:
+    shown = rule.example
+    case = broken(json.loads(json.dumps(PLAIN)), rule.code, shown.json)
+    met = shown.around or around(case)
     written = json.dumps(case["json"], ensure_ascii=False)
-    typed, found = "", list[str]()
+    typed, printed = "", list[str]()
     for hardware in ("", " hardware=2xcpu"):
         command = f"--deepspeed {JSON_FILE} --world-size 2{hardware}"
         with _folder({JSON_FILE: written}) as folder:
-            own = [each for each in _findings(command) if each.rule == rule.identifier]
+            own = [each for each in _findings(command) if each.rule == rule.code]
             if own:
-                typed, found = _typed(f"trainctl validate {command}", own), _lines(own[:1], folder)
+                typed = _typed(f"trainctl validate {command}", own)
+                printed = _lines(own[:1], folder)
                 break
-    if not found:
-        own = [each for each in check(case["json"], met) if each.rule == rule.identifier]
-        assert own, f"the JSON of {rule.identifier} does not break it: {written}"
-        found = _lines(own[:1])
-        situation = situation or _in_words(met)
+    if not printed:
+        own = [each for each in check_json(case["json"], met) if each.rule == rule.code]
+        assert own, f"the JSON of {rule.code} does not break it: {written}"
+        printed = _lines(own[:1])
     return Meaning(
-        word=rule.identifier,
+        word=rule.code,
         kind=RULE,
-        page=JSON_RULES,
+        page=JSON_PAGE,
         meaning=rule.title,
         severity=rule.severity.value,
-        cause=f"{MEETS[rule.meets]} ({rule.file}).",
+        cause=rule.cause,
         cure=rule.fix,
-        situation="" if typed else situation,
+        situation="" if typed else shown.situation or _in_words(met),
         typed=typed,
         files={JSON_FILE: written},
-        printed=tuple(found),
+        printed=tuple(printed),
     )
 
 
@@ -233,11 +193,3 @@ def _folder(files: Mapping[str, str]) -> Iterator[Path]:
             yield folder
         finally:
             os.chdir(before)
-
-
-def _title(rule: object) -> str:
-    """The first sentence of its docstring."""
-    line, _, more = (rule.__doc__ or "").strip().partition("\n")
-    if line.endswith((".", ")")) or not more:
-        return line
-    return " ".join([line, *more.split()]).partition(". ")[0]

@@ -17,7 +17,7 @@ import typer
 from trainctl.cli.main import app
 from trainctl.config.compose import compose_leniently
 from trainctl.errors import ExitCode
-from trainctl.rules.handbook import JSON_RULES, PLAN_RULES, READING_RULES
+from trainctl.rules.handbook import JSON_PAGE, PLAN_PAGE, READING_PAGE
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,7 +49,7 @@ PAGES = sorted(
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
     if path.name != "CHANGELOG.md"  # what it says was true then
 )
-RUN_ELSEWHERE = {f"{Path(page).name}.md" for page in (JSON_RULES, PLAN_RULES, READING_RULES)}
+RUN_ELSEWHERE = {f"{Path(page).name}.md" for page in (JSON_PAGE, PLAN_PAGE, READING_PAGE)}
 """Pages whose every command is run by tests/test_explanations.py: most are meant to fail."""
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"^ {4}trainctl (?:.*\\\n)*.*$", re.MULTILINE)

@@ -180,7 +180,8 @@ VALUES = st.recursive(
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=6), st.sampled_from([None, 1, 2, 3, 8]))
 def test_any_values_of_the_keys_give_findings_and_no_traceback(pairs, world_size):
     from trainctl.config.json_file import parse_json
-    from trainctl.rules.deepspeed import Case, JsonContext, check
+    from trainctl.rules.deepspeed.case import Case, JsonContext
+    from trainctl.rules.registry import check_json
     from trainctl.search.import_values import wanted_values
 
     document: dict = {}
@@ -194,7 +195,7 @@ def test_any_values_of_the_keys_give_findings_and_no_traceback(pairs, world_size
         level[name] = value
     read = parse_json(json.dumps(document), shown="f")
     around = JsonContext(world_size=world_size, fills_auto=True)
-    found = check(read.value, around)
+    found = check_json(read.value, around)
     assert all(finding.message and finding.key for finding in found)
     if not any(finding.is_error for finding in found):
         wanted_values(Case(read.value, around))

@@ -15,7 +15,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.plan.deepspeed import derived_settings, render
 from trainctl.plan.deepspeed_table import SOURCES, TABLE, Modes
 from trainctl.plan.types import Batch, Mesh
-from trainctl.rules.deepspeed import Case, JsonContext
+from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed_schema import load
 from trainctl.search.import_values import wanted_values
 

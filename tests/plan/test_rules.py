@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import pytest
 from anatomies import SMALL
 from plan_cases import config_with, cpus, gpus
@@ -9,7 +11,7 @@ from plan_cases import config_with, cpus, gpus
 from trainctl.config.keys import leaf_of
 from trainctl.config.schema import Packing
 from trainctl.errors import Severity
-from trainctl.rules.plan import RULES
+from trainctl.rules.registry import PLAN_RULES
 from trainctl.rules.resolve import resolve
 
 FP8 = {"precision__compute": "fp8"}
@@ -1844,16 +1846,16 @@ def test_a_warning_leaves_the_plan(rule, changes, hardware, message):
 
 
 def test_every_rule_has_a_case_here():
-    assert {rule for rule, _ in RULES} == {case[0] for case in [*ERRORS, *WARNINGS]}
+    assert {rule.code for rule in PLAN_RULES} == {case[0] for case in [*ERRORS, *WARNINGS]}
 
 
 def test_identifiers_are_unique_and_in_order():
-    identifiers = [identifier for identifier, _ in RULES]
+    identifiers = [rule.code for rule in PLAN_RULES]
     assert identifiers == sorted(set(identifiers))
 
 
 def test_every_rule_says_in_its_docstring_what_it_holds():
-    assert all(rule.__doc__ for _, rule in RULES)
+    assert all(rule.title and rule.cause and rule.fix for rule in PLAN_RULES)
 
 
 @pytest.mark.parametrize("hardware", [cpus(1), cpus(2), gpus(1), gpus(8)])
@@ -1872,3 +1874,12 @@ def test_all_problems_are_found_in_one_go_even_without_a_mesh():
     )
     rules = [finding.rule for finding in resolve(config, cpus(2)).findings]
     assert {"TC001", "TC003", "TC022", "TC050", "TC075", "TC090", "TC092"} <= set(rules)
+
+
+@pytest.mark.parametrize("case", [*ERRORS, *WARNINGS], ids=lambda case: case[0])
+def test_a_rule_reports_the_keys_that_it_declares(case):
+    rule, changes, hardware, *_ = case
+    declared = next(each.keys for each in PLAN_RULES if each.code == rule)
+    _, found = findings_of(rule, changes, hardware)
+    assert all("*" not in each.key for each in found)
+    assert all(any(fnmatch(each.key, key) for key in declared) for each in found)

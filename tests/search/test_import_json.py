@@ -9,7 +9,8 @@ from sampler import legal
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.rules.deepspeed import JsonContext, check
+from trainctl.rules.deepspeed.case import JsonContext
+from trainctl.rules.registry import check_json
 from trainctl.rules.resolve import resolve
 from trainctl.search.import_json import BATCH, TRAINCTL_KEYS, differences, import_json
 from trainctl.search.import_values import LEFT_OPEN
@@ -39,7 +40,7 @@ def assert_equivalent(config):
 def test_the_round_trip_of_a_legal_json(seed):
     config = legal(random.Random(1000 + seed))
     surroundings = JsonContext(world_size=RANKS)
-    assert not [each for each in check(config, surroundings) if each.is_error]
+    assert not [each for each in check_json(config, surroundings) if each.is_error]
     assert_equivalent(config)
 
 
@@ -261,7 +262,7 @@ PUBLISHED = {
 
 def test_the_json_of_a_guide_is_accepted_and_its_run_recomputes():
     around = JsonContext(world_size=RANKS, fills_auto=True)
-    found = check(PUBLISHED, around)
+    found = check_json(PUBLISHED, around)
     assert not [each for each in found if each.is_error]
     assert {"TC295", "TC296"} <= {each.rule for each in found}  # said all the same
     imported = import_json(PUBLISHED, world_size=RANKS)

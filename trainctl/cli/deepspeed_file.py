@@ -13,8 +13,9 @@ from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.rules.deepspeed import JsonContext, check
+from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.deepspeed_schema import Schema, load, versions
+from trainctl.rules.registry import check_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ def check_file(path: Path, around: JsonContext) -> CheckedFile:
     document = read_json(path)
     installed = installed_deepspeed()
     schema = load(installed if installed in versions() else None)
-    found = check(document.value, around, schema) if document.is_readable else ()
+    found = check_json(document.value, around, schema) if document.is_readable else ()
     named = [*document.findings, *(_with_line(finding, document, path) for finding in found)]
     named.sort(key=lambda finding: (not finding.is_error, _line(finding)))
     return CheckedFile(document=document, findings=tuple(named), schema=schema, installed=installed)

@@ -16,7 +16,7 @@ from trainctl.cli.findings import show_findings
 from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.json_file import read_json
 from trainctl.errors import TrainctlError
-from trainctl.rules.deepspeed import JsonContext
+from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.search.import_json import Imported, ranks_of
 from trainctl.search.import_json import import_json as imported_from
 

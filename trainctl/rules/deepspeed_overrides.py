@@ -1,19 +1,17 @@
-"""Checks of a plan's own DeepSpeed JSON by the common rules, reported by its config keys."""
+"""A plan's own DeepSpeed JSON as a case of the rules, in the names of config keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
-from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.plan.deepspeed import render
 from trainctl.plan.deepspeed_table import value_of
 from trainctl.plan.types import Mesh
-from trainctl.rules.deepspeed import Case, JsonContext, findings
+from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed.names import Names, plain
 from trainctl.rules.passed_keys import CONFIG_KEYS
 
@@ -73,29 +71,6 @@ def plan_json_case(
     return Case(render((*settings, *passed)), around, names=PlanNames(config, passed))
 
 
-def check_plan_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
-    """Yield what DeepSpeed would refuse or misread in the JSON of a plan.
-
-    A finding about a key of the user's `deepspeed` section names it there. An error about another
-    key names the config key that it is derived from. Warnings about keys that trainctl sets are
-    left out: it sets them on purpose. `case` comes from `plan_json_case`, with the user's keys.
-    `settings` are all JSON keys that trainctl sets, with their sources.
-    """
-    names = case.names
-    assert isinstance(names, PlanNames)
-    for finding in findings(case):
-        if names.passes(finding.key):
-            yield replace(finding, key=f"deepspeed.{finding.key}")
-        elif finding.is_error:
-            yield replace(finding, key=_comes_from(finding.key, settings))
-
-
 def overlap(key: str, other: str) -> bool:
     """Return True if two dotted keys are equal, or one is inside the section named by the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def _comes_from(key: str, settings: Sequence[Derived]) -> str:
-    """Return the config key that a JSON key is derived from; empty if there is none."""
-    near = (setting for setting in settings if overlap(key, setting.key))
-    return next((setting.sources[0] for setting in near if setting.sources), "")

@@ -21,7 +21,7 @@ SITE = "TRAINCTL_DOCS_URL"
 RULE, RECORD, EXIT_CODE = "rule", "kind of record in events.jsonl", "exit code"
 FAILURE, INTERVENTION, POLICY = "cause of a failure", "reason of an intervention", "policy"
 
-PLAN_RULES, READING_RULES, JSON_RULES, FAILURES, EXIT_CODES = (
+PLAN_PAGE, READING_PAGE, JSON_PAGE, FAILURES, EXIT_CODES = (
     f"troubleshooting/{name}"
     for name in (
         "rules-of-the-plan",
@@ -31,7 +31,7 @@ PLAN_RULES, READING_RULES, JSON_RULES, FAILURES, EXIT_CODES = (
         "exit-codes",
     )
 )
-PAGES = (PLAN_RULES, READING_RULES, JSON_RULES, "records", FAILURES, EXIT_CODES)
+PAGES = (PLAN_PAGE, READING_PAGE, JSON_PAGE, "records", FAILURES, EXIT_CODES)
 """Pages with explanations, without file extension, in the order of their lists."""
 
 _KINDS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
@@ -32,8 +33,10 @@ from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.techniques import not_yet
 from trainctl.plan.trainable import reasons as trainable_reasons
 from trainctl.plan.types import RunPlan
-from trainctl.rules.deepspeed_overrides import check_plan_json, plan_json_case
-from trainctl.rules.plan import Draft, check
+from trainctl.rules.deepspeed.case import Case
+from trainctl.rules.deepspeed_overrides import PlanNames, overlap, plan_json_case
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.registry import check_case, check_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         batches=batches,
         total_steps=total_steps,
     )
-    findings = check(draft)
+    findings = check_draft(draft)
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
     # Without an error each of these has a value: rules report every way to have none.
@@ -77,7 +80,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
     case = plan_json_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
     if has_json:
-        findings += tuple(check_plan_json(case, draft.settings))
+        findings += tuple(_check_plan_json(case, draft.settings))
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
 
@@ -140,3 +143,26 @@ def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
         for name in ("gradient_accumulation", "communication")
         if getattr(config.precision, name) is None
     )
+
+
+def _check_plan_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
+    """Yield what DeepSpeed would refuse or misread in the JSON of a plan.
+
+    A finding about a key of the user's `deepspeed` section names it there. An error about another
+    key names the config key that it is derived from. Warnings about keys that trainctl sets are
+    left out: it sets them on purpose. `case` comes from `plan_json_case`, with the user's keys.
+    `settings` are all JSON keys that trainctl sets, with their sources.
+    """
+    names = case.names
+    assert isinstance(names, PlanNames)
+    for finding in check_case(case):
+        if names.passes(finding.key):
+            yield replace(finding, key=f"deepspeed.{finding.key}")
+        elif finding.is_error:
+            yield replace(finding, key=_comes_from(finding.key, settings))
+
+
+def _comes_from(key: str, settings: Sequence[Derived]) -> str:
+    """Return the config key that a JSON key is derived from; empty if there is none."""
+    near = (setting for setting in settings if overlap(key, setting.key))
+    return next((setting.sources[0] for setting in near if setting.sources), "")

@@ -19,8 +19,7 @@ from trainctl.plan.deepspeed_table import (
     Modes,
     Row,
 )
-from trainctl.rules.deepspeed import Case
-from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS
+from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, Case
 from trainctl.rules.deepspeed.keys import autos
 from trainctl.rules.deepspeed.values import is_number
 

@@ -11,8 +11,9 @@ from sampler import BREAKS, around, broken
 
 from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Severity
-from trainctl.rules.deepspeed import RULES, Case, JsonContext, check
+from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed_schema import load, versions
+from trainctl.rules.registry import JSON_RULES, check_json
 
 GOLDEN = Path(__file__).parent / "messages.txt"
 CUDA = JsonContext(world_size=8, devices_per_node=8, accelerator=Accelerator.cuda)
@@ -43,7 +44,7 @@ PLAIN = {
 
 
 def rules_of(config, surroundings=CUDA):
-    return {finding.rule for finding in check(config, surroundings)}
+    return {finding.rule for finding in check_json(config, surroundings)}
 
 
 def changed(**sections):
@@ -57,14 +58,14 @@ def changed(**sections):
 
 
 def test_a_good_json_has_no_findings():
-    assert check(GOOD, CUDA) == ()
+    assert check_json(GOOD, CUDA) == ()
 
 
 def test_every_break_of_every_rule_says_what_it_said():
     lines = []
     for rule, changes in BREAKS:
         case = broken(json.loads(json.dumps(PLAIN)), rule, changes)
-        found = [each for each in check(case["json"], around(case)) if each.rule == rule]
+        found = [each for each in check_json(case["json"], around(case)) if each.rule == rule]
         assert found, (rule, case)
         for each in found:
             lines += [f"{each.severity}[{each.rule}]: {each.key}: {each.message}"]
@@ -76,14 +77,14 @@ def test_every_break_of_every_rule_says_what_it_said():
 
 
 def test_identifiers_are_unique_and_every_rule_says_what_it_holds():
-    identifiers = [rule.identifier for rule in RULES]
+    identifiers = [rule.code for rule in JSON_RULES]
     assert len(set(identifiers)) == len(identifiers)
-    assert all(rule.title and rule.fix and rule.file for rule in RULES)
+    assert all(rule.title and rule.fix and rule.file for rule in JSON_RULES)
     assert all(identifier.startswith(("TC2", "TC43")) for identifier in identifiers)
 
 
 def test_errors_come_first():
-    found = check({"gradient_cliping": 1, "optimizer": {"type": "Adam"}}, CUDA)
+    found = check_json({"gradient_cliping": 1, "optimizer": {"type": "Adam"}}, CUDA)
     severities = [finding.severity for finding in found]
     assert severities == sorted(severities, key=lambda each: each is Severity.warning)
     assert Severity.warning in severities
@@ -173,14 +174,14 @@ def test_values_that_others_fill_in_are_not_judged():
         optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         zero_optimization={"reduce_bucket_size": "auto", "stage3_max_live_parameters": "auto"},
     )
-    found = check(config, JsonContext(world_size=8, fills_auto=True))
+    found = check_json(config, JsonContext(world_size=8, fills_auto=True))
     assert {finding.rule for finding in found} == {"TC209", "TC227"}
     wrong = [finding.key for finding in found if finding.is_error]
     assert wrong == ["zero_optimization.stage3_max_live_parameters"]
 
 
 def test_the_same_json_without_anybody_to_fill_it_in():
-    found = check(changed(train_batch_size="auto"), CUDA)
+    found = check_json(changed(train_batch_size="auto"), CUDA)
     assert [finding.rule for finding in found] == ["TC208"]
 
 
@@ -222,5 +223,7 @@ def test_every_key_of_the_schema_at_its_default_is_legal():
             for parent in parents:
                 level = level.setdefault(parent, {})
             level[name] = key.default
-            names = {each.rule for each in check(config, JsonContext(), schema) if each.is_error}
+            names = {
+                each.rule for each in check_json(config, JsonContext(), schema) if each.is_error
+            }
             assert names <= {"TC220", "TC246", "TC262", "TC294"}, key

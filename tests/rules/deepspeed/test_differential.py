@@ -19,7 +19,8 @@ import pytest
 from sampler import Case, around, every_break, sample
 
 from trainctl.errors import Finding
-from trainctl.rules.deepspeed import RULES, Enforcement, check
+from trainctl.rules.registry import JSON_RULES, check_json
+from trainctl.rules.rule import Enforcement
 
 HERE = Path(__file__).parent
 MATRIX = HERE / "confusion_matrix.json"
@@ -27,7 +28,7 @@ SEED, COUNT = 20_260, 160
 UNSEEN, UNSEEN_COUNT = int(os.environ.get("TRAINCTL_SEED", "31")), 40
 """Another seed: any must do."""
 
-BY_ID = {rule.identifier: rule for rule in RULES}
+BY_ID = {rule.code: rule for rule in JSON_RULES}
 NOT_RUN = {
     "TC209": "transformers or accelerate fill values in, not DeepSpeed",
     "TC218": "needs a model of transformers' with attention heads",
@@ -53,7 +54,7 @@ def really(cases: Sequence[Case], timeout: float) -> list[dict[str, Any]]:
 
 
 def ours(case: Case) -> list[Finding]:
-    return list(check(case["json"], around(case)))
+    return list(check_json(case["json"], around(case)))
 
 
 def compared(cases: Sequence[Case], answers: Sequence[dict[str, Any]]) -> tuple[Counter, list[str]]:

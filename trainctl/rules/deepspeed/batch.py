@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from trainctl.plan.nearest import choices, nearest_divisors, nearest_multiples
 from trainctl.rules.deepspeed.case import AUTO, Case
-from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import is_whole
+from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
 
 TOTAL, MICRO, STEPS = (
     "train_batch_size",
@@ -18,27 +18,30 @@ TOTAL, MICRO, STEPS = (
 
 @rule(
     "TC220",
+    "train_micro_batch_size_per_gpu",
     file="runtime/config.py",
-    fix="Give train_batch_size or train_micro_batch_size_per_gpu.",
+    example={"train_batch_size": LEFT_OUT, "train_micro_batch_size_per_gpu": LEFT_OUT},
 )
 def a_batch_is_given(case: Case) -> Iterator[Problem]:
-    """A batch size is given; the number of accumulation steps alone is not enough."""
+    """A batch size is given.
+
+    The number of accumulation steps alone is not enough.
+
+    Fix: Give train_batch_size or train_micro_batch_size_per_gpu.
+    """
     if any(case.json.get(name) is not None for name in (TOTAL, MICRO)):
         return
     yield Problem(
-        MICRO,
-        f"neither {TOTAL} nor {MICRO} is given",
-        f"{MICRO}: 1, and DeepSpeed computes the rest",
+        f"neither {TOTAL} nor {MICRO} is given", f"{MICRO}: 1, and DeepSpeed computes the rest"
     )
 
 
-@rule(
-    "TC221",
-    file="runtime/config.py",
-    fix="Make train_batch_size the product of micro batch, accumulation steps and ranks.",
-)
+@rule("TC221", "train_batch_size", file="runtime/config.py", example={"train_batch_size": 7})
 def the_batch_is_a_product(case: Case) -> Iterator[Problem]:
-    """train_batch_size = micro batch x accumulation steps x data-parallel ranks."""
+    """train_batch_size = micro batch x accumulation steps x data-parallel ranks.
+
+    Fix: Make train_batch_size the product of micro batch, accumulation steps and ranks.
+    """
     ranks = case.counted_ranks
     total, micro, steps = (_size(case, name) for name in (TOTAL, MICRO, STEPS))
     if total is None or _is_open(case):
@@ -60,18 +63,21 @@ def the_batch_is_a_product(case: Case) -> Iterator[Problem]:
 
 @rule(
     "TC222",
+    "sequence_parallel_size",
     file="runtime/config.py",
     meets=Enforcement.later,
-    fix="Choose a sequence_parallel_size that divides the ranks.",
+    example={"sequence_parallel_size": 3, "train_micro_batch_size_per_gpu": LEFT_OUT},
 )
 def sequence_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
-    """sequence_parallel_size divides the number of ranks."""
+    """sequence_parallel_size divides the number of ranks.
+
+    Fix: Choose a sequence_parallel_size that divides the ranks.
+    """
     size, world = case.get("sequence_parallel_size"), case.around.world_size
     if not isinstance(size, int) or size < 1 or world is None or case.has("data_parallel_size"):
         return
     if world % size:
         yield Problem(
-            "sequence_parallel_size",
             f"sequence_parallel_size={size} does not divide the {world} ranks: DeepSpeed counts "
             f"{world / size:.3g} data-parallel ranks",
             _divisors(world, size),
@@ -80,18 +86,21 @@ def sequence_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
 
 @rule(
     "TC223",
+    "data_parallel_size",
     file="__init__.py",
-    fix="Give sizes whose product is the number of ranks.",
+    example={"sequence_parallel_size": 2, "data_parallel_size": 2},
 )
 def the_mesh_holds_all_ranks(case: Case) -> Iterator[Problem]:
-    """data_parallel_size x sequence_parallel_size is the number of ranks."""
+    """data_parallel_size x sequence_parallel_size is the number of ranks.
+
+    Fix: Give sizes whose product is the number of ranks.
+    """
     data, sequence = case.get("data_parallel_size"), case.get("sequence_parallel_size")
     world = case.around.world_size
     if not isinstance(data, int) or not isinstance(sequence, int) or world is None:
         return
     if min(data, sequence) >= 1 and data * sequence != world:
         yield Problem(
-            "data_parallel_size",
             f"data_parallel_size={data} x sequence_parallel_size={sequence} is {data * sequence}, "
             f"and there are {world} ranks",
             f"data_parallel_size={world // sequence}"
@@ -102,16 +111,19 @@ def the_mesh_holds_all_ranks(case: Case) -> Iterator[Problem]:
 
 @rule(
     "TC224",
+    "data_parallel_size",
+    severity=WARNING,
     file="__init__.py",
     meets=Enforcement.silent,
-    fix="Leave data_parallel_size out, or give sequence_parallel_size too.",
-    warns=True,
+    example={"data_parallel_size": 4},
 )
 def the_data_size_has_an_effect(case: Case) -> Iterator[Problem]:
-    """data_parallel_size is read only beside sequence_parallel_size."""
+    """data_parallel_size is read only beside sequence_parallel_size.
+
+    Fix: Leave data_parallel_size out, or give sequence_parallel_size too.
+    """
     if case.given("data_parallel_size") and not case.has("sequence_parallel_size"):
         yield Problem(
-            "data_parallel_size",
             "data_parallel_size has no effect without sequence_parallel_size: DeepSpeed counts "
             "the ranks itself",
             "leave it out",
@@ -120,20 +132,38 @@ def the_data_size_has_an_effect(case: Case) -> Iterator[Problem]:
 
 @rule(
     "TC225",
+    "tensor_parallel.autotp_size",
+    severity=WARNING,
     file="runtime/engine.py",
     meets=Enforcement.silent,
-    fix="Read train_batch_size as tensor_parallel.autotp_size times what is really trained on.",
-    warns=True,
+    example={
+        "tensor_parallel": {
+            "autotp_size": 2,
+            "partition_config": {
+                "use_default_specs": False,
+                "layer_specs": [
+                    {"patterns": [".*second.weight$"], "partition_type": "row"},
+                    {"patterns": [".*first.weight$"], "partition_type": "column"},
+                ],
+            },
+        },
+        "zero_optimization.stage": 1,
+    },
 )
 def tensor_ranks_share_their_samples(case: Case) -> Iterator[Problem]:
-    """With AutoTP, and no mpu of the script's, the batch is counted too large."""
+    """train_batch_size counts the ranks of an AutoTP group once.
+
+    Ranks of a tensor-parallel group see the same samples, and DeepSpeed counts each of them, unless
+    the script passes an mpu.
+
+    Fix: Read train_batch_size as tensor_parallel.autotp_size times what is really trained on.
+    """
     size, without_mpu = case.tensor_size, case.around.data_parallel_size is None
     if size < 2 or not without_mpu:
         return
     total = _size(case, TOTAL)
     real = f": {total // size} samples, not {total}" if total and total % size == 0 else ""
     yield Problem(
-        "tensor_parallel.autotp_size",
         f"the {size} ranks of a tensor-parallel group see the same samples, and DeepSpeed counts "
         f"them as {size}: a step trains on 1/{size} of train_batch_size{real}",
         f"for a true batch of B write train_batch_size={size}*B",
@@ -142,15 +172,18 @@ def tensor_ranks_share_their_samples(case: Case) -> Iterator[Problem]:
 
 @rule(
     "TC226",
+    "tensor_parallel.autotp_size",
     file="utils/groups.py",
-    fix="Choose an autotp_size that divides the ranks.",
+    example={"tensor_parallel": {"autotp_size": 3}},
 )
 def tensor_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
-    """tensor_parallel.autotp_size divides the number of ranks."""
+    """tensor_parallel.autotp_size divides the number of ranks.
+
+    Fix: Choose an autotp_size that divides the ranks.
+    """
     size, world = case.tensor_size, case.around.world_size
     if world is not None and world % size:
         yield Problem(
-            "tensor_parallel.autotp_size",
             f"tensor_parallel.autotp_size={size} does not divide the {world} ranks",
             _divisors(world, size),
         )
@@ -192,7 +225,7 @@ def _mismatch(
         legal = " or ".join(f"{value} (accumulation {value // each})" for value in near)
     else:
         legal = choices(near)
-    return Problem(TOTAL, message, f"nearest legal: {legal}")
+    return Problem(message, f"nearest legal: {legal}", key=TOTAL)
 
 
 def _divisors(number: int, wanted: int) -> str:

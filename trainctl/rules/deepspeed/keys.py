@@ -11,84 +11,120 @@ from trainctl.rules.deepspeed.case import (
     HF_AUTO_KEYS,
     LITERAL_AUTO_KEYS,
     Case,
+    JsonContext,
 )
-from trainctl.rules.deepspeed.rule import Enforcement, Problem, rule
 from trainctl.rules.deepspeed.values import outside, read, shown
 from trainctl.rules.deepspeed_schema import Path, Schema
+from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
 
 
-@rule(
-    "TC203",
-    file="runtime/config_utils.py",
-    fix="Write the key that was meant, or leave it out.",
-)
+@rule("TC203", "*", file="runtime/config_utils.py", example={"fp16.loss_scale_windw": 10})
 def checked_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
-    """A section that DeepSpeed checks holds only keys that it has."""
+    """Sections that DeepSpeed validates contain known keys only.
+
+    Fix: Write the key that was meant, or leave it out.
+    """
     yield from _unknown_keys(case, "refused")
 
 
 @rule(
     "TC204",
+    "*",
     file="runtime/config.py",
     meets=Enforcement.silent,
-    fix="Write the key that was meant, or leave it out: it has no effect.",
+    example={"gradient_cliping": 0.5},
 )
 def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
-    """A key at the top, or in a section that DeepSpeed does not check, is one that it reads."""
+    """Keys at the top level, and in sections that DeepSpeed does not validate, are keys that it
+    reads.
+
+    Any other key has no effect.
+
+    Fix: Write the key that was meant, or leave it out: it has no effect.
+    """
     yield from (each for each in _unknown_keys(case, "ignored") if not _is_foreign(case, each.key))
 
 
 @rule(
     "TC433",
+    "*",
+    severity=WARNING,
     file="runtime/config.py",
     meets=Enforcement.silent,
-    fix="Leave the key out, or keep it for the program that reads it.",
-    warns=True,
+    example={"my_own_tool": {"verbose": True}},
 )
 def keys_of_other_programs_are_known(case: Case) -> Iterator[Problem]:
-    """A key at the top that resembles none of DeepSpeed's is read by another program."""
+    """Keys at the top level that resemble no key of DeepSpeed belong to another program.
+
+    Fix: Leave the key out, or keep it for the program that reads it.
+    """
     for problem in _unknown_keys(case, "ignored"):
         if _is_foreign(case, problem.key):
             yield problem._replace(hint=_LEAVE_OUT)
 
 
-@rule("TC205", file="runtime/config.py", fix="Leave the key out, or use what replaces it.")
+@rule("TC205", "*", file="runtime/config.py", example={"amp": {"enabled": True}})
 def removed_keys_are_gone(case: Case) -> Iterator[Problem]:
-    """No key is one that DeepSpeed has removed."""
+    """No key has been removed from DeepSpeed.
+
+    Fix: Leave the key out, or use what replaces it.
+    """
     for path, _, _ in case.entries():
         name = ".".join(path)
         if name in case.schema.removed:
             instead = case.schema.removed[name]
             hint = f"use {instead}" if instead else "leave it out"
-            yield Problem(name, f"{name} has been removed from DeepSpeed", hint)
+            yield Problem(f"{name} has been removed from DeepSpeed", hint, key=name)
 
 
 @rule(
     "TC206",
+    "zero_optimization",
+    "*",
+    severity=WARNING,
     file="runtime/config_utils.py",
     meets=Enforcement.silent,
-    fix="Use the key that replaces it.",
-    warns=True,
+    example={
+        "zero_optimization.stage": 2,
+        "zero_optimization.cpu_offload": True,
+        "zero_optimization.offload_optimizer": LEFT_OUT,
+    },
 )
 def keys_are_not_deprecated(case: Case) -> Iterator[Problem]:
-    """No key is a deprecated one."""
+    """No key is deprecated.
+
+    Fix: Use the key that replaces it.
+    """
     for path, _, key in case.entries():
         if key is not None and key.replaced:
             lost = "" if key.sets_replacement else ", and its value is not taken over"
             name = ".".join(path)
-            yield Problem(name, f"{name} is deprecated{lost}", f"use {key.replaced}")
+            yield Problem(f"{name} is deprecated{lost}", f"use {key.replaced}", key=name)
     if isinstance(case.json.get("zero_optimization"), bool):
         stage = case.stage
         yield Problem(
-            "zero_optimization",
             f"zero_optimization={shown(bool(stage))} is a deprecated form, and means stage {stage}",
             f'write "zero_optimization": {{"stage": {stage}}}',
         )
 
 
-@rule("TC207", file="runtime/config_utils.py", fix="Keep the newer of the two keys.")
+@rule(
+    "TC207",
+    "*",
+    file="runtime/config_utils.py",
+    example={
+        "zero_optimization.stage": 2,
+        "zero_optimization.cpu_offload": True,
+        "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False},
+    },
+)
 def one_name_for_one_setting(case: Case) -> Iterator[Problem]:
-    """No setting is written twice, under a deprecated or another name and under its own."""
+    """No setting is given twice, under two of its names.
+
+    The names are those of a deprecated key, or another spelling, and the key's own.
+
+    Fix: Keep the newer of the two keys.
+    """
     written = {".".join(path) for path, _, _ in case.entries()}
     for name in sorted(written):
         key = case.schema.keys.get(name)
@@ -96,92 +132,126 @@ def one_name_for_one_setting(case: Case) -> Iterator[Problem]:
             continue
         other = key.same_as or (key.replaced if key.sets_replacement else "")
         if other and other in written:
-            yield Problem(name, f"{name} and {other} are the same setting", f"leave out {name}")
+            yield Problem(f"{name} and {other} are the same setting", f"leave out {name}", key=name)
 
 
-@rule(
-    "TC208",
-    file="runtime/config.py",
-    fix="Give the value: DeepSpeed itself fills nothing in.",
-)
+@rule("TC208", "*", file="runtime/config.py", example={"train_batch_size": "auto"})
 def nothing_is_left_open(case: Case) -> Iterator[Problem]:
-    """No value that DeepSpeed takes as it stands is "auto"."""
+    """No value that DeepSpeed uses unchecked is "auto".
+
+    Fix: Give the value: DeepSpeed itself fills nothing in.
+    """
     yield from _left_open(case, checked=False)
 
 
 @rule(
     "TC227",
+    "*",
     file="runtime/config_utils.py",
     meets=Enforcement.silent,
-    fix="Give the value: DeepSpeed drops the word, and takes its default.",
+    example={"zero_optimization.reduce_bucket_size": "auto"},
 )
 def nothing_is_dropped(case: Case) -> Iterator[Problem]:
-    """No value in a section that DeepSpeed checks is "auto": it would be dropped."""
+    """No value in a section that DeepSpeed validates is "auto".
+
+    DeepSpeed drops the value, and its default holds.
+
+    Fix: Give the value: DeepSpeed drops the word, and takes its default.
+    """
     yield from _left_open(case, checked=True)
 
 
 @rule(
     "TC209",
+    "*",
+    severity=WARNING,
     file="runtime/config_utils.py",
     meets=Enforcement.later,
-    fix="Start it by transformers or accelerate; or give the values.",
-    warns=True,
+    example={"train_batch_size": "auto"},
+    around=JsonContext(fills_auto=True),
+    situation="Read by transformers' Trainer, which fills in the value",
 )
 def others_fill_in_what_they_can(case: Case) -> Iterator[Problem]:
-    """A JSON with "auto" goes through transformers or accelerate, not straight to DeepSpeed."""
+    """A JSON with "auto" is given to transformers or accelerate, not to DeepSpeed itself.
+
+    Fix: Start it by transformers or accelerate; or give the values.
+    """
     names = [name for name in autos(case) if name in HF_AUTO_KEYS]
     if names and case.around.fills_auto:
         yield Problem(
-            names[0],
             f'values left at "auto" ({", ".join(names)}): the Trainer of transformers or '
             "accelerate fills them in; what depends on them is not checked here",
             "given to deepspeed.initialize as it is, the JSON fails or is misread",
+            key=names[0],
         )
 
 
-@rule("TC210", file="runtime/config_utils.py", fix="Write a value of the key's type.")
+@rule(
+    "TC210",
+    "*",
+    file="runtime/config_utils.py",
+    example={"zero_optimization.reduce_bucket_size": "5e8"},
+)
 def checked_values_have_their_type(case: Case) -> Iterator[Problem]:
-    """A value in a section that DeepSpeed checks is of its key's type."""
+    """Values in sections that DeepSpeed validates have the type of their key.
+
+    Fix: Write a value of the key's type.
+    """
     yield from _wrong_types(case, checked=True)
 
 
 @rule(
     "TC211",
+    "*",
     file="runtime/config.py",
     meets=Enforcement.later,
-    fix="Write a value of the key's type.",
+    example={"train_batch_size": "4"},
 )
 def other_values_have_their_type(case: Case) -> Iterator[Problem]:
-    """A value that DeepSpeed takes as it stands is of its key's type."""
+    """Values that DeepSpeed uses unchecked have the type of their key.
+
+    Fix: Write a value of the key's type.
+    """
     yield from _wrong_types(case, checked=False)
 
 
-@rule("TC212", file="runtime/config_utils.py", fix="Write a value in the key's range.")
+@rule("TC212", "*", file="runtime/config_utils.py", example={"zero_optimization.stage": 4})
 def checked_values_are_in_range(case: Case) -> Iterator[Problem]:
-    """A value in a section that DeepSpeed checks is in its key's range."""
+    """Values in sections that DeepSpeed validates are in the range of their key.
+
+    Fix: Write a value in the key's range.
+    """
     yield from _out_of_range(case, checked=True)
 
 
 @rule(
     "TC213",
+    "*",
     file="runtime/config.py",
     meets=Enforcement.later,
-    fix="Write a value in the key's range.",
+    example={"communication_data_type": "fp8"},
 )
 def other_values_are_in_range(case: Case) -> Iterator[Problem]:
-    """A value that DeepSpeed takes as it stands is in its key's range."""
+    """Values that DeepSpeed uses unchecked are in the range of their key.
+
+    Fix: Write a value in the key's range.
+    """
     yield from _out_of_range(case, checked=False)
 
 
 @rule(
     "TC214",
+    "*",
+    severity=WARNING,
     file="runtime/config_utils.py",
     meets=Enforcement.silent,
-    fix="Write numbers without quotes, and true or false.",
-    warns=True,
+    example={"zero_optimization.stage": 2, "zero_optimization.reduce_bucket_size": "500000"},
 )
 def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
-    """A number is written as a number, a switch as true or false."""
+    """Numbers are written as numbers, and switches as true or false.
+
+    Fix: Write numbers without quotes, and true or false.
+    """
     for path, value, key in case.entries():
         if key is None or value == AUTO:
             continue
@@ -189,9 +259,9 @@ def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
         if reading.is_loose:
             name = ".".join(path)
             yield Problem(
-                name,
                 f"{name} is {shown(value)}, and is taken for {shown(reading.value)}",
                 reading.hint,
+                key=name,
             )
 
 
@@ -242,7 +312,7 @@ def _unknown_keys(case: Case, unknown: str) -> Iterator[Problem]:
         meets = section.unknown if section else "ignored"
         name = ".".join(path)
         if key is None and meets == unknown and name not in case.schema.removed:
-            yield Problem(name, f"DeepSpeed has no key {name}", suggestion(case.schema, path))
+            yield Problem(f"DeepSpeed has no key {name}", suggestion(case.schema, path), key=name)
 
 
 def autos(case: Case) -> Iterator[str]:
@@ -268,7 +338,7 @@ def _left_open(case: Case, *, checked: bool) -> Iterator[Problem]:
             continue
         known = "which only the Trainer of transformers and accelerate fill in"
         why = known if name in HF_AUTO_KEYS else "which nothing fills in"
-        yield Problem(name, f'{name} is "auto", {why}', _instead_of_auto(case, name))
+        yield Problem(f'{name} is "auto", {why}', _instead_of_auto(case, name), key=name)
 
 
 def _instead_of_auto(case: Case, name: str) -> str:
@@ -287,11 +357,11 @@ def _wrong_types(case: Case, *, checked: bool) -> Iterator[Problem]:
             takes_switch = name == "zero_optimization" and isinstance(value, bool)
             takes_switch |= name == "datastates_ckpt" and value is False
             if not takes_switch:
-                yield Problem(name, f"{name}={shown(value)} is not an object of keys")
+                yield Problem(f"{name}={shown(value)} is not an object of keys", key=name)
             continue
         reading = read(key, value)
         if reading.problem:
-            yield Problem(name, f"{name}: {reading.problem}", reading.hint)
+            yield Problem(f"{name}: {reading.problem}", reading.hint, key=name)
 
 
 def _out_of_range(case: Case, *, checked: bool) -> Iterator[Problem]:
@@ -301,7 +371,7 @@ def _out_of_range(case: Case, *, checked: bool) -> Iterator[Problem]:
         problem = outside(key, read(key, value).value)
         if problem and key.name not in ELSEWHERE:
             name = ".".join(path)
-            yield Problem(name, f"{name}: {problem[0]}", problem[1])
+            yield Problem(f"{name}: {problem[0]}", problem[1], key=name)
 
 
 ELSEWHERE = ("fp16.loss_scale_window", "fp16.min_loss_scale", "tensor_parallel.preset_model")

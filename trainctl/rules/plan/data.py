@@ -9,7 +9,6 @@ from fractions import Fraction
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import section_class
 from trainctl.config.schema import CompileKind, OnBadText, Packing, StageConfig
-from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.options.precision import precision_of
@@ -23,8 +22,9 @@ from trainctl.plan.mixture import (
     exact,
     sources_of,
 )
-from trainctl.plan.nearest import divisors
-from trainctl.rules.plan.draft import Draft, choices, error, nearest_multiples, warning
+from trainctl.plan.nearest import choices, divisors, nearest_multiples
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import Problem, rule, warning
 
 AMOUNTS = ("weight", "tokens", "epochs")
 ENDS = ("until", "until_step", "until_tokens")
@@ -33,8 +33,31 @@ SHARD_TOKENS = 1 << 26
 """Copy of the constant in `trainctl.data.source_sampler`, which needs numpy to be imported."""
 
 
-def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
-    """Each source is drawn from, by one number that says how much."""
+TWO_SOURCES = (
+    "'data.sources={code: {kind: stdlib, weight: 0.7}, prose: {kind: files, paths: [a.txt]"
+)
+"""Start of an example with two sources."""
+
+BOTH = f"{TWO_SOURCES}, weight: 0.3}}}}'"
+TEXT = {"a.txt": "Some prose.\n" * 2000}
+
+
+@rule(
+    "TC340",
+    "data.stages",
+    "data.sources.*.*",
+    "data.sources.*.weight",
+    example=f"recipe=tiny {TWO_SOURCES}, weight: 0.2}}}}'",
+    files=TEXT,
+)
+def sources_have_their_share(draft: Draft) -> Iterator[Problem]:
+    """Each data source has exactly one amount, and the weights of the sources sum to 1.
+
+    Shares that do not add up to 1 hide a source that was forgotten or counted twice.
+
+    Fix: Give shares with the sum 1, or whole numbers, which are taken in proportion; or epochs, or
+    tokens, for each.
+    """
     data, key = draft.config.data, "data.sources"
     if not data.sources:
         return
@@ -42,32 +65,46 @@ def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
     for name, source in data.sources.items():
         given = [amount for amount in AMOUNTS if getattr(source, amount) is not None]
         if len(given) > 1:
-            yield error(
-                f"{key}.{name}.{given[1]}",
+            yield Problem(
                 f"{key}.{name} has {' and '.join(given)}, which each say how much of it there is",
                 f"leave all but one out, such as {key}.{name}.{given[0]}",
+                key=f"{key}.{name}.{given[1]}",
             )
         elif not given and name not in later and (len(data.sources) > 1 or data.stages):
-            yield error(
-                f"{key}.{name}.weight",
+            yield Problem(
                 f"{key}.{name} has no weight, tokens or epochs, and no stage names it: nothing "
                 "would be drawn from it",
                 f"{key}.{name}.weight=0.1, or leave the source out",
+                key=f"{key}.{name}.weight",
             )
     weights = {n: s.weight for n, s in data.sources.items() if s.weight is not None}
     yield from _sum(key, ".weight", weights)
     if any(stage.weights is None for stage in data.stages) and not any(
         getattr(source, amount) for source in data.sources.values() for amount in AMOUNTS
     ):
-        yield error(
-            "data.stages",
+        yield Problem(
             "a stage has no weights, and neither has any source",
             f"{key}.NAME.weight=1, or weights in each stage",
         )
 
 
-def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
-    """What is said of text says nothing of a source whose files have ids."""
+@rule(
+    "TC361",
+    "*.max_bytes",
+    "*.separator",
+    "*.on_bad_text",
+    example="recipe=tiny 'data.sources={code: {kind: tokens, weight: 0.7, paths: [a.bin], "
+    "max_bytes: 9}, prose: {kind: files, paths: [a.txt], weight: 0.3}}'",
+    files=TEXT,
+)
+def ids_are_no_text(draft: Draft) -> Iterator[Problem]:
+    """Settings for text are not given to a source of token ids.
+
+    Keys about text (its encoding, its length in bytes) say nothing of a source whose files have
+    ids.
+
+    Fix: Leave them out; name fewer files to use less.
+    """
     data = draft.config.data
     for name, section in sources_of(data).items():
         key = f"data.sources.{name}" if data.sources else "data"
@@ -75,111 +112,152 @@ def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
             continue
         kind = f"{key}.kind={section.kind}"
         if section.max_bytes is not None:
-            yield error(
-                f"{key}.max_bytes",
+            yield Problem(
                 f"{key}.max_bytes={section.max_bytes} is of text, and {kind} has ids, of which all "
                 "are used",
                 "leave it out, and name fewer files",
+                key=f"{key}.max_bytes",
             )
         if section.separator:
             yield warning(
-                f"{key}.separator",
                 f"{key}.separator has no effect: {kind} has ids, and no text",
+                key=f"{key}.separator",
             )
         if section.on_bad_text is not OnBadText.error:
             yield warning(
-                f"{key}.on_bad_text",
                 f"{key}.on_bad_text has no effect: {kind} has ids, and no text",
+                key=f"{key}.on_bad_text",
             )
 
 
-def bins_have_one_length(draft: Draft) -> Iterator[Finding]:
-    """Best-fit packing makes bins of a length: they are no shorter ones, and have no shards."""
+@rule(
+    "TC362",
+    "data.stages",
+    "data.sources.*.shuffle_shards",
+    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
+    "data.packing=best_fit",
+    files=TEXT,
+)
+def bins_have_one_length(draft: Draft) -> Iterator[Problem]:
+    """Best-fit packing has one sample length and no shards.
+
+    Best-fit packing fills bins of one length from a table of the whole corpus: stages cannot
+    shorten them, and a stream of shards has no such table.
+
+    Fix: Use data.packing=stream, or one length.
+    """
     data, length = draft.config.data, draft.config.training.sequence_length
     if data.packing is Packing.stream:
         return
     for number, stage in enumerate(data.stages):
         if stage.sequence_length not in (None, length):
-            yield error(
-                "data.stages",
+            yield Problem(
                 f"data.stages[{number}]: sequence_length={stage.sequence_length} with data.packing="
                 f"{data.packing.value}, whose bins are of training.sequence_length={length}",
                 "data.packing=stream, or the same length in all stages",
             )
     for name, source in data.sources.items():
         if source.shuffle_shards is not None:
-            yield error(
-                f"data.sources.{name}.shuffle_shards",
+            yield Problem(
                 f"data.sources.{name}.shuffle_shards={source.shuffle_shards} with data.packing="
                 f"{data.packing.value}: a bin's documents are from anywhere in the source",
                 "data.packing=stream",
+                key=f"data.sources.{name}.shuffle_shards",
             )
 
 
-def infilling_has_its_tokens(draft: Draft) -> Iterator[Finding]:
-    """Three tokens announce what has been moved; and the tokenizer of bytes has none."""
+@rule("TC363", "*.fim_tokens", "*.fim_rate", example="recipe=tiny data.fim_rate=0.5")
+def infilling_has_its_tokens(draft: Draft) -> Iterator[Problem]:
+    """Fill-in-the-middle has three tokens of the tokenizer.
+
+    Infilling moves the middle of a document behind its end and marks the three parts by tokens of
+    their own, which the tokenizer has to have.
+
+    Fix: Use a tokenizer with such tokens in data.fim_tokens, or fim_rate=0.
+    """
     data = draft.config.data
     for name, section in sources_of(data).items():
         key = f"data.sources.{name}" if data.sources else "data"
         if not section.fim_rate:
             continue
         if len(set(section.fim_tokens)) != 3 or len(section.fim_tokens) != 3:
-            yield error(
-                f"{key}.fim_tokens",
+            yield Problem(
                 f"{key}.fim_tokens={section.fim_tokens} are not three tokens",
                 "those of prefix, middle and suffix, in this order",
+                key=f"{key}.fim_tokens",
             )
         if tokenizer_of(draft.config.tokenizer).file is None:
-            yield error(
-                f"{key}.fim_rate",
+            yield Problem(
                 f"{key}.fim_rate={section.fim_rate:g} needs tokens that announce prefix, middle "
                 f"and suffix, and tokenizer.kind={draft.config.tokenizer.kind} has none",
                 f"{key}.fim_rate=0, or a tokenizer with such tokens",
+                key=f"{key}.fim_rate",
             )
 
 
-def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
-    """Passes over one text say nothing of several; and the section of one is not read."""
+@rule(
+    "TC341",
+    "training.epochs",
+    "data.factory",
+    "data.*",
+    example=f"recipe=tiny {BOTH} data.max_bytes=5",
+    files=TEXT,
+)
+def run_of_sources_has_a_length(draft: Draft) -> Iterator[Problem]:
+    """A mixture of sources has a length in steps or tokens, and no single-source keys.
+
+    With several sources there is no one text to pass over, and the keys of a single source are not
+    read.
+
+    Fix: Set training.tokens for the whole, and epochs in each source.
+    """
     config, data = draft.config, draft.config.data
     if not data.sources:
         return
     if is_counted_in_epochs(config.training):
-        yield error(
-            "training.epochs",
+        yield Problem(
             f"training.epochs={config.training.epochs:g} is of one text, and data.sources has "
             f"{len(data.sources)}",
             "training.tokens=NUMBER, with data.sources.NAME.epochs where a source is to be seen "
             "so often",
         )
     if data.factory is not None:
-        yield error(
-            "data.factory",
+        yield Problem(
             f"data.factory={data.factory} and data.sources both say what is trained on",
             "leave one of the two out",
+            key="data.factory",
         )
     default = to_plain(section_class("data", data.kind)())
     whole = {"kind", *(item.name for item in fields(data) if item.metadata["whole"])}
     for name, value in to_plain(data).items():
         if name not in whole and value != default[name]:
             yield warning(
-                f"data.{name}",
                 f"data.{name} has no effect: data.sources has sections of its own",
                 f"data.sources.NAME.{name}",
+                key=f"data.{name}",
             )
 
 
-def stream_has_its_place(draft: Draft) -> Iterator[Finding]:
-    """A corpus elsewhere is named, and its cache holds what the order of the run needs at once."""
+@rule("TC365", "data.packing", "*.url", "*.cache_bytes", example="recipe=tiny data=stream")
+def stream_has_its_place(draft: Draft) -> Iterator[Problem]:
+    """A streamed corpus has an address, and a cache for the shards that are read at once.
+
+    A streamed corpus needs an address, and its cache must hold the shards that are drawn from at
+    once, and those that come next.
+
+    Fix: Set data.url, and a larger cache_bytes or fewer shuffle_shards.
+    """
     config, data = draft.config, draft.config.data
     for name, section in sources_of(data).items():
         key = f"data.sources.{name}" if data.sources else "data"
         if not isinstance(section, StreamConfig):
             continue
         if not section.url:
-            yield error(f"{key}.url", f"{key}.kind=stream needs {key}.url", f"{key}.url=s3://...")
+            yield Problem(
+                f"{key}.kind=stream needs {key}.url", f"{key}.url=s3://...", key=f"{key}.url"
+            )
         if data.packing is not Packing.stream:
-            yield error(
-                "data.packing",
+            yield Problem(
                 f"data.packing={data.packing.value} with {key}.kind=stream: a bin's documents are "
                 "from anywhere in the source",
                 "data.packing=stream",
@@ -192,18 +270,26 @@ def stream_has_its_place(draft: Draft) -> Iterator[Finding]:
         if section.cache_bytes < needed:
             fits = section.cache_bytes // (2 * SHARD_TOKENS * width)
             fewer = f", or {key}.shuffle_shards={fits}" if fits else ""
-            yield error(
-                f"{key}.cache_bytes",
+            yield Problem(
                 f"{key}.cache_bytes={section.cache_bytes} holds less than two windows of "
                 f"{section.shuffle_shards} shards, the one that is read and the one that is "
                 f"fetched: {needed} bytes of ids",
                 f"{key}.cache_bytes={needed + needed // 16} has room for the ends of documents "
                 f"too{fewer}",
+                key=f"{key}.cache_bytes",
             )
 
 
-def stages_follow_each_other(draft: Draft) -> Iterator[Finding]:
-    """Each but the last says where it ends, later than the one before and within the run."""
+@rule(
+    "TC342", "data.stages", example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5}}]'", files=TEXT
+)
+def stages_follow_each_other(draft: Draft) -> Iterator[Problem]:
+    """Each stage but the last has an end, in ascending order and within the run.
+
+    Stages follow each other, each to a point of the run; the last goes to its end.
+
+    Fix: Give until (a share), until_step or until_tokens in all stages but the last, ascending.
+    """
     data, key = draft.config.data, "data.stages"
     last = 0
     for number, stage in enumerate(data.stages):
@@ -211,35 +297,30 @@ def stages_follow_each_other(draft: Draft) -> Iterator[Finding]:
         given = [name for name in ENDS if getattr(stage, name) is not None]
         is_last = number == len(data.stages) - 1
         if is_last and given:
-            yield error(
-                key,
+            yield Problem(
                 f"{where}: {_end(stage)}, and it is the last: it goes to the end of the run",
                 f"leave {given[0]} out, or add a stage after it",
             )
         elif not is_last and len(given) != 1:
-            yield error(
-                key,
+            yield Problem(
                 f"{where} has {' and '.join(given) or 'no end'}, and is not the last",
                 f"one of {', '.join(ENDS)}",
             )
         elif given and not _is_within(stage):
-            yield error(
-                key,
+            yield Problem(
                 f"{where}: {_end(stage)} is no point within the run",
                 "until is a share above 0 and below 1; steps and tokens are above 0",
             )
         elif given and draft.batches is not None and draft.total_steps:
             end = end_of(stage, draft.config.schedule, draft.batches, draft.total_steps)
             if end <= last:
-                yield error(
-                    key,
+                yield Problem(
                     f"{where}: {_end(stage)} is step {end}, and the stage before it ends with "
                     f"step {last}",
                     "each ends later than the one before, by a step at least",
                 )
             elif end >= draft.total_steps:
-                yield error(
-                    key,
+                yield Problem(
                     f"{where}: {_end(stage)} is step {end}, and the run ends with step "
                     f"{draft.total_steps}: nothing is left for the stage after it",
                     "an earlier end, or a longer run",
@@ -247,38 +328,60 @@ def stages_follow_each_other(draft: Draft) -> Iterator[Finding]:
             last = max(last, end)
 
 
-def stages_know_their_sources(draft: Draft) -> Iterator[Finding]:
-    """A stage's weights are above 0, of sources that there are, and add up."""
+@rule(
+    "TC343",
+    "data.stages",
+    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5}}, {{weights: {{cod: 1.0}}}}]'",
+    files=TEXT,
+)
+def stages_know_their_sources(draft: Draft) -> Iterator[Problem]:
+    """A stage's weights are positive, sum to 1, and name existing sources.
+
+    A stage changes the weights of sources that exist; a name that none has would be ignored.
+
+    Fix: Use names of data.sources, with weights above 0 that add up.
+    """
     data = draft.config.data
     for number, stage in enumerate(data.stages):
         where = f"data.stages[{number}]"
         if stage.weights is None:
             continue
         if not data.sources:
-            yield error(
-                "data.stages",
+            yield Problem(
                 f"{where} has weights, and there is only data.kind={data.kind}",
                 "name the sources in data.sources",
             )
         elif not stage.weights:
-            yield error("data.stages", f"{where}: its weights name no source", _known(data.sources))
+            yield Problem(f"{where}: its weights name no source", _known(data.sources))
         else:
             unknown = [name for name in stage.weights if name not in data.sources]
             if unknown:
                 message = f"{where}: there is no source {', '.join(unknown)}"
-                yield error("data.stages", message, _known(data.sources))
+                yield Problem(message, _known(data.sources))
             for name, weight in stage.weights.items():
                 if weight <= 0:
-                    yield error(
-                        "data.stages",
+                    yield Problem(
                         f"{where}: the weight of {name} is {weight:g}",
                         "leave it out: nothing is then drawn from it",
                     )
             yield from _sum("data.stages", "", stage.weights, f"{where}: ")
 
 
-def batches_keep_their_tokens(draft: Draft) -> Iterator[Finding]:
-    """Samples of a stage's length fill a batch, a rank's share of it and its sequence ranks."""
+@rule(
+    "TC344",
+    "data.stages",
+    "training.sequence_length",
+    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 1000}}, {{}}]'",
+    files=TEXT,
+)
+def batches_keep_their_tokens(draft: Draft) -> Iterator[Problem]:
+    """Samples of a stage's length fill every batch on every rank.
+
+    A step has as many tokens in every stage. Samples of another length have to fill it exactly, on
+    every rank.
+
+    Fix: Choose a length that divides, as the message names.
+    """
     config, batches = draft.config, draft.batches
     sections = sources_of(config.data).items()
     windows = [n for n, s in sections if getattr(s, "shuffle_shards", None) is not None]
@@ -289,32 +392,45 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Finding]:
             continue
         key = "data.stages" if where != "training." else "training.sequence_length"
         if length > 1 and windows and SHARD_TOKENS % length:
-            yield error(
-                key,
+            yield Problem(
                 f"{where}sequence_length={length} does not divide a shard of {SHARD_TOKENS} "
                 f"tokens, and {prefix}.shuffle_shards needs that",
                 f"nearest legal: {1 << (length.bit_length() - 1)} or {1 << length.bit_length()}",
+                key=key,
             )
         if key == "training.sequence_length":
             continue
         if length < 2 or length > config.model.max_position_embeddings:
-            yield error(
-                key,
+            yield Problem(
                 f"{where}sequence_length={length} is not from 2 to model.max_position_embeddings="
                 f"{config.model.max_position_embeddings}",
+                key=key,
             )
         elif length % config.parallelism.sequence:
-            yield error(
-                key,
+            yield Problem(
                 f"{where}sequence_length={length} is not divided by parallelism.sequence="
                 f"{config.parallelism.sequence}",
+                key=key,
             )
         elif batches is not None and batches_of_length(batches, length) is None:
             yield _not_whole(draft, where, length)
 
 
-def lengths_suit_the_engine(draft: Draft) -> Iterator[Finding]:
-    """What is compiled for samples of one length gets no others, and what is divided is whole."""
+@rule(
+    "TC349",
+    "data.stages",
+    "kernels.compile",
+    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
+    "kernels.compile=deepcompile",
+    files=TEXT,
+)
+def lengths_suit_the_engine(draft: Draft) -> Iterator[Problem]:
+    """Samples of another length suit what is compiled, sharded or multiplied in fp8.
+
+    What is compiled, or multiplied in fp8, is made for one length of samples.
+
+    Fix: Use kernels.compile=none, or one length in all stages.
+    """
     config = draft.config
     if draft.batch is None:
         return
@@ -325,16 +441,15 @@ def lengths_suit_the_engine(draft: Draft) -> Iterator[Finding]:
             continue
         what = f"data.stages[{number}]: sequence_length={length}"
         if config.kernels.compile is not CompileKind.none:
-            yield error(
-                "kernels.compile",
+            yield Problem(
                 f"{what} with kernels.compile={config.kernels.compile.value}, which compiles for "
                 f"samples of {draft.batch.sequence_length}",
                 "kernels.compile=none, or one length",
+                key="kernels.compile",
             )
         shards = config.parallelism.sequence * config.parallelism.tensor
         if config.parallelism.sequence_sharded_norms and length % shards:
-            yield error(
-                "data.stages",
+            yield Problem(
                 f"{what} is not a multiple of {shards}, over which "
                 "parallelism.sequence_sharded_norms divides it",
                 choices(nearest_multiples(length, shards), "sequence_length"),
@@ -342,25 +457,24 @@ def lengths_suit_the_engine(draft: Draft) -> Iterator[Finding]:
         spec = precision_of(config.precision)
         tokens = batch.micro_batch_size * length // config.parallelism.sequence
         if spec.product_bytes is not None and tokens % spec.multiple:
-            yield error(
-                "data.stages",
+            yield Problem(
                 f"{what}: {tokens} tokens in a forward pass with precision.compute={spec.name}, "
                 f"whose products take multiples of {spec.multiple}",
                 choices(nearest_multiples(length, spec.multiple), "sequence_length"),
             )
 
 
-def _not_whole(draft: Draft, where: str, length: int) -> Finding:
+def _not_whole(draft: Draft, where: str, length: int) -> Problem:
     assert draft.batches is not None
     smallest = min(draft.batches.phases, key=lambda phase: phase.batch.tokens_per_step).batch
     micro_tokens = smallest.micro_batch_size * smallest.sequence_length
     what = f"{where}sequence_length={length}"
     if length > micro_tokens:
-        return error(
-            "data.stages",
+        return Problem(
             f"{what} is more than a rank has room for at once: training.micro_batch_size="
             f"{smallest.micro_batch_size} of training.sequence_length={smallest.sequence_length}",
             f"training.sequence_length={length}, and the shorter length in the other stages",
+            key="data.stages",
         )
     ranks = smallest.global_batch_size
     ranks //= smallest.micro_batch_size * smallest.gradient_accumulation_steps
@@ -370,15 +484,15 @@ def _not_whole(draft: Draft, where: str, length: int) -> Finding:
         if near > 1 and batches_of_length(draft.batches, near) is not None
     ]
     near = sorted(sorted(legal, key=lambda each: abs(each - length))[:2])
-    return error(
-        "data.stages",
+    return Problem(
         f"{what}: a batch of {smallest.tokens_per_step} tokens is not made of whole samples of it, "
         f"as many on each of {ranks} data-parallel rank{'s' if ranks > 1 else ''}",
         f"nearest legal: {' or '.join(map(str, near))}",
+        key="data.stages",
     )
 
 
-def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -> Iterator[Finding]:
+def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -> Iterator[Problem]:
     if (
         weights
         and all(weight > 0 for weight in weights.values())
@@ -386,11 +500,11 @@ def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -
     ):
         total = sum(map(exact, weights.values()), Fraction(0))
         *_, name = weights
-        yield error(
-            f"{key}.{name}{suffix}" if suffix else key,
+        yield Problem(
             f"{where}the weights {', '.join(f'{n} {w:g}' for n, w in weights.items())} have the "
             f"sum {float(total):g}",
             "shares have the sum 1; whole numbers are taken in proportion, such as 7 and 3",
+            key=f"{key}.{name}{suffix}" if suffix else key,
         )
 
 

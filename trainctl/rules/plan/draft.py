@@ -1,24 +1,24 @@
-"""Input and output of the plan rules: the draft plan, and helpers to make findings."""
+"""Input of the rules of plans: what is known of a plan, and its DeepSpeed JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
+from typing import Any
 
 from trainctl.config.derived import Derived
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
-from trainctl.errors import Finding, Severity
 from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
 from trainctl.plan.batches import Batch, Batches
-from trainctl.plan.nearest import choices as choices
-from trainctl.plan.nearest import nearest_divisors as nearest_divisors
-from trainctl.plan.nearest import nearest_multiples as nearest_multiples
 from trainctl.plan.types import Mesh
-from trainctl.rules import deepspeed as deepspeed_rules
+from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.deepspeed_overrides import plan_json_case
+from trainctl.rules.passed_keys import CONFIG_KEYS
+from trainctl.rules.rule import Problem, Rule, RuleExample, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +42,26 @@ class Draft:
         return made
 
     @cached_property
-    def case(self) -> deepspeed_rules.Case:
+    def case(self) -> Case:
         """Case of the DeepSpeed JSON, without the keys that the user passes through."""
         return plan_json_case(self.config, self.hardware, self.mesh, self.settings)
 
 
-Rule = Callable[[Draft], Iterator[Finding]]
+def json_problems(draft: Draft, rule: Rule[Case]) -> Iterator[Problem]:
+    """Yield the problems of a plan's JSON by a rule over JSONs, by keys of the configuration."""
+    if not engine_of(draft.config).takes_json:
+        return
+    key_of = draft.case.names.key
+    found = (each._replace(key=key_of(each.key)) for each in rule.problems(draft.case))
+    yield from dict.fromkeys(found)  # several JSON keys may map to one config key
 
 
-def on_json(rule: deepspeed_rules.Rule) -> Rule:
-    """Convert a rule over DeepSpeed's JSON to a plan rule that reports the user's config keys."""
+def on_json(code: str, rule: Rule[Case], **example: Any) -> Rule[Draft]:
+    """Make a rule over JSONs a rule of plans too, with a code and an example of its own."""
 
-    def told(draft: Draft) -> Iterator[Finding]:
-        if not engine_of(draft.config).takes_json:
-            return
-        names = draft.case.names
-        found = (replace(each, key=names.key(each.key)) for each in rule.findings(draft.case))
-        yield from dict.fromkeys(found)  # several JSON keys may map to one config key
+    def check(draft: Draft) -> Iterator[Problem]:
+        return json_problems(draft, rule)
 
-    told.__doc__ = rule.check.__doc__
-    return told
-
-
-def error(key: str, message: str, hint: str = "") -> Finding:
-    """Return a finding that stops a launch; `check` fills in the rule's identifier."""
-    return Finding(rule="", key=key, message=message, hint=hint)
-
-
-def warning(key: str, message: str, hint: str = "") -> Finding:
-    """Return a finding that is printed and recorded; `check` fills in the rule's identifier."""
-    return Finding(rule="", key=key, message=message, hint=hint, severity=Severity.warning)
+    check.__doc__ = rule.check.__doc__
+    keys = [own for key, own in CONFIG_KEYS.items() if any(fnmatch(key, k) for k in rule.keys)]
+    return register(Rule(code, check, tuple(keys), rule.severity, example=RuleExample(**example)))

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from math import gcd
 
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
-from trainctl.errors import Finding
 from trainctl.options.optimizer import ELEMENT, spec_of
 from trainctl.plan.experts import auxiliary_loss
+from trainctl.plan.nearest import choices, nearest_divisors
 from trainctl.plan.shapes import anatomy
-from trainctl.rules.plan.draft import Draft, choices, error, nearest_divisors, warning
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import WARNING, Problem, rule
 
 KEY = "parallelism.expert"
 
@@ -18,19 +19,26 @@ FORMATS = ("fp32", "bf16")
 """Compute formats in which loss curves of the expert axis have been compared."""
 
 
-def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
-    """Each rank of the expert axis has as many whole experts, and they are data-parallel ranks."""
+@rule("TC009", "parallelism.expert", example="recipe=tiny parallelism.expert=2")
+def experts_are_shared_out(draft: Draft) -> Iterator[Problem]:
+    """The expert axis divides the experts and the data-parallel ranks.
+
+    Each rank of the expert axis keeps some experts whole and sends tokens to the others. Without
+    experts there is nothing to share out, and an uneven share would leave ranks waiting.
+
+    Fix: Set parallelism.expert=1 for a dense model; otherwise choose a size that divides the
+    experts and the data-parallel ranks.
+    """
     model, expert = draft.config.model, draft.config.parallelism.expert
     if expert == 1 or not draft.config.trains_itself:
         return
     if not _has_experts(draft.config):
         what = f"the model of {model.path}" if model.is_directory else f"the {model.family} family"
-        yield error(KEY, f"{KEY}={expert}, but {what} has no experts", f"{KEY}=1")
+        yield Problem(f"{KEY}={expert}, but {what} has no experts", f"{KEY}=1")
         return
     read = None if model.is_unread else anatomy(model)
     if read is not None and read.has_custom_expert_forward:
-        yield error(
-            KEY,
+        yield Problem(
             f"{KEY}={expert}: the experts of {model.model_type} are multiplied by its own code, "
             "which keeps all of them on a rank",
             f"{KEY}=1",
@@ -43,27 +51,54 @@ def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
     ):
         if whole % expert:
             nearest = nearest_divisors(gcd(data, count), expert)
-            yield error(KEY, f"{KEY}={expert} does not divide {what}", choices(nearest, KEY))
+            yield Problem(f"{KEY}={expert} does not divide {what}", choices(nearest, KEY))
 
 
-def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
-    """What is beside the expert axis has been shown to give the curve of one process."""
+@rule(
+    "TC390",
+    "*",
+    situation="A model with 8 experts, `parallelism.expert=2 parallelism.tensor=2`",
+    message="parallelism.tensor=2 with parallelism.expert=2: a shard of a parameter is cut along "
+    "one dimension, and experts are along theirs",
+)
+def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
+    """The expert axis is combined only with settings it was verified with.
+
+    A layout counts as supported when its losses were those of one process. Experts beside some axes
+    were not, or cannot be: a shard would have to be cut along two dimensions.
+
+    Fix: Set the other axis to 1, or parallelism.expert=1.
+    """
     config = draft.config
     expert = config.parallelism.expert
     if expert == 1 or not config.trains_itself:
         return
     for key, value, why, nearest in _not_beside(config):
-        yield error(key, f"{key}={value} with {KEY}={expert}: {why}", f"{nearest}, or {KEY}=1")
+        yield Problem(
+            f"{key}={value} with {KEY}={expert}: {why}", f"{nearest}, or {KEY}=1", key=key
+        )
 
 
-def experts_are_kept_busy(draft: Draft) -> Iterator[Finding]:
-    """Without a balancing loss or bias all tokens may end up with the same experts."""
+@rule(
+    "TC155",
+    "experts.auxiliary_loss",
+    severity=WARNING,
+    situation="A model with 8 experts, `experts.auxiliary_loss=0`",
+    message="nothing keeps the 8 experts equally busy",
+)
+def experts_are_kept_busy(draft: Draft) -> Iterator[Problem]:
+    """A mixture of experts has a balancing loss or bias.
+
+    A router learns to prefer what already works. Without a balancing loss or a moved bias a few
+    experts get all tokens, and the weights of the others are wasted.
+
+    Fix: Set experts.auxiliary_loss=0.001, or experts.bias_update_rate=0.001.
+    """
     config = draft.config
     if not config.trains_itself or not _has_experts(config):
         return
     if auxiliary_loss(config) == 0 and config.experts.bias_update_rate == 0:
-        yield warning(
-            "experts.auxiliary_loss",
+        yield Problem(
             f"nothing keeps the {config.model.num_experts} experts equally busy: the loss is the "
             "cross entropy alone (router_aux_loss_coef of config.json counts where its "
             "output_router_logits is true, as in transformers)",
@@ -72,8 +107,21 @@ def experts_are_kept_busy(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Finding]:
-    """What is added to the loss is of sequences that one rank sees whole, and all blocks of."""
+@rule(
+    "TC391",
+    "experts.*",
+    situation="A model with 8 experts, `experts.auxiliary_loss=0.1 parallelism.sequence=2`",
+    message="experts.auxiliary_loss=0.1 with parallelism.sequence=2: a rank does not see all that"
+    " the routers make of a sequence",
+)
+def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Problem]:
+    """Balancing losses are computed on whole sequences and all blocks.
+
+    A balancing loss is a mean over all tokens of a sequence and over all routers. A rank that sees
+    a part would add another loss.
+
+    Fix: Set experts.auxiliary_loss=0 with experts.bias_update_rate, or the axis to 1.
+    """
     config = draft.config
     losses = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
     if not config.trains_itself or not _has_experts(config):
@@ -83,16 +131,29 @@ def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Finding]:
     for name, weight in losses.items():
         if weight > 0 and beside is not None:
             size = getattr(config.parallelism, beside)
-            yield error(
-                f"experts.{name}",
+            yield Problem(
                 f"experts.{name}={weight:g} with parallelism.{beside}={size}: a rank does not see "
                 "all that the routers make of a sequence",
                 f"experts.{name}=0, or parallelism.{beside}=1",
+                key=f"experts.{name}",
             )
 
 
-def balance_can_be_kept(draft: Draft) -> Iterator[Finding]:
-    """What keeps experts equally busy sees their routers, and moves a bias that these have."""
+@rule(
+    "TC400",
+    "experts.*",
+    situation="A directory whose own code routes tokens, with `experts.auxiliary_loss=0.1`",
+    message="experts.auxiliary_loss=0.1: the routers of theirs are a part of code of its own, "
+    "which does not show what they choose",
+)
+def balance_can_be_kept(draft: Draft) -> Iterator[Problem]:
+    """Expert balancing sees the routers, and moves a bias that they have.
+
+    To keep experts equally busy, their routers have to be seen: which experts a token chose. The
+    code of some models does not show it, and some routers have no bias to move.
+
+    Fix: Leave the balancing out; such a model often balances itself.
+    """
     config, model = draft.config, draft.config.model
     read = None if model.is_unread else anatomy(model)
     if read is None or not _has_experts(config) or not config.trains_itself:
@@ -105,18 +166,18 @@ def balance_can_be_kept(draft: Draft) -> Iterator[Finding]:
     for name, value in settings.items():
         key = f"experts.{name}"
         if value > 0 and (read.has_custom_expert_forward or read.has_unknown_routers):
-            yield error(
-                key,
+            yield Problem(
                 f"{key}={value:g}: the routers of {model.model_type} are a part of code of its "
                 "own, which does not show what they choose",
                 f"{key}=0",
+                key=key,
             )
         elif value > 0 and name == "bias_update_rate" and not read.has_biased_routers:
-            yield error(
-                key,
+            yield Problem(
                 f"{key}={value:g}: the routers of {model.model_type} have no bias that experts are "
                 "chosen by",
                 f"{key}=0, and experts.auxiliary_loss=0.001 in its place",
+                key=key,
             )
 
 

@@ -12,49 +12,64 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
-from trainctl.errors import Finding
 from trainctl.models.anatomy import anatomy_of
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import architecture, families
 from trainctl.plan.shapes import FEED_FORWARD
-from trainctl.rules.plan.draft import Draft, error
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import Problem, rule
 
 
-def liger_runs_here(draft: Draft) -> Iterator[Finding]:
-    """Liger is written in Triton, for GPUs, one architecture at a time."""
+@rule("TC085", "kernels.liger", "kernels.cross_entropy", example="recipe=tiny kernels.liger=true")
+def liger_runs_here(draft: Draft) -> Iterator[Problem]:
+    """Liger kernels run on a GPU, for an architecture that Liger supports.
+
+    Liger's kernels are Triton code for GPUs, written for one architecture each, and replace modules
+    that a pipeline cuts apart.
+
+    Fix: Set kernels.liger=false; kernels.cross_entropy=chunked saves the memory of logits anywhere.
+    """
     kernels, model = draft.config.kernels, draft.config.model
     on_cpu = draft.hardware.accelerator is Accelerator.cpu
     if kernels.liger and on_cpu:
-        yield error(
-            "kernels.liger",
+        yield Problem(
             f"kernels.liger needs a GPU, and the hardware is {draft.hardware.name}",
             "kernels.liger=false",
         )
     if kernels.cross_entropy is CrossEntropyKind.liger_fused and on_cpu:
-        yield error(
-            "kernels.cross_entropy",
+        yield Problem(
             f"kernels.cross_entropy=liger_fused needs a GPU, and the hardware is "
             f"{draft.hardware.name}",
             "kernels.cross_entropy=chunked",
+            key="kernels.cross_entropy",
         )
     known = architecture(model)
     if kernels.liger and (known is None or not known.has_liger):
         names = ", ".join(spec.name for spec in families() if spec.has_liger)
-        yield error(
-            "kernels.liger",
+        yield Problem(
             f"kernels.liger is for {names}, and the model is {_architecture(model)}",
             "kernels.liger=false",
         )
     if kernels.liger and draft.config.parallelism.pipeline > 1:
-        yield error(
-            "kernels.liger",
+        yield Problem(
             "kernels.liger with pipeline stages: Liger changes whole models only",
             "kernels.liger=false, or parallelism.pipeline=1",
         )
 
 
-def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Finding]:
-    """A loss without all logits goes from the last hidden states through the head by itself."""
+@rule(
+    "TC086",
+    "kernels.cross_entropy",
+    example="recipe=tiny kernels.cross_entropy=chunked parallelism.pipeline=2 zero_stage=1",
+)
+def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Problem]:
+    """A chunked or fused loss has the last hidden states and the whole output head.
+
+    A loss without all logits takes the last hidden states and the head itself. That needs a model
+    that does nothing else in between, on a rank that has all of the head.
+
+    Fix: Set kernels.cross_entropy=chunked, or plain.
+    """
     config = draft.config
     kind, key = config.kernels.cross_entropy, "kernels.cross_entropy"
     if kind is CrossEntropyKind.plain:
@@ -62,41 +77,50 @@ def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Finding]:
     known = architecture(config.model)
     is_fused = kind is CrossEntropyKind.liger_fused
     if is_fused and (known is None or not known.has_plain_head):
-        yield error(
-            key,
+        yield Problem(
             f"{key}={kind.value} with the {_architecture(config.model)} architecture: what it does "
             "between its last hidden states and its logits is not known",
             f"{key}=chunked",
         )
     if config.parallelism.pipeline > 1:
-        yield error(
-            key,
+        yield Problem(
             f"{key}={kind.value} with pipeline stages: DeepSpeed's pipeline computes the loss from "
             "logits",
             f"{key}=plain, or parallelism.pipeline=1",
         )
     if is_fused and config.parallelism.tensor > 1:
-        yield error(
-            key,
+        yield Problem(
             f"{key}=liger_fused needs the whole vocabulary, and parallelism.tensor="
             f"{config.parallelism.tensor} splits it",
             f"{key}=chunked",
         )
 
 
-def tiles_are_of_dense_layers(draft: Draft) -> Iterator[Finding]:
-    """A feed-forward layer goes in tiles where it treats each token by itself, whatever is kept."""
+@rule(
+    "TC375",
+    "kernels.mlp_tiles",
+    example="recipe=tiny kernels.mlp_tiles=4 activation_checkpointing=selective",
+)
+def tiles_are_of_dense_layers(draft: Draft) -> Iterator[Problem]:
+    """A tiled feed-forward layer treats each token separately.
+
+    A feed-forward layer can be computed a piece of the tokens at a time, which saves memory at long
+    sequences. It has to treat each token by itself, and what is kept of it must not undo the
+    saving.
+
+    Fix: Set kernels.mlp_tiles=1, or leave out what the message names.
+    """
     config = draft.config
     tiles, key = config.kernels.mlp_tiles, "kernels.mlp_tiles"
     if tiles == 1 or not config.trains_itself:
         return
     for why in _why_not_tiled(config):
-        yield error(key, f"{key}={tiles}: {why}", f"{key}=1")
+        yield Problem(f"{key}={tiles}: {why}", f"{key}=1")
     if draft.batch is not None:
         share = -(-draft.batch.sequence_length // max(config.parallelism.sequence, 1))
         tokens = draft.batch.micro_batch_size * share
         if tokens < tiles:
-            yield error(key, f"{key}={tiles}: a rank's micro-batch has {tokens} tokens", f"{key}=1")
+            yield Problem(f"{key}={tiles}: a rank's micro-batch has {tokens} tokens", f"{key}=1")
 
 
 def _why_not_tiled(config: RunConfig) -> Iterator[str]:
@@ -124,8 +148,20 @@ def _in_feed_forward(tensor: str) -> bool:
     return any(f".{name}." in tensor for name in FEED_FORWARD)
 
 
-def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Finding]:
-    """What torch.compile cannot take into a block's graph."""
+@rule(
+    "TC087",
+    "kernels.compile",
+    "activation_checkpointing.mode",
+    example="recipe=tiny kernels.compile=blocks activation_checkpointing=selective",
+)
+def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
+    """torch.compile gets blocks that it can trace.
+
+    torch.compile makes one graph of a block. Inside it no operation is chosen for recomputation,
+    and Ulysses' exchanges cannot be traced.
+
+    Fix: Use activation_checkpointing=full beside it, or kernels.compile=none.
+    """
     config = draft.config
     if config.kernels.compile is not CompileKind.blocks:
         return
@@ -133,61 +169,67 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Finding]:
     yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=full, or {key}=none")
     for axis in ("tensor", "sequence"):
         if getattr(axes, axis) > 1:
-            yield error(
-                key,
+            yield Problem(
                 f"{key}=blocks with parallelism.{axis}={getattr(axes, axis)}: the blocks "
                 "communicate inside, which is not compiled",
                 f"{key}=none, or parallelism.{axis}=1",
             )
 
 
-def _compiled_as_it_is_kept(config: RunConfig, hint: str) -> Iterator[Finding]:
+def _compiled_as_it_is_kept(config: RunConfig, hint: str) -> Iterator[Problem]:
     kind, spec = config.kernels.compile.value, checkpointing_of(config.activation_checkpointing)
     if kind in spec.why_not:
-        yield error(
-            "activation_checkpointing.mode",
+        yield Problem(
             f"activation_checkpointing.mode={spec.name} with kernels.compile={kind}: "
             f"{spec.why_not[kind]}",
             hint,
+            key="activation_checkpointing.mode",
         )
 
 
-def deepcompile_runs_here(draft: Draft) -> Iterator[Finding]:
-    """DeepCompile works on the graph of the whole model (compile/ of DeepSpeed)."""
+@rule(
+    "TC088",
+    "kernels.compile",
+    "activation_checkpointing.mode",
+    example="recipe=tiny kernels.compile=deepcompile",
+)
+def deepcompile_runs_here(draft: Draft) -> Iterator[Problem]:
+    """DeepCompile gets the graph of a whole model, on NVIDIA GPUs.
+
+    DeepCompile rewrites the graph of the whole model and moves its own communication into it: data
+    parallel on NVIDIA GPUs, without what cuts the graph.
+
+    Fix: Set kernels.compile=none, or leave out the setting that the message names.
+    """
     config = draft.config
     if config.kernels.compile is not CompileKind.deepcompile:
         return
     key, axes = "kernels.compile", config.parallelism
     if draft.hardware.accelerator is not Accelerator.cuda:
-        yield error(
-            key,
+        yield Problem(
             f"{key}=deepcompile is for NVIDIA GPUs, and the hardware is {draft.hardware.name}",
             f"{key}=none",
         )
     if config.zero_stage.stage == 0:
-        yield error(
-            key,
+        yield Problem(
             f"{key}=deepcompile at ZeRO stage 0: DeepSpeed would fall back to torch.compile",
             f"zero_stage=1, or {key}=blocks",
         )
     for axis in ("tensor", "pipeline", "sequence"):
         if getattr(axes, axis) > 1:
-            yield error(
-                key,
+            yield Problem(
                 f"{key}=deepcompile knows data parallelism only, and parallelism.{axis}="
                 f"{getattr(axes, axis)}",
                 f"{key}=none, or parallelism.{axis}=1",
             )
     yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=none, or {key}=blocks")
     if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
-        yield error(
-            key,
+        yield Problem(
             f"{key}=deepcompile with offload to NVMe: DeepCompile moves states to host memory only",
             f"offload=cpu-all, or {key}=blocks",
         )
     if config.kernels.cross_entropy is not CrossEntropyKind.plain or config.kernels.liger:
-        yield error(
-            key,
+        yield Problem(
             f"{key}=deepcompile compiles the model and its loss; other kernels would cut its graph",
             "kernels.cross_entropy=plain kernels.liger=false",
         )

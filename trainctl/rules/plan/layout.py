@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import Accelerator, AttentionKind
-from trainctl.errors import Finding
 from trainctl.options import architectures
 from trainctl.options.model import AXES, architecture
 from trainctl.plan import shapes
-from trainctl.rules.plan.draft import (
-    Draft,
-    choices,
-    error,
-    nearest_divisors,
-    nearest_multiples,
-    warning,
-)
+from trainctl.plan.nearest import choices, nearest_divisors, nearest_multiples
+from trainctl.rules.deepspeed import engine as json_engine
+from trainctl.rules.plan.draft import Draft, on_json
+from trainctl.rules.rule import WARNING, Problem, rule
 
 
-def devices_fill_the_mesh(draft: Draft) -> Iterator[Finding]:
-    """The devices divide into tensor x pipeline x sequence groups, data many."""
+@rule("TC001", "parallelism.data", "parallelism.*", example="recipe=tiny parallelism.tensor=4")
+def devices_fill_the_mesh(draft: Draft) -> Iterator[Problem]:
+    """The device count is a multiple of tensor x pipeline x sequence, times the data-parallel size.
+
+    Every device has one place in the mesh; what the three axes leave over is data parallel. Devices
+    that do not divide would idle, or be missing.
+
+    Fix: Choose axes whose product divides the devices, or other hardware.
+    """
     if draft.mesh is not None:
         return
     axes, world = draft.config.parallelism, draft.hardware.world_size
@@ -31,58 +33,91 @@ def devices_fill_the_mesh(draft: Draft) -> Iterator[Finding]:
         # Blame the axis that alone does not divide the devices, otherwise the largest.
         sizes = {name: getattr(axes, name) for name in ("tensor", "pipeline", "sequence")}
         axis = max(sizes, key=lambda name: (world % sizes[name] > 0, sizes[name]))
-        yield error(
-            f"parallelism.{axis}",
+        yield Problem(
             f"{product} = {taken} does not divide the {world} devices of {draft.hardware.name}",
             f"use {need} devices, or axes whose product divides {world}",
+            key=f"parallelism.{axis}",
         )
     else:
-        yield error(
-            "parallelism.data",
+        yield Problem(
             f"parallelism.data={axes.data} x {product} = {(axes.data or 1) * taken}, but "
             f"{draft.hardware.name} has {world} devices",
             f"parallelism.data={world // taken}, or leave it out: it is derived",
         )
 
 
-def tensor_group_stays_in_a_node(draft: Draft) -> Iterator[Finding]:
-    """A tensor-parallel group that crosses nodes talks over the slow network in every layer."""
+@rule(
+    "TC002",
+    "parallelism.tensor",
+    severity=WARNING,
+    example="recipe=tiny hardware=2x6xh100-80g launcher=slurm parallelism.tensor=4",
+)
+def tensor_group_stays_in_a_node(draft: Draft) -> Iterator[Problem]:
+    """A tensor-parallel group does not cross nodes.
+
+    Tensor parallelism communicates twice in every block, forward and backward, and waits for it.
+    Inside a machine that is NVLink; between machines it is ten times slower and more.
+
+    Fix: Choose a tensor size that divides the devices of a node; put pipeline stages between nodes.
+    """
     tensor, node = draft.config.parallelism.tensor, draft.hardware.devices_per_node
     if draft.mesh is not None and draft.hardware.nodes > 1 and node % tensor:
-        yield warning(
-            "parallelism.tensor",
+        yield Problem(
             f"tensor groups of {tensor} do not fit evenly into nodes of {node} devices: "
             "every layer would communicate between nodes",
             choices(nearest_divisors(node, tensor), "parallelism.tensor"),
         )
 
 
-def heads_split_over_tensor(draft: Draft) -> Iterator[Finding]:
-    """Each tensor-parallel rank holds whole query and key-value heads, and feed-forward rows."""
+@rule("TC003", "parallelism.tensor", example="recipe=tiny parallelism.tensor=8")
+def heads_split_over_tensor(draft: Draft) -> Iterator[Problem]:
+    """Each tensor-parallel rank holds whole query and key-value heads, and feed-forward rows.
+
+    Attention is split by heads and the feed-forward layer by rows: a rank cannot have half a head.
+
+    Fix: Choose a tensor size that divides the heads, also the key-value heads of grouped-query
+    attention.
+    """
     model, tensor = draft.config.model, draft.config.parallelism.tensor
     for key, size in shapes.tensor_units(model).items():
         if size % tensor:
-            yield error(
-                "parallelism.tensor",
+            yield Problem(
                 f"parallelism.tensor={tensor} does not divide {key}={size}",
                 choices(nearest_divisors(size, tensor), "parallelism.tensor"),
             )
 
 
-def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Finding]:
-    """Embedding and output projection are split by tokens, of which every rank has some."""
+@rule(
+    "TC011",
+    "parallelism.tensor",
+    example="recipe=tiny parallelism.tensor=4 model.vocab_size=5 model.num_key_value_heads=4",
+)
+def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Problem]:
+    """Every tensor-parallel rank holds a part of the vocabulary.
+
+    The embedding and the head are split by tokens of the vocabulary.
+
+    Fix: Use a smaller tensor axis; a real vocabulary is never this small.
+    """
     size, tensor = draft.config.model.vocab_size, draft.config.parallelism.tensor
     share = -(-size // tensor)
     if share * (tensor - 1) >= size:
-        yield error(
-            "parallelism.tensor",
+        yield Problem(
             f"parallelism.tensor={tensor} leaves a rank without a token of model.vocab_size={size}",
             f"parallelism.tensor={-(-size // share)}",
         )
 
 
-def heads_split_over_sequence(draft: Draft) -> Iterator[Finding]:
-    """Ulysses exchanges sequence shards for heads (runtime/sequence_parallel/ulysses_sp.py)."""
+@rule("TC004", "parallelism.sequence", example="recipe=tiny parallelism.sequence=8")
+def heads_split_over_sequence(draft: Draft) -> Iterator[Problem]:
+    """The sequence-parallel size divides the attention heads of a rank (Ulysses).
+
+    Ulysses gives each rank all tokens of some heads while attention is computed, so there are no
+    more ranks than heads.
+
+    Fix: Choose a sequence size that divides the heads; beyond that use tensor parallelism or
+    recomputation.
+    """
     model, axes = draft.config.model, draft.config.parallelism
     shards, tensor = axes.sequence, axes.tensor
     heads = model.num_attention_heads
@@ -92,26 +127,32 @@ def heads_split_over_sequence(draft: Draft) -> Iterator[Finding]:
     share = "=" if tensor == 1 else f" / parallelism.tensor={tensor} = "
     heads, kv_heads = heads // tensor, kv_heads // tensor
     if heads % shards:
-        yield error(
-            "parallelism.sequence",
+        yield Problem(
             f"parallelism.sequence={shards} does not divide model.num_attention_heads{share}"
             f"{heads}",
             choices(nearest_divisors(heads, shards), "parallelism.sequence"),
         )
     elif kv_heads % shards and shards % kv_heads:
-        yield error(
-            "parallelism.sequence",
+        yield Problem(
             f"parallelism.sequence={shards} and model.num_key_value_heads{share}{kv_heads}: "
             "neither divides the other",
             choices(nearest_divisors(kv_heads, shards), "parallelism.sequence"),
         )
 
 
-def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
-    """Ulysses drops the mask, which says of a rank's part only: the kernel has to know better.
+@rule(
+    "TC012",
+    "parallelism.sequence",
+    example="recipe=tiny parallelism.sequence=2 model.attention=eager",
+)
+def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Problem]:
+    """Under sequence parallelism the attention kernel needs no mask of the whole sequence.
 
-    Plain causal attention is all that sdpa does by itself; FlashAttention also keeps to documents
-    and windows, from the positions.
+    A rank of the sequence axis has a part of the text, so a mask made there describes that part
+    only. The kernel must know by itself what a token may see: sdpa knows plain causal attention,
+    FlashAttention also documents and windows.
+
+    Fix: Use model.attention=sdpa, or flash_attention_2 where documents are masked.
     """
     config = draft.config
     model = config.model
@@ -122,8 +163,7 @@ def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
         return
     read = None if model.is_unread else shapes.anatomy(model)
     if read is not None and read.has_length_dependent_rope:
-        yield error(
-            key,
+        yield Problem(
             f"{key}={config.parallelism.sequence}: the rotary embeddings of {model.model_type} "
             "depend on the largest position, which ranks with a part of a sequence do not see",
             f"{key}=1",
@@ -132,17 +172,15 @@ def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
         return
     what = f"{key}={config.parallelism.sequence} with model.attention={model.attention.value}"
     if model.attention is AttentionKind.eager:
-        yield error(key, f"{what}: it needs a mask of the whole sequence", "model.attention=sdpa")
+        yield Problem(f"{what}: it needs a mask of the whole sequence", "model.attention=sdpa")
         return
     if config.data.mask_documents:
-        yield error(
-            key,
+        yield Problem(
             f"{what} and data.mask_documents=true: documents would attend to each other",
             "data.mask_documents=false, or on a GPU model.attention=flash_attention_2",
         )
     if model.sliding_window is not None and model.sliding_window < length:
-        yield error(
-            key,
+        yield Problem(
             f"{what} and model.sliding_window={model.sliding_window}: sequences of {length} would "
             "be attended to as a whole",
             f"training.sequence_length={model.sliding_window}, or on a GPU "
@@ -150,56 +188,97 @@ def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def sequence_splits_evenly(draft: Draft) -> Iterator[Finding]:
-    """Every sequence rank holds as many tokens; with sharded norms every tensor rank too."""
+@rule(
+    "TC005",
+    "training.sequence_length",
+    example="recipe=tiny parallelism.sequence=4 training.sequence_length=1022",
+)
+def sequence_splits_evenly(draft: Draft) -> Iterator[Problem]:
+    """The sequence length is a multiple of the ranks that share a sequence.
+
+    A sequence is cut into equal parts, one for each rank.
+
+    Fix: Use the next multiple of the axis as the length.
+    """
     length, axes = draft.config.training.sequence_length, draft.config.parallelism
     shards, what = axes.sequence, f"parallelism.sequence={axes.sequence}"
     if axes.sequence_sharded_norms and axes.tensor > 1:
         shards *= axes.tensor
         what += f" x parallelism.tensor={axes.tensor} (parallelism.sequence_sharded_norms)"
     if length % shards:
-        yield error(
-            "training.sequence_length",
+        yield Problem(
             f"training.sequence_length={length} is not a multiple of {what}",
             choices(nearest_multiples(length, shards), "training.sequence_length"),
         )
 
 
-def stages_have_layers(draft: Draft) -> Iterator[Finding]:
-    """Every pipeline stage has at least one block."""
+@rule("TC006", "parallelism.pipeline", example="recipe=tiny parallelism.pipeline=8")
+def stages_have_layers(draft: Draft) -> Iterator[Problem]:
+    """Every pipeline stage has at least one block.
+
+    A stage is a row of whole blocks; one without a block would only pass tensors on.
+
+    Fix: Use fewer stages, or a deeper model.
+    """
     layers, stages = draft.config.model.num_layers, draft.config.parallelism.pipeline
     if 0 < layers < stages:
-        yield error(
-            "parallelism.pipeline",
+        yield Problem(
             f"parallelism.pipeline={stages} stages, but model.num_layers={layers}",
             f"parallelism.pipeline={layers} at most",
         )
 
 
-def listed_stages_fit(draft: Draft) -> Iterator[Finding]:
-    """Stages that the config lists are as many as there are, and hold all blocks."""
+@rule(
+    "TC013",
+    "parallelism.stage_blocks",
+    example="recipe=tiny parallelism.pipeline=2 parallelism.stage_blocks=[1,1,2]",
+)
+def listed_stages_fit(draft: Draft) -> Iterator[Problem]:
+    """parallelism.stage_blocks has one number per pipeline stage, and they sum to the model's
+    blocks.
+
+    parallelism.stage_blocks says how many blocks each stage has, and stages that do not add up to
+    the model leave some out or ask for more than there are.
+
+    Fix: Give one number per stage, with the number of blocks as their sum; or leave it out.
+    """
     axes, layers = draft.config.parallelism, draft.config.model.num_layers
     listed = axes.stage_blocks
     if not listed:
         return
     if len(listed) != axes.pipeline:
-        yield error(
-            "parallelism.stage_blocks",
+        yield Problem(
             f"parallelism.stage_blocks={listed} has {len(listed)} stages, parallelism.pipeline="
             f"{axes.pipeline}",
             f"parallelism.pipeline={len(listed)}",
         )
     if min(listed) < 1 or sum(listed) != layers:
-        yield error(
-            "parallelism.stage_blocks",
+        yield Problem(
             f"parallelism.stage_blocks={listed} has {sum(listed)} blocks in stages of at least "
             f"{min(listed)}; they have to be model.num_layers={layers}, in stages of at least 1",
             "leave it out: the stages are balanced",
         )
 
 
-def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
-    """Where to cut is known of the families (options/model), and was shown of others."""
+@rule(
+    "TC014",
+    "parallelism.sequence_sharded_norms",
+    "parallelism.*",
+    situation="A directory with code of its own (`model.trust_remote_code=true`) and "
+    "`parallelism.sequence=2`",
+    message="parallelism.sequence=2 with the phi3 architecture: code of the directory's own "
+    "(model.trust_remote_code) was not tried",
+)
+def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Problem]:
+    """A model is split only along axes that were verified for its architecture.
+
+    How to split a model is known of the families that trainctl has, and of architectures of
+    transformers for which every axis was tried against one process. On another, a split may train
+    without an error and be wrong.
+
+    Fix: Use data parallelism with ZeRO, which works for every model; the table of families says
+    which axes were verified.
+    """
     model, axes = draft.config.model, draft.config.parallelism
     if not draft.config.trains_itself:
         return
@@ -220,56 +299,89 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
     for name in AXES:
         why = why_not(name) if getattr(axes, name) > 1 else None
         if why is not None:
-            yield error(
-                f"parallelism.{name}",
+            yield Problem(
                 f"parallelism.{name}={getattr(axes, name)} with {what}{why}",
                 f"parallelism.{name}=1",
+                key=f"parallelism.{name}",
             )
     if known is None and axes.tensor > 1 and axes.sequence_sharded_norms and not why_not("tensor"):
         why = why_not("norms")
         if why is not None:
-            yield error(
-                "parallelism.sequence_sharded_norms",
+            yield Problem(
                 f"parallelism.sequence_sharded_norms=true with {what}{why}",
                 "parallelism.sequence_sharded_norms=false",
             )
 
 
-def pipeline_is_filled(draft: Draft) -> Iterator[Finding]:
-    """With m micro-batches and p stages, (p - 1) / (m + p - 1) of the time is idle."""
+@rule(
+    "TC007",
+    "training.gradient_accumulation_steps",
+    severity=WARNING,
+    example="recipe=tiny hardware=8xh100-80g parallelism.pipeline=4",
+)
+def pipeline_is_filled(draft: Draft) -> Iterator[Problem]:
+    """A step has at least as many micro-batches as the pipeline has stages.
+
+    A pipeline fills and drains at every step. With few micro-batches most of the step is that, and
+    devices wait.
+
+    Fix: Give a step more micro-batches: a smaller training.micro_batch_size or a larger global
+    batch. Four times the stages leave about a fifth idle.
+    """
     stages = draft.config.parallelism.pipeline
     if draft.batch is None or stages == 1:
         return
     micro_batches = draft.batch.gradient_accumulation_steps
     if micro_batches < stages:
         idle = (stages - 1) / (micro_batches + stages - 1)
-        yield warning(
-            "training.gradient_accumulation_steps",
+        yield Problem(
             f"{micro_batches} micro-batches in {stages} pipeline stages leave them idle "
             f"{idle:.0%} of the time",
             f"training.gradient_accumulation_steps={4 * stages} or more",
         )
 
 
-def pipeline_without_sequence(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed's pipeline grid has no sequence axis (runtime/pipe/topology.py)."""
+@rule(
+    "TC008",
+    "parallelism.sequence",
+    example="recipe=tiny parallelism.pipeline=2 parallelism.sequence=2",
+)
+def pipeline_without_sequence(draft: Draft) -> Iterator[Problem]:
+    """Pipeline stages and sequence parallelism are not combined.
+
+    DeepSpeed's pipeline builds its groups from pipeline, data and tensor axes only.
+
+    Fix: Keep one of the two: stages for a deep model, the sequence axis for long text.
+    """
     axes = draft.config.parallelism
     if axes.pipeline > 1 and axes.sequence > 1:
-        yield error(
-            "parallelism.sequence",
+        yield Problem(
             f"parallelism.sequence={axes.sequence} with parallelism.pipeline={axes.pipeline}: "
             "DeepSpeed's pipeline has no sequence axis",
             "parallelism.sequence=1 or parallelism.pipeline=1",
         )
 
 
-def attention_kernel_runs_here(draft: Draft) -> Iterator[Finding]:
-    """FlashAttention 2 is a GPU kernel for 16-bit types."""
+@rule("TC010", "model.attention", example="recipe=tiny model.attention=flash_attention_2")
+def attention_kernel_runs_here(draft: Draft) -> Iterator[Problem]:
+    """FlashAttention 2 runs on a GPU.
+
+    The kernel is CUDA code for fp16 and bf16; on another device, or in fp32, it would fail in the
+    first forward pass.
+
+    Fix: Use model.attention=sdpa, which picks the fastest kernel of the device.
+    """
     attention = draft.config.model.attention
     on_cpu = draft.hardware.accelerator is Accelerator.cpu
     if attention is AttentionKind.flash_attention_2 and on_cpu:
-        yield error(
-            "model.attention",
+        yield Problem(
             "model.attention=flash_attention_2 needs a GPU, and the hardware is cpu",
             "model.attention=sdpa",
         )
+
+
+on_json(
+    "TC030",
+    json_engine.pipelines_keep_their_gradients,
+    arguments="recipe=tiny zero_stage=2 parallelism.pipeline=2",
+)

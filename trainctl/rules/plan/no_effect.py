@@ -20,14 +20,14 @@ from trainctl.config.schema import (
     ScheduleConfig,
     walk,
 )
-from trainctl.errors import Finding
 from trainctl.options import model
 from trainctl.options.engine import engine_of
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
 from trainctl.plan.deepspeed_table import ZERO_KEYS, unread
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.rules.plan.draft import Draft, warning
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import WARNING, Problem, rule
 
 Condition = Callable[[RunConfig], bool]
 
@@ -287,8 +287,15 @@ FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
 """Keys of the model's shape, with the condition on the families in which they have an effect."""
 
 
-def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
-    """A value that nobody reads is said so: it was typed for a reason."""
+@rule("TC099", "*", severity=WARNING, example="recipe=tiny experts.z_loss=0.1")
+def settings_have_an_effect(draft: Draft) -> Iterator[Problem]:
+    """Every setting has an effect in this plan.
+
+    The setting is read by nobody in this plan: what would read it is switched off. It was typed for
+    a reason, which is not met.
+
+    Fix: Leave it out, or switch on what the message names.
+    """
     config = draft.config
     changed = {key: (item, value) for key, item, value in walk(config) if value != _default(item)}
     idle = [
@@ -318,7 +325,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
             idle.append((key, needs[1]))
     for key, words in idle:
         value = as_written(to_plain(changed[key][1]))
-        yield warning(key, f"{key}={value} has no effect: it needs {words}", f"leave {key} out")
+        yield Problem(f"{key}={value} has no effect: it needs {words}", f"leave {key} out", key=key)
 
 
 def _families_with(has: Callable[[Family], bool]) -> str:

@@ -6,28 +6,43 @@ import re
 from collections.abc import Iterator
 
 from trainctl.config.schema import Accelerator, LrScaling, OffloadDevice
-from trainctl.errors import Finding
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plan.optimizers import refusals
 from trainctl.plan.trainable import trainable
-from trainctl.rules.plan.draft import Draft, error, warning
+from trainctl.rules.deepspeed import optimizer as json_optimizer
+from trainctl.rules.plan.draft import Draft, on_json
+from trainctl.rules.rule import Problem, rule, warning
 
 
-def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
-    """What the table of optimizers allows of stages, offload, shards and formats of states."""
+@rule("TC059", "*", example="recipe=tiny optimizer=muon parallelism.tensor=2")
+def optimizer_fits_the_layout(draft: Draft) -> Iterator[Problem]:
+    """The optimizer supports the ZeRO stage, offload, shards and state format of the plan.
+
+    Each optimizer has a table of what it allows. Muon orthogonalises whole matrices, so a shard of
+    one is another update; 8-bit states have no kernel on the host.
+
+    Fix: Use the option that the message names, or optimizer=adamw, which goes with everything.
+    """
     if not draft.config.trains_itself:
         return  # DeepSpeed builds the optimizer and reports what it refuses
     kind = draft.config.optimizer.kind
     for refusal in refusals(draft.config):
-        yield error(
-            refusal.key,
+        yield Problem(
             f"{refusal.key}={refusal.value} with optimizer.kind={kind}: {refusal.why}",
             f"{refusal.nearest}, or optimizer=adamw",
+            key=refusal.key,
         )
 
 
-def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
-    """Each entry of optimizer.groups is the first to match some parameter that trains."""
+@rule("TC060", "optimizer.groups", example="recipe=tiny 'optimizer.groups=[{match: lm_haed}]'")
+def groups_match_parameters(draft: Draft) -> Iterator[Problem]:
+    """Each entry of optimizer.groups is the first to match some trained parameter.
+
+    The first entry of optimizer.groups whose pattern is found in a parameter's name holds. One that
+    meets nothing would be ignored, mostly for a typing mistake.
+
+    Fix: `trainctl plan` and the message list names; write special entries before general ones.
+    """
     config = draft.config
     if not config.optimizer.groups or config.model.is_unread:
         return
@@ -38,8 +53,7 @@ def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
         try:
             pattern = re.compile(entry.match)
         except re.error as problem:
-            yield error(
-                "optimizer.groups",
+            yield Problem(
                 f"{key}.match={entry.match} is not a regular expression: {problem}",
                 r"such as match: 'embed_tokens|wte', or match: 'layers\.[0-3]\.'",
             )
@@ -51,53 +65,84 @@ def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
         ):
             if not is_legal:
                 value = getattr(entry, name)
-                yield error(
-                    "optimizer.groups", f"{key}.{name}={value:g} is not {limit}", f"{name}: 1"
-                )
+                yield Problem(f"{key}.{name}={value:g} is not {limit}", f"{name}: 1")
         matched = [name for name in left if pattern.search(name)]
         if names_are_known and (not matched or not entry.match):
             what = "is empty" if not entry.match else "matches no parameter that is left for it"
-            yield error(
-                "optimizer.groups",
+            yield Problem(
                 f"{key}.match={entry.match!r} {what}; the first entry that matches holds",
                 f"the names are such as {left[0]}" if left else "leave it out",
             )
         left = [name for name in left if name not in set(matched)]
 
 
-def scaled_rate_has_its_batch(draft: Draft) -> Iterator[Finding]:
-    """A rate that follows the batch size was tuned at one."""
+@rule("TC064", "optimizer.lr_scaling_batch_size", example="recipe=tiny optimizer.lr_scaling=linear")
+def scaled_rate_has_its_batch(draft: Draft) -> Iterator[Problem]:
+    """A learning rate that is scaled with the batch size has a reference batch size.
+
+    With lr_scaling the rate grows with the batch (linearly, or by its root) from the batch that it
+    was tuned at. Without that batch the factor is unknown.
+
+    Fix: Set optimizer.lr_scaling_batch_size in sequences; it is given only together with
+    lr_scaling.
+    """
     optimizer = draft.config.optimizer
     if optimizer.lr_scaling is LrScaling.none or optimizer.lr_scaling_batch_size is not None:
         return
     size = draft.batch.global_batch_size if draft.batch is not None else 256
     key = "optimizer.lr_scaling_batch_size"
-    yield error(
-        key,
+    yield Problem(
         f"optimizer.lr_scaling={optimizer.lr_scaling.value} needs {key}, the global batch in "
         "sequences that optimizer.lr is meant for",
         f"{key}={size} leaves optimizer.lr as it is",
     )
 
 
-def fused_kernel_is_there(draft: Draft) -> Iterator[Finding]:
-    """One kernel for the update: not for every kind, and Lion's is a GPU's."""
+@rule("TC061", "optimizer.fused", example="recipe=tiny optimizer=lamb optimizer.fused=true")
+def fused_kernel_is_there(draft: Draft) -> Iterator[Problem]:
+    """The optimizer has a fused kernel for the device.
+
+    A fused kernel makes the update in one pass. Not every kind has one, and some only on GPUs.
+
+    Fix: Set optimizer.fused=null, which takes it where there is one.
+    """
     config = draft.config
     spec = spec_of(config.optimizer)
     if not config.optimizer.fused or not config.trains_itself:
         return
     key = "optimizer.fused"
     if spec.fused_by is None:
-        yield error(
-            key, f"{key}=true: optimizer.kind={spec.name} has no fused kernel", f"{key}=null"
-        )
+        yield Problem(f"{key}=true: optimizer.kind={spec.name} has no fused kernel", f"{key}=null")
     elif config.offload.optimizer is not OffloadDevice.none:
         yield warning(
-            key, f"{key}=true is for a device, and the optimizer is in host memory", f"{key}=null"
+            f"{key}=true is for a device, and the optimizer is in host memory", f"{key}=null"
         )
     elif spec.fused_by is Maker.deepspeed and draft.hardware.accelerator is Accelerator.cpu:
-        yield error(
-            key,
+        yield Problem(
             f"{key}=true: {spec.name.title()}'s kernel is a GPU's, the hardware is cpu",
             f"{key}=null",
         )
+
+
+on_json(
+    "TC039",
+    json_optimizer.muon_sees_whole_gradients,
+    arguments="recipe=tiny zero_stage=3 optimizer=muon script=train.py",
+    files={"train.py": ""},
+)
+
+
+on_json(
+    "TC055",
+    json_optimizer.lamb_adapts_its_loss_scale,
+    arguments="recipe=tiny optimizer=lamb precision=fp16 precision.loss_scale=128 script=train.py",
+    files={"train.py": ""},
+)
+
+
+on_json(
+    "TC056",
+    json_optimizer.the_optimizer_has_a_kernel,
+    arguments="recipe=tiny optimizer=lion script=train.py",
+    files={"train.py": ""},
+)

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainctl.config.derived import Derived
-from trainctl.errors import Finding
 from trainctl.plan.deepspeed import flatten
-from trainctl.rules.deepspeed import Case, keys
+from trainctl.rules.deepspeed import keys
+from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.deepspeed_overrides import overlap
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, canonical, entry_of, idle_reason, owner_of
-from trainctl.rules.plan.draft import Draft, error
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import Problem, rule
 
 KEY_RULES = (
     keys.removed_keys_are_gone,
@@ -22,28 +23,51 @@ KEY_RULES = (
 """Rules about the keys of any JSON, which have an identifier of their own here."""
 
 
-def pass_through_keys_exist(draft: Draft) -> Iterator[Finding]:
-    """The rules over keys of any JSON; an unknown one at the top DeepSpeed ignores silently."""
+@rule("TC090", "deepspeed.*", example="recipe=tiny +deepspeed.gradient_cliping=1")
+def pass_through_keys_exist(draft: Draft) -> Iterator[Problem]:
+    """Keys of the deepspeed section exist in DeepSpeed's JSON.
+
+    `deepspeed.*` goes into DeepSpeed's JSON as it is. DeepSpeed ignores an unknown key at the top
+    in silence, so a typing mistake changes nothing, and nobody notices.
+
+    Fix: Write the key that the message proposes.
+    """
     case = Case(draft.config.deepspeed)
-    for rule in KEY_RULES:
-        for problem in rule.check(case):
-            yield error(f"deepspeed.{problem.key}", problem.message, problem.hint)
+    for each in KEY_RULES:
+        for problem in each.problems(case):
+            yield Problem(problem.message, problem.hint, key=f"deepspeed.{problem.key}")
 
 
-def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed drops a nested "auto" silently, and stumbles over one at the top."""
+@rule("TC091", "deepspeed.*", example="recipe=tiny '+deepspeed.aio={queue_depth: auto}'")
+def pass_through_has_no_auto(draft: Draft) -> Iterator[Problem]:
+    """No value of the deepspeed section is "auto".
+
+    "auto" is filled in by accelerate or transformers on the way. Nobody does it here; DeepSpeed
+    itself drops it in a section, and fails on it at the top.
+
+    Fix: Give the value, or leave the key out: trainctl derives what it can.
+    """
     for key, value in flatten(draft.config.deepspeed):
         if value == "auto":
-            yield error(
-                f"deepspeed.{key}",
+            yield Problem(
                 f'deepspeed.{key} is "auto", which only other tools fill in',
                 "give the value, or leave the key out: trainctl derives what it can",
+                key=f"deepspeed.{key}",
             )
 
 
-def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
-    """The section adds to what trainctl derives; it does not contradict it."""
-    found: dict[str, Finding] = {}
+@rule("TC092", "deepspeed.*", example="recipe=tiny '+deepspeed.fp16={enabled: true}'")
+def pass_through_agrees(draft: Draft) -> Iterator[Problem]:
+    """The deepspeed section does not contradict the plan.
+
+    The plan, the budget and the trainer go by the configuration. A passed-through key that says
+    something else would train what was neither checked nor budgeted. The same holds of keys that
+    the trainer counts on: with `gradient_allreduce_op=sum` every gradient norm would be as many
+    times too large as there are ranks.
+
+    Fix: Change the configuration's own key; `trainctl config why KEY` names it.
+    """
+    found: dict[str, Problem] = {}
     for key, value in flatten(draft.config.deepspeed):
         entry, owner, name = entry_of(key), owner_of(key, draft.config), canonical(key)
         overlapping = (each for each in draft.settings if overlap(name, each.key))
@@ -53,23 +77,31 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
         elif derived is None and owner:
             section = f"deepspeed.{entry}"
             hint = owner if "use " in owner else f"leave it out: {owner}"
-            found[entry] = error(section, f"{section} is trainctl's to set", hint)
+            found[entry] = Problem(f"{section} is trainctl's to set", hint, key=section)
     yield from found.values()
 
 
-def pass_through_has_an_effect(draft: Draft) -> Iterator[Finding]:
-    """Something reads what is passed through."""
+@rule("TC430", "deepspeed.*", example="recipe=tiny '+deepspeed.aio={queue_depth: 32}'")
+def pass_through_has_an_effect(draft: Draft) -> Iterator[Problem]:
+    """Every key of the deepspeed section is read in this plan.
+
+    Nothing reads the key of DeepSpeed's that is passed through: it is for another stage of ZeRO or
+    for offload to NVMe, for DeepSpeed's own checkpoints and data loader, or for nothing any more.
+    It was written for a reason, which is not met.
+
+    Fix: Leave it out, or switch on what the message names.
+    """
     for key, value in flatten(draft.config.deepspeed):
         reason = idle_reason(key, draft.config)
         if reason:
             message = f"deepspeed.{key}={value} does nothing here: {reason}"
-            yield error(f"deepspeed.{key}", message, "leave it out")
+            yield Problem(message, "leave it out", key=f"deepspeed.{key}")
 
 
-def _contradiction(key: str, value: Any, derived: Derived, owner: str) -> Finding:
-    return error(
-        f"deepspeed.{key}",
+def _contradiction(key: str, value: Any, derived: Derived, owner: str) -> Problem:
+    return Problem(
         f"deepspeed.{key}={value} contradicts {derived.key}={derived.value}, which comes from: "
         f"{derived.reason}",
         f"leave deepspeed.{key} out: {owner or f'change what {derived.key} comes from'}",
+        key=f"deepspeed.{key}",
     )

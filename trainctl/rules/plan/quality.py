@@ -8,73 +8,123 @@ from typing import Any
 from trainctl.config.quality import HELD_OUT, filters_of, has_quality_rules, held_out_sections
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup
-from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.rules.plan.draft import Draft, error
+from trainctl.rules.plan.data import BOTH, TEXT
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import Problem, rule
 
 LEAST_JACCARD = 0.3
 """Below it, MinHash candidates are nearly all pairs of documents that share anything."""
 
 
-def copies_can_be_found(draft: Draft) -> Iterator[Finding]:
-    """MinHash finds what is nearly the same, not what has little in common."""
+@rule(
+    "TC353",
+    "data.dedup_threshold",
+    example="recipe=tiny data.dedup=minhash data.dedup_threshold=0.1",
+)
+def copies_can_be_found(draft: Draft) -> Iterator[Problem]:
+    """The similarity threshold is one that MinHash can detect.
+
+    MinHash finds near copies. Below a likeness of 0.3 the bands that it sorts documents into hold
+    nearly everything, and what it would drop is not a copy.
+
+    Fix: Choose 0.7 to 0.9.
+    """
     data = draft.config.data
     threshold = data.dedup_threshold
     if data.dedup is Dedup.minhash and threshold is not None and threshold < LEAST_JACCARD:
-        yield error(
-            "data.dedup_threshold",
+        yield Problem(
             f"data.dedup_threshold={threshold:g} is no likeness that data.dedup=minhash could find",
             f"nearest legal: {LEAST_JACCARD:g}; 0.7 to 0.9 are usual",
         )
 
 
-def precedence_knows_its_sources(draft: Draft) -> Iterator[Finding]:
-    """Each name is a source's."""
+@rule(
+    "TC354",
+    "data.dedup_precedence",
+    example=f"recipe=tiny {BOTH} data.dedup=exact data.dedup_precedence=[prsoe]",
+    files=TEXT,
+)
+def precedence_knows_its_sources(draft: Draft) -> Iterator[Problem]:
+    """data.dedup_precedence names existing sources.
+
+    Of copies in several sources the one in the first of data.dedup_precedence stays.
+
+    Fix: Use names of data.sources.
+    """
     data = draft.config.data
     unknown = [name for name in data.dedup_precedence if name not in data.sources]
     if unknown and data.sources:
-        yield error(
-            "data.dedup_precedence",
+        yield Problem(
             f"there is no source {', '.join(unknown)}",
             f"data.sources has {', '.join(data.sources)}",
         )
 
 
-def contamination_needs_held_out_text(draft: Draft) -> Iterator[Finding]:
-    """Without anything held out there are no passages of it."""
+@rule(
+    "TC355",
+    "data.decontaminate",
+    example="recipe=tiny data.decontaminate=[held_out] data.held_out_fraction=0",
+)
+def contamination_needs_held_out_text(draft: Draft) -> Iterator[Problem]:
+    """Decontamination against held-out text has held-out text.
+
+    Decontamination against held-out text needs some.
+
+    Fix: Set data.held_out_fraction above 0, or data.held_out_paths.
+    """
     data = draft.config.data
     if HELD_OUT in data.decontaminate and not any(map(_holds_out, sources_of(data).values())):
-        yield error(
-            "data.decontaminate",
+        yield Problem(
             f"data.decontaminate names {HELD_OUT}, and nothing is held out",
             "data.held_out_fraction=0.05, data.held_out_paths=[...], or leave it out",
         )
 
 
-def filters_keep_something(draft: Draft) -> Iterator[Finding]:
-    """Each filter has what it measures with, and no bound below above the one above."""
+@rule(
+    "TC356", "*.filters.*", "*.filters.*.*", "*.*", example="recipe=tiny 'data.filters={words: {}}'"
+)
+def filters_keep_something(draft: Draft) -> Iterator[Problem]:
+    """Each filter has its settings, and no lower bound above its upper bound.
+
+    A filter without what it measures with, or with a lowest value above its highest, keeps
+    everything or nothing.
+
+    Fix: Set the key that the message names.
+    """
     for where, section in _sections(draft.config.data):
         for name, keys in filters_of(section).items():
             spec = load("filter", name)
             key = f"{where}.filters.{name}"
             if name == "urls":
-                yield error(
-                    key,
+                yield Problem(
                     f"{key} needs addresses of documents, which no data gives yet",
                     "leave it out",
+                    key=key,
                 )
             for setting in spec.settings:
                 if getattr(keys, setting) in ("", None):
-                    yield error(
-                        f"{key}.{setting}", f"{key} needs {setting}", f"{key}.{setting}=VALUE"
+                    yield Problem(
+                        f"{key} needs {setting}", f"{key}.{setting}=VALUE", key=f"{key}.{setting}"
                     )
             yield from _crossed(key, spec, keys)
 
 
-def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
-    """A text that is cut, or a function's, is not looked at document by document."""
+@rule(
+    "TC357",
+    "data.decontaminate",
+    "data.*",
+    example="recipe=tiny data.max_bytes=100 data.dedup=exact",
+)
+def chosen_documents_are_whole(draft: Draft) -> Iterator[Problem]:
+    """Documents are deduplicated and filtered whole, as text that trainctl reads.
+
+    Copies and passages are looked for in whole documents of text that trainctl reads itself.
+
+    Fix: Leave data.max_bytes out, or clean the text before it is tokenized.
+    """
     data = draft.config.data
     if not has_quality_rules(data):
         return
@@ -88,15 +138,14 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
         if is_set
     )
     if data.factory is not None:
-        yield error(
-            asked,
+        yield Problem(
             f"{asked} looks at files, and data.factory={data.factory} gives the texts",
             "have the function leave documents out",
+            key=asked,
         )
     for section in held_out_sections(data):
         if spec_of(section).is_tokenized and isinstance(section, DataFromPaths):
-            yield error(
-                "data.decontaminate",
+            yield Problem(
                 f"data.decontaminate looks for texts, and {section.paths[0]} has ids",
                 "name the texts that they were made of",
             )
@@ -104,17 +153,17 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
         has_ids = spec_of(section).is_tokenized or spec_of(section).is_prepared
         if has_ids and (section.filters or not data.sources):
             key = f"{where}.filters" if section.filters else asked
-            yield error(
-                key,
+            yield Problem(
                 f"{key} looks at texts, and {where}.kind={section.kind} has none",
                 "leave it out, or name the texts that the ids were made of",
+                key=key,
             )
         if section.max_bytes is not None:
-            yield error(
-                f"{where}.max_bytes",
+            yield Problem(
                 f"{where}.max_bytes={section.max_bytes} cuts a document, and {asked} looks at "
                 "whole ones",
                 f"leave {where}.max_bytes out, or {asked}",
+                key=f"{where}.max_bytes",
             )
 
 
@@ -131,15 +180,15 @@ def _holds_out(section: DataConfig) -> bool:
     return bool(named or section.held_out_fraction)
 
 
-def _crossed(key: str, spec: Filter, keys: Any) -> Iterator[Finding]:
+def _crossed(key: str, spec: Filter, keys: Any) -> Iterator[Problem]:
     for low in spec.bounds:
         for high in spec.bounds:
             if low.is_least and not high.is_least and low.statistic == high.statistic:
                 least, most = getattr(keys, low.key), getattr(keys, high.key)
                 if least is not None and most is not None and least > most:
-                    yield error(
-                        f"{key}.{low.key}",
+                    yield Problem(
                         f"{key}.{low.key}={least:g} is above {high.key}={most:g}: no document is "
                         "left",
                         f"at most {most:g}",
+                        key=f"{key}.{low.key}",
                     )

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import AdaptiveClipping, CompileKind, OnBadLoss, RunConfig
-from trainctl.errors import Finding
-from trainctl.rules.plan.draft import Draft, error
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import Problem, rule
 
 
-def gradients_are_seen(draft: Draft) -> Iterator[Finding]:
-    """Whoever changes, measures or drops a gradient needs it here, before the update."""
+@rule(
+    "TC069",
+    "gradients.*",
+    "stability.*",
+    "optimizer.groups",
+    example="recipe=tiny kernels.compile=deepcompile gradients.clip_value=1.0",
+)
+def gradients_are_seen(draft: Draft) -> Iterator[Problem]:
+    """Gradients are visible to the trainer where a setting processes them.
+
+    To clip by value, add noise, judge a norm or drop a step, the trainer needs the gradient before
+    its update. DeepCompile, SuperOffload and ZenFlow reduce and apply it inside.
+
+    Fix: Keep the technique or the speed-up, not both.
+    """
     config = draft.config
     if not config.trains_itself:
         return
@@ -20,16 +33,27 @@ def gradients_are_seen(draft: Draft) -> Iterator[Finding]:
     setting, why = hidden
     for key, value in _needs_gradients(config):
         left_out = setting.partition("=")[0]
-        yield error(key, f"{key}={value} with {setting}: {why}", f"leave {left_out} out")
+        yield Problem(f"{key}={value} with {setting}: {why}", f"leave {left_out} out", key=key)
 
 
-def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Finding]:
-    """Only a run that saves on its way has something to go back to."""
+@rule(
+    "TC093",
+    "stability.on_bad_loss",
+    example="recipe=tiny stability.on_bad_loss=rewind checkpoint.every_steps=null",
+)
+def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Problem]:
+    """stability.on_bad_loss=rewind has checkpoints during the run.
+
+    A rewind goes back to the newest checkpoint. Without one on the way there is nothing to go back
+    to, and the first spike would stop the run.
+
+    Fix: Set checkpoint.every_steps or every_minutes; a rewind costs as much as lies between
+    checkpoints.
+    """
     config = draft.config
     every = (config.checkpoint.every_steps, config.checkpoint.every_minutes)
     if config.stability.on_bad_loss is OnBadLoss.rewind and every == (None, None):
-        yield error(
-            "stability.on_bad_loss",
+        yield Problem(
             "stability.on_bad_loss=rewind, but no checkpoint is saved before the end",
             "checkpoint.every_steps=100",
         )

@@ -11,7 +11,6 @@ from trainctl.config.codec import to_plain
 from trainctl.config.keys import as_written
 from trainctl.config.schema import CompileKind, CrossEntropyKind, OffloadDevice, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
-from trainctl.errors import Finding
 from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
@@ -28,7 +27,8 @@ from trainctl.plan.trainable import (
     ties,
     trainable,
 )
-from trainctl.rules.plan.draft import Draft, error, warning
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import WARNING, Problem, rule
 
 FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_train"
 
@@ -38,27 +38,46 @@ def _is_asked(config: RunConfig) -> bool:
     return is_partial(config) and not config.model.is_unread
 
 
-def targets_meet_layers(draft: Draft) -> Iterator[Finding]:
-    """Each of adapter.targets is the end of a linear layer's name, and there is one."""
+@rule(
+    "TC376",
+    "adapter.kind",
+    "adapter.targets",
+    example="recipe=tiny adapter=lora adapter.targets=[q_prj,v_proj]",
+)
+def targets_meet_layers(draft: Draft) -> Iterator[Problem]:
+    """Each entry of adapter.targets ends the name of some linear layer.
+
+    Adapters are put beside linear layers that are chosen by the end of their name; a name that no
+    layer has would leave it without one.
+
+    Fix: Use names of the model's own layers: the message lists them.
+    """
     adapter = low_rank(draft.config.adapter)
     if adapter is None or not _is_asked(draft.config):
         return
     layers = tuple(linear_layers(draft.config.model))
     known = list(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
     if not layers:
-        yield error("adapter.kind", "no block of the model has a linear layer", "adapter=none")
+        yield Problem("no block of the model has a linear layer", "adapter=none")
         return
     for target in adapter.targets:
         if not any(is_target(layer, target) for layer in layers):
-            yield error(
-                TARGETS,
+            yield Problem(
                 f"no linear layer of the blocks is called {target!r}",
                 f"{did_you_mean(nearest(target, known))} they are {', '.join(known)}".strip(),
+                key=TARGETS,
             )
 
 
-def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
-    """Each entry of training.freeze meets some parameter."""
+@rule("TC377", "training.freeze", example="recipe=tiny training.freeze=[embed_tokns]")
+def frozen_names_meet_parameters(draft: Draft) -> Iterator[Problem]:
+    """Each entry of training.freeze matches some parameter.
+
+    An entry of training.freeze that meets no parameter freezes nothing, mostly for a typing
+    mistake.
+
+    Fix: Write a part of a parameter's name, a word such as embeddings, or all_but_last_blocks:N.
+    """
     model = draft.config.model
     if not draft.config.training.freeze or not _is_asked(draft.config):
         return
@@ -66,20 +85,30 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
         try:
             met = matching_parameters(model, entry)
         except ValueError as problem:
-            yield error(FREEZE, f"{entry!r} {problem}", f"{FREEZE}=[embeddings]")
+            yield Problem(f"{entry!r} {problem}", f"{FREEZE}=[embeddings]")
             continue
         if not met:
             names = list(dict.fromkeys(_words(draft.config)))
-            yield error(
-                FREEZE,
+            yield Problem(
                 f"{entry!r} is found in no parameter's name",
                 did_you_mean(nearest(entry, names))
                 or f"names are such as {next(iter(matching_parameters(model, '.')))}",
             )
 
 
-def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
-    """Each entry of adapter.also_train meets some parameter, and none that an adapter is beside."""
+@rule(
+    "TC384",
+    "adapter.also_train",
+    example="recipe=tiny adapter=lora adapter.also_train=[embed_tokns]",
+)
+def also_trained_meet_parameters(draft: Draft) -> Iterator[Problem]:
+    """Each entry of adapter.also_train matches a parameter without an adapter.
+
+    What trains beside an adapter is named by patterns. One that meets nothing is a typing error,
+    and a weight that an adapter is beside stays frozen.
+
+    Fix: Name parameters without an adapter: embeddings, head, or norms.
+    """
     config, adapter = draft.config, low_rank(draft.config.adapter)
     if adapter is None or not adapter.also_train or not _is_asked(config):
         return
@@ -90,19 +119,17 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
         try:
             met = matching_parameters(config.model, entry)
         except ValueError as problem:
-            yield error(ALSO, f"{entry!r} {problem}", f"{ALSO}=[embeddings,head]")
+            yield Problem(f"{entry!r} {problem}", f"{ALSO}=[embeddings,head]")
             continue
         if not met:
             words = list(dict.fromkeys(_words(config)))
-            yield error(
-                ALSO,
+            yield Problem(
                 f"{entry!r} is found in no parameter's name",
                 did_you_mean(nearest(entry, words)) or f"{ALSO}=[embeddings,head]",
             )
         both = [name for name in met if name in beside]
         if both:
-            yield error(
-                ALSO,
+            yield Problem(
                 f"{entry!r} meets {both[0]}, which is frozen beside its adapter, or in fewer bits",
                 f"{ALSO}=[embeddings,head], or adapter.targets without it",
             )
@@ -117,32 +144,46 @@ def _words(config: RunConfig) -> Iterator[str]:
     yield from names
 
 
-def something_trains(draft: Draft) -> Iterator[Finding]:
-    """Not all weights are frozen; and an adapter freezes them all by itself."""
+@rule("TC378", "training.freeze", example="recipe=tiny 'training.freeze=[.]'")
+def something_trains(draft: Draft) -> Iterator[Problem]:
+    """Some weight is trained.
+
+    With everything frozen there is no gradient and nothing to update; an adapter freezes the rest
+    by itself.
+
+    Fix: Leave something out of training.freeze.
+    """
     config = draft.config
     if not config.training.freeze or not _is_asked(config):
         return
     if low_rank(config.adapter) is not None:
-        yield error(
-            FREEZE,
+        yield Problem(
             f"{FREEZE}={as_written(config.training.freeze)}: adapter.kind={config.adapter.kind} "
             "freezes all weights of the model already",
             "leave it out, or adapter=none",
         )
     elif not trainable(config).trained:
-        yield error(FREEZE, "nothing is left to train", f"{FREEZE}=[embeddings]")
+        yield Problem("nothing is left to train", f"{FREEZE}=[embeddings]")
 
 
-def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
-    """Embedding and head that are one tensor are frozen as one, and it is said."""
+@rule(
+    "TC381",
+    "training.freeze",
+    severity=WARNING,
+    example="recipe=tiny training.freeze=[lm_head] model.tie_word_embeddings=true",
+)
+def tied_weights_freeze_together(draft: Draft) -> Iterator[Problem]:
+    """Tied embedding and head are frozen together.
+
+    With tied embeddings the embedding and the head are one tensor: to freeze one is to freeze both.
+
+    Fix: Set model.tie_word_embeddings=false, if they are to differ.
+    """
     config = draft.config
     if not config.training.freeze or not _is_asked(config):
         return
     for alias, name in frozen_ties(config):
-        yield warning(
-            FREEZE,
-            f"{name} and {alias} are one tensor (tied weights), which is frozen as both",
-        )
+        yield Problem(f"{name} and {alias} are one tensor (tied weights), which is frozen as both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +281,15 @@ _LIMITS = (
 )
 
 
-def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Finding]:
-    """Frozen weights, and adapters beside them, go with what they were shown to go with."""
+@rule("TC379", "*", example="recipe=tiny adapter=lora model.mup=true model.mup_base_width=64")
+def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
+    """Frozen weights and adapters are combined only with settings they were verified with.
+
+    Frozen weights and adapters were shown to train as one process does with most of the rest, and
+    with some it was not, or cannot be.
+
+    Fix: Use the value that the message names.
+    """
     config = draft.config
     if not is_partial(config):
         return
@@ -253,15 +301,27 @@ def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Finding]:
             continue
         value: Any = to_plain(reduce(getattr, limit.key.split("."), config))
         near = f"{limit.key}{limit.nearest}" if limit.nearest.startswith("=") else limit.nearest
-        yield error(
-            limit.key,
+        yield Problem(
             f"{limit.key}={as_written(value)} with {asked}: it {limit.why}",
             f"{near}, or {without}",
+            key=limit.key,
         )
 
 
-def stages_have_something_to_train(draft: Draft) -> Iterator[Finding]:
-    """Every pipeline stage has a weight that trains: DeepSpeed fails on one that has none."""
+@rule(
+    "TC380",
+    "parallelism.pipeline",
+    example="recipe=tiny zero_stage=1 parallelism.pipeline=2 "
+    "'training.freeze=[\"all_but_last_blocks:1\"]'",
+)
+def stages_have_something_to_train(draft: Draft) -> Iterator[Problem]:
+    """Every pipeline stage has a weight to train.
+
+    Each pipeline stage has an optimizer of its own, and DeepSpeed fails on one without a parameter.
+
+    Fix: Use fewer stages, parallelism.stage_blocks that give each stage such a block, or freeze
+    something else.
+    """
     config = draft.config
     stages = config.parallelism.pipeline
     if stages == 1 or not _is_asked(config) or config.model.num_layers < stages:
@@ -272,8 +332,7 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Finding]:
     if not trainable(config).trained:
         return
     for stage in idle_stages(config, sizes):
-        yield error(
-            "parallelism.pipeline",
+        yield Problem(
             f"parallelism.pipeline={stages}: stage {stage} (of {sizes[stage]} blocks) has nothing "
             "to train, and DeepSpeed has no optimizer without a parameter",
             "parallelism.pipeline=1, or parallelism.stage_blocks that give it such a block",

@@ -10,93 +10,130 @@ from trainctl.config.schema import (
     DataType,
     OffloadDevice,
 )
-from trainctl.errors import Finding
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.precision import formats
 from trainctl.rules.deepspeed import offload, zero
-from trainctl.rules.plan.draft import Draft, error, on_json
+from trainctl.rules.plan.draft import Draft, json_problems, on_json
 from trainctl.rules.plan.zenflow import zenflow_findings
+from trainctl.rules.rule import Problem, rule
 
 
-def shards_clip_by_one_norm(draft: Draft) -> Iterator[Finding]:
-    """Without ZeRO DeepSpeed's norm is that of a part, silently; in fp32 the trainer clips instead.
+@rule(
+    "TC031",
+    "zero_stage.stage",
+    situation="A model with experts in bf16, `zero_stage=0 parallelism.expert=2`",
+    message="zero_stage.stage=0 with parallelism.expert=2 in bf16 would clip by a gradient norm "
+    "without experts",
+)
+def shards_clip_by_one_norm(draft: Draft) -> Iterator[Problem]:
+    """Without ZeRO, gradients below fp32 are clipped only where DeepSpeed's norm is complete.
 
-    Each pipeline stage takes its own, and tensor ranks only the first one's shards: what it
-    flattens loses the mark of a shard (fp16/unfused_optimizer.py and get_weight_norm). Experts it
-    leaves out.
+    Without ZeRO, DeepSpeed clips by a norm that misses the other stages, the other tensor ranks'
+    shards, or the experts. It says nothing, and clips too little.
+
+    Fix: Use zero_stage=1, which has the true norm.
     """
     config, axes = draft.config, draft.config.parallelism
     if config.zero_stage.stage > 0 or formats(config.precision).weights is DataType.fp32:
         return
+    # What DeepSpeed flattens loses the mark of a tensor shard (fp16/unfused_optimizer.py,
+    # get_weight_norm). In fp32 the trainer clips by itself.
     for axis, whose in (
         ("pipeline", "each stage's own gradient norm"),
         ("tensor", "the first tensor rank's gradient norm"),
         ("expert", "a gradient norm without experts"),
     ):
         if getattr(axes, axis) > 1:
-            yield error(
-                "zero_stage.stage",
+            yield Problem(
                 f"zero_stage.stage=0 with parallelism.{axis}={getattr(axes, axis)} in "
                 f"{config.precision.compute} would clip by {whose}",
                 "zero_stage=1",
             )
 
 
-def offload_has_its_stage(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed ignores offload at a stage that does not know it; only the ratio is refused."""
-    yield from on_json(offload.offload_has_its_stage)(draft)
+@rule("TC032", "offload.ratio", "offload.*", example="recipe=tiny offload.parameters=cpu")
+def offload_has_its_stage(draft: Draft) -> Iterator[Problem]:
+    """Offload is used at a ZeRO stage that supports it.
+
+    Parameters can wait on the host only where they are sharded, which is stage 3; optimizer states
+    from stage 1 on. DeepSpeed ignores the rest, and the run needs the memory that was to be saved.
+
+    Fix: Use a higher zero_stage, or no offload.
+    """
+    yield from json_problems(draft, offload.offload_has_its_stage)
     settings, stage = draft.config.offload, draft.config.zero_stage.stage
     # The JSON has the ratio at stage 3 only.
     if settings.optimizer is not OffloadDevice.none and settings.ratio < 1 and stage < 3:
-        yield error(
-            "offload.ratio",
+        yield Problem(
             f"offload.ratio={settings.ratio:g} needs ZeRO stage 3, and it is {stage}",
             "offload.ratio=1, or zero_stage=3",
         )
 
 
-def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Finding]:
-    """What DeepSpeed can update in host memory, and what it can update in parts."""
+@rule(
+    "TC034",
+    "optimizer.kind",
+    "offload.ratio",
+    example="recipe=tiny zero_stage=3 optimizer=lamb offload.optimizer=cpu script=train.py",
+    files={"train.py": ""},
+)
+def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Problem]:
+    """An offloaded optimizer has a CPU kernel.
+
+    States in host memory are updated there, by a kernel for the CPU, which DeepSpeed has for Adam,
+    Adagrad and Lion.
+
+    Fix: Use optimizer=adamw, or no offload.
+    """
     offload, spec = draft.config.offload, spec_of(draft.config.optimizer)
     if offload.optimizer is OffloadDevice.none:
         return
     if not spec.has_cpu_kernel and not draft.config.trains_itself:
-        yield error(
-            "optimizer.kind",
+        yield Problem(
             f"optimizer.kind={spec.name} has no CPU kernel, and its states are offloaded",
             "optimizer=adamw, or offload=none",
         )
     elif spec.has_cpu_kernel and offload.ratio < 1 and "ratio" not in spec.offload_variants:
         # The part on the device is always torch's AdamW (zero/stage3.py, backup_optimizer).
-        yield error(
-            "offload.ratio",
+        yield Problem(
             f"offload.ratio={offload.ratio:g} is for adamw, not {spec.name}",
             "offload.ratio=1",
+            key="offload.ratio",
         )
 
 
-def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
-    """ZenFlow and SuperOffload are kinds of optimizer offload, and go with a part of the rest."""
+@rule(
+    "TC035",
+    "offload.super_offload",
+    "*",
+    example="recipe=tiny offload.zenflow=true",
+)
+def offload_variants_have_their_base(draft: Draft) -> Iterator[Problem]:
+    """ZenFlow and SuperOffload are combined only with settings that they support.
+
+    ZenFlow and SuperOffload are ways to update offloaded states while the device goes on. Without
+    what they build on, DeepSpeed ignores them or fails in the first step.
+
+    Fix: Set what the message names, or leave the variant out.
+    """
     offload, stage = draft.config.offload, draft.config.zero_stage.stage
     if offload.zenflow and offload.optimizer is not OffloadDevice.cpu:
-        yield error(
-            "offload.zenflow",
+        yield Problem(
             f"offload.zenflow needs offload.optimizer=cpu, and it is {offload.optimizer.value}",
             "offload.optimizer=cpu",
+            key="offload.zenflow",
         )
     yield from zenflow_findings(draft)
     if not offload.super_offload:
         return
     if offload.optimizer is not OffloadDevice.cpu or stage != 3:
-        yield error(
-            "offload.super_offload",
+        yield Problem(
             "offload.super_offload needs offload.optimizer=cpu and ZeRO stage 3; they are "
             f"{offload.optimizer.value} and {stage}",
             "offload.optimizer=cpu zero_stage=3",
         )
     if draft.hardware.accelerator is not Accelerator.cuda:
-        yield error(
-            "offload.super_offload",
+        yield Problem(
             f"offload.super_offload is for CUDA, and the hardware is {draft.hardware.name}",
             "offload.super_offload=false",
         )
@@ -104,28 +141,27 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
     # clipping it updates during the backward pass, before gradients are unscaled.
     spec, precision = spec_of(draft.config.optimizer), draft.config.precision
     if "super_offload" not in spec.offload_variants:
-        yield error(
-            "optimizer.kind",
+        yield Problem(
             f"offload.super_offload updates by AdamW, and optimizer.kind is {spec.name}",
             "optimizer=adamw, or offload.super_offload=false",
+            key="optimizer.kind",
         )
     if precision.master_weights is not DataType.fp32:
-        yield error(
-            "precision.master_weights",
+        yield Problem(
             "offload.super_offload updates fp32 master weights, and they are "
             f"{precision.master_weights.value}",
             "precision.master_weights=fp32",
+            key="precision.master_weights",
         )
     if formats(precision).weights is DataType.fp16 and not draft.config.optimizer.gradient_clipping:
-        yield error(
-            "optimizer.gradient_clipping",
+        yield Problem(
             "offload.super_offload in fp16 without clipping updates by gradients that are still "
             "multiplied by the loss scale",
             "optimizer.gradient_clipping=1.0, or precision=bf16",
+            key="optimizer.gradient_clipping",
         )
     if _saves(draft.config.checkpoint):
-        yield error(
-            "offload.super_offload",
+        yield Problem(
             "offload.super_offload keeps the moments in a process of its own that gives them to "
             "nobody: a checkpoint would lack them",
             "offload.super_offload=false, or no checkpoints: checkpoint.at_end=false and no "
@@ -144,26 +180,54 @@ def _saves(checkpoint: CheckpointConfig) -> bool:
     return checkpoint.at_end or any(interval is not None for interval in intervals)
 
 
-def secondary_partition_divides(draft: Draft) -> Iterator[Finding]:
-    """hpZ groups are equal and lie inside a node (utils/groups.py)."""
+@rule(
+    "TC037",
+    "zero_stage.hpz_partition_size",
+    example="recipe=tiny zero_stage=3 zero_stage.hpz_partition_size=2 parallelism.tensor=2",
+)
+def secondary_partition_divides(draft: Draft) -> Iterator[Problem]:
+    """hpZ groups have equal sizes and lie within a node.
+
+    hpZ keeps a second copy of the weights inside each machine, so that backward gathers do not
+    cross the network. Groups that span machines, or hold different tensor shards, would undo it.
+
+    Fix: Choose a divisor of the devices of a node, with parallelism.tensor=1.
+    """
     config = draft.config
     size = config.zero_stage.hpz_partition_size
     if config.zero_stage.stage != 3 or size == 1:
         return
     # DeepSpeed takes neighbouring ranks of the world (groups._create_zero_param_parallel_group).
     if config.parallelism.tensor > 1:
-        yield error(
-            "zero_stage.hpz_partition_size",
+        yield Problem(
             f"zero_stage.hpz_partition_size={size} with parallelism.tensor="
             f"{config.parallelism.tensor}: DeepSpeed would spread a shard over tensor ranks that "
             "hold different ones",
             "zero_stage.hpz_partition_size=1, or parallelism.tensor=1",
         )
     if config.offload.parameters is not OffloadDevice.none:
-        yield error(
-            "zero_stage.hpz_partition_size",
+        yield Problem(
             f"zero_stage.hpz_partition_size={size} keeps a copy of the parameters near, and "
             "offload.parameters sends them away",
             "zero_stage.hpz_partition_size=1, or offload.parameters=none",
         )
-    yield from on_json(zero.secondary_partitions_divide_a_node)(draft)
+    yield from json_problems(draft, zero.secondary_partitions_divide_a_node)
+
+
+on_json(
+    "TC033", offload.nvme_has_a_path, arguments="recipe=tiny zero_stage=3 offload.optimizer=nvme"
+)
+
+
+on_json(
+    "TC036",
+    zero.the_gather_bucket_is_even,
+    arguments="recipe=tiny zero_stage.allgather_bucket_size=1001",
+)
+
+
+on_json(
+    "TC038",
+    zero.quantized_communication_has_a_kernel,
+    arguments="recipe=tiny zero_stage=3 zero_stage.quantized_weights=true",
+)

@@ -1,1 +1,0 @@
-"""Texts of the plan rules, of which `scripts/generate_rules.py` makes a page."""
