@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.readers.conversations import BadConversation
-from trainctl.readers.preferences import pair_of
+from trainctl.readers.conversations import BadConversation, pair_of
 
 
 def user(text):

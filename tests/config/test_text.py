@@ -15,7 +15,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.errors import Severity, TrainctlError
 from trainctl.readers import documents
-from trainctl.readers import stall_notice as silence
+from trainctl.readers import documents as silence
 from trainctl.readers.documents import Document, Reader, sides
 from trainctl.readers.files import find, split_files
 from trainctl.rules.named_files import missing_files

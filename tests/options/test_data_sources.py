@@ -21,11 +21,10 @@ from trainctl.config.registry import load, new_section
 from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import arrow, parquet
-from trainctl.readers.columns import NoColumn
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import find, split_files
 from trainctl.readers.stream import Damaged
-from trainctl.readers.table_process import read_in_process
+from trainctl.readers.tables import NoColumn, read_in_process
 from trainctl.rules.named_files import missing_files
 
 TEXTS = ["first", "", 'two\nlines, and a "quote"', "Ωmega \U0001f600", "x" * 200_000, "last"] * 3

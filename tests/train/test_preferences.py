@@ -28,8 +28,7 @@ from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.dpo import PreferenceLoss
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.readers.conversations import as_text
-from trainctl.readers.preferences import pair_of
+from trainctl.readers.conversations import as_text, pair_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data

@@ -54,9 +54,6 @@ def locked(folder: Path, notify: Notify) -> Iterator[None]:
     """Lock a folder of the cache, which need not exist, against writers in other processes.
 
     `notify` is called before waiting for another process.
-
-    Raises:
-        TrainctlError: The parent folder cannot be written (exit code 4).
     """
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,7 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
-from trainctl.readers.conversations import Learn
-from trainctl.readers.preferences import ANSWERS
+from trainctl.readers.conversations import ANSWERS, Learn
 
 PAIR_FORMAT = 1
 """Version of the encoding of pairs. Raising it has all pairs tokenized again."""
@@ -46,11 +45,7 @@ class _RecordEncoder(Generic[Section]):
         self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the marked ids of each record; no ids for one that `data.on_bad_text` leaves out.
-
-        Raises:
-            TrainctlError: A record cannot be encoded and is not left out.
-        """
+        """Return the marked ids of each record; none for one that `data.on_bad_text` skips."""
         return [self._encode_or_skip(json.loads(text)) for text in texts]
 
     def _encode_or_skip(self, record: Mapping[str, Any]) -> Ids:
@@ -73,11 +68,7 @@ class _RecordEncoder(Generic[Section]):
 
 
 class ChatEncoder(_RecordEncoder[ChatConfig]):
-    """Encoder of conversations, each as the JSON that `data=chat` makes of it.
-
-    Raises:
-        TrainctlError: There is no chat template.
-    """
+    """Encoder of conversations, each as the JSON that `data=chat` makes of it."""
 
     def __init__(self, section: ChatConfig, tokenizer: Tokenizer) -> None:
         super().__init__(section, tokenizer)

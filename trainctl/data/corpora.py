@@ -86,9 +86,6 @@ def build_corpora(
 
     `users_folder` is the run's folder for the texts of `data.factory`. The other arguments are as
     in `CorpusBuilder`.
-
-    Raises:
-        TrainctlError: As `CorpusBuilder.build`, with keys under `data.sources.NAME`.
     """
     if config.data.factory is not None:
         assert users_folder is not None
@@ -125,11 +122,7 @@ def _require_text(corpus: Corpus, who: str) -> None:
 
 
 def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus | None]:
-    """Return each source's corpus from the cache, None if it is not there. No text is read.
-
-    Raises:
-        TrainctlError: No file of a source matches.
-    """
+    """Return each source's corpus from the cache, None if it is not there. No text is read."""
     found = {}
     for name, builder in _builders(config, tokenizer):
         with naming_source(config.data, name):
@@ -163,11 +156,7 @@ def tokenize_shares(
 
 
 def tokenize_unclaimed(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora.
-
-    Raises:
-        TrainctlError: As `build_corpora`.
-    """
+    """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora."""
     for _, builder in _builders(config, tokenizer):
         if builder.cached() is None and can_tokenize_in_parts(builder.config):
             builder.tokenize_share(1, 1)
@@ -218,11 +207,7 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
 
 
 def load_recorded_corpora(path: Path) -> Corpora:
-    """Return every corpus in a run's record, including sources that the run no longer has.
-
-    Raises:
-        TrainctlError: The record is invalid (exit code 5).
-    """
+    """Return every corpus in a run's record, including sources that the run no longer has."""
     try:
         sources = json.loads(path.read_bytes())["sources"]
         return {name: Corpus.of(record) for name, record in sources.items()}

@@ -264,11 +264,7 @@ def build_corpus(
 
 
 def can_tokenize_in_parts(config: DataConfig) -> bool:
-    """Return True if the ids of each document do not depend on its position in the corpus.
-
-    Raises:
-        TrainctlError: A file is missing or cannot be read.
-    """
+    """Return True if the ids of each document do not depend on its position in the corpus."""
     if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return False
     is_cut = config.max_bytes is not None or is_one_document(config, split_files(config))
@@ -295,7 +291,6 @@ def build_users_corpus(
     Args:
         config: Names the function. It is called as ``function(config, split)``, with ``train`` and
             ``held_out``, and returns the documents of that split as an iterable of texts.
-        folder: Created if it does not exist.
 
     Raises:
         TrainctlError: The function cannot be imported, fails, or gives anything but texts; or, by

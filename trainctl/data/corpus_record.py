@@ -103,11 +103,7 @@ class Corpus:
         return UnmarkedTokens(found) if self.is_marked else found
 
     def loss_mask(self, split: Split) -> LossMask | None:
-        """Return the split's loss mask, read by slices; None if every token is learned.
-
-        Raises:
-            TrainctlError: As `stored`.
-        """
+        """Return the split's loss mask, read by slices; None if every token is learned."""
         return LossMask(self.stored(split, in_order=False)) if self.is_marked else None
 
     def stored(self, split: Split, *, in_order: bool = True) -> Tokens:
@@ -115,9 +111,6 @@ class Corpus:
 
         `in_order=False` is for reading scattered samples: otherwise the kernel reads 128 KiB around
         each page fault.
-
-        Raises:
-            TrainctlError: The file is missing or has another size (exit code 5).
         """
         if split.in_place:
             return Joined(split.in_place)
@@ -128,20 +121,13 @@ class Corpus:
 
         None for a corpus made before ends were stored: only the end-of-document id separates
         documents.
-
-        Raises:
-            TrainctlError: As `stored`.
         """
         if not split.ends:
             return None
         return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
 
     def origin(self, split: Split) -> npt.NDArray[Any] | None:
-        """Return the `ORIGIN` of each document, shape (documents,), memory-mapped; None if unknown.
-
-        Raises:
-            TrainctlError: As `stored`.
-        """
+        """Return the `ORIGIN` of each document, (documents,), memory-mapped; None if unknown."""
         if not split.origin:
             return None
         return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
@@ -249,11 +235,7 @@ class Corpus:
 
     @classmethod
     def load(cls, path: Path) -> Corpus:
-        """Read a record.
-
-        Raises:
-            TrainctlError: The file is missing or invalid (exit code 5).
-        """
+        """Read a record."""
         try:
             return cls.of(json.loads(path.read_bytes()))
         except OSError as error:

@@ -245,11 +245,7 @@ def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
 
 
 def migrate(folder: Path, notify: Callable[[str], None]) -> None:
-    """Add today's checksums to a corpus of format 1, if it matches its digest.
-
-    Raises:
-        TrainctlError: The record cannot be written (exit code 4).
-    """
+    """Add today's checksums to a corpus of format 1, if it matches its digest."""
     record = folder / "corpus.json"
     if not record.is_file():
         return
@@ -315,13 +311,9 @@ def store_chunks(
     """Yield all documents of the tasks, in order within each side.
 
     Args:
-        store: All of the tasks are done in it.
         files: Which file is on which side, or that documents are divided.
         fraction: Held-out fraction if documents are divided.
         keep: Mask of documents to keep, [documents], by task key; None keeps all.
-
-    Raises:
-        DamagedPart: A part is not what was written.
     """
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     before: dict[File, int] = {}
@@ -349,9 +341,6 @@ def held_out_masks(
     """Yield the mask of held-out documents of each task, [documents].
 
     Arguments are as in `store_chunks`.
-
-    Raises:
-        DamagedPart: A part is not what was written.
     """
     held_out_files = set(files.held_out)
     limit = _limit(store, tasks, fraction) if files.by_document else None
@@ -365,11 +354,7 @@ def held_out_masks(
 
 
 def bad_text(store: TokenStore, tasks: Sequence[Task], files: TextFiles) -> BadText:
-    """Return the account of bad text in the tasks, examples of held-out files first.
-
-    Raises:
-        DamagedPart: A part is not what was written.
-    """
+    """Return the account of bad text in the tasks, examples of held-out files first."""
     of_sides = {True: BadText(), False: BadText()}
     held_out_files = set(files.held_out)
     before: dict[File, int] = {}

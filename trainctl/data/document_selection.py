@@ -80,9 +80,6 @@ def selection_digest(whole: DataConfig, sources: Mapping[str, tuple[DataConfig, 
 
     It covers the settings of the rules, the texts of every source, which texts are held out, and
     the held-out sets. `sources` has the section and files of each source.
-
-    Raises:
-        TrainctlError: A list or a held-out set cannot be read.
     """
     held_out = [
         [*_of_texts(section), *map(version_of, split_files(section).train)]
@@ -139,10 +136,8 @@ def select_training_documents(
 
     Args:
         whole: The run's `data` section: deduplication, precedence, held-out sets.
-        sources: All sources; each has its own filters.
         workers: Number of processes; None uses as many as are worth their start, up to one per
             core.
-        show: Called with the progress of measuring.
 
     Raises:
         DamagedPart: A part of a store is not what was written.

@@ -25,11 +25,7 @@ from trainctl.options.data import read_section, spec_of
 
 
 def read_dropped(corpus: Path) -> dict[str, Any] | None:
-    """Return the record of dropped documents of a corpus; None if it was built without rules.
-
-    Raises:
-        TrainctlError: The record cannot be read (exit code 5).
-    """
+    """Return the record of dropped documents of a corpus; None if it was built without rules."""
     file = corpus / DROPPED
     try:
         plain: dict[str, Any] = json.loads(file.read_bytes())

@@ -117,11 +117,7 @@ def _share(number: np.uint64) -> float:
 
 
 def infilling_settings(config: RunConfig, name: str) -> Infilling | None:
-    """Return the fill-in-the-middle settings of a source; None if it does not use it.
-
-    Raises:
-        TrainctlError: The tokenizer lacks a sentinel token.
-    """
+    """Return the fill-in-the-middle settings of a source; None if it does not use it."""
     section = sources_of(config.data)[name]
     if not section.fim_rate:
         return None

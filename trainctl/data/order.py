@@ -370,8 +370,6 @@ def incompatible_changes(before: SampleOrder, now: SampleOrder, until: int) -> I
     that has not been reached.
 
     Args:
-        before: The order that the run was trained with.
-        now: The order that it is to continue with.
         until: Number of samples drawn so far.
     """
     if until == 0:

@@ -126,8 +126,6 @@ def conversations_of(
     that its template could not render, which has no token.
 
     Args:
-        ends: End (exclusive) of each conversation.
-        learnt: Loss mask, read by slices.
         cuts: Whether to keep the beginning of conversations that are too long.
     """
     ends = ends.astype(np.int64)
@@ -284,9 +282,6 @@ def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignor
 
     The order computes floor((N - 1) / L) samples of length L from this number N. `notify` is called
     as in `load_bins`, and with how much of the samples is text.
-
-    Raises:
-        TrainctlError: As `load_bins`.
     """
     bins = load_bins(config, corpus, corpus.train, notify)
     if bins is None:

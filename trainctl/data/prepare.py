@@ -66,9 +66,6 @@ def build_plan_corpora(
     """Tokenize the plan's text into the cache, and check that a run can train on it.
 
     No run needs to exist. `users_folder` is the run's folder for the texts of `data.factory`.
-
-    Raises:
-        TrainctlError: As `prepare`, except for errors that depend on the run.
     """
     config = plan.config
     show("reading the corpus")

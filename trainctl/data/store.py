@@ -62,11 +62,7 @@ class TokenStore:
 
     @classmethod
     def of(cls, cache: Path, config: DataConfig, tokenizer: Encoder) -> TokenStore:
-        """Return the store of a source and a tokenizer under `cache`; it is created if missing.
-
-        Raises:
-            TrainctlError: The folder cannot be written (exit code 4).
-        """
+        """Return the store of a source and a tokenizer under `cache`; it is created if missing."""
         settings = {
             "format": FORMAT,
             "tokenizer": tokenizer.fingerprint,
@@ -83,11 +79,7 @@ class TokenStore:
         return store
 
     def tasks(self, files: Sequence[File]) -> list[Task]:
-        """Return the tasks for all documents of files, in order.
-
-        Raises:
-            TrainctlError: A file does not exist.
-        """
+        """Return the tasks for all documents of files, in order."""
         try:
             return plan_tasks(files, spec_of(self.config).ranges)
         except OSError as error:
@@ -159,11 +151,7 @@ class TokenStore:
             write_json(self._record(task), {**task.to_plain(), "part": content})
 
     def discard(self, part: Path) -> None:
-        """Remove a damaged part of this store or of another source's.
-
-        Raises:
-            TrainctlError: The part cannot be removed (exit code 4).
-        """
+        """Remove a damaged part of this store or of another source's."""
         with writing(self.folder):
             if part.parent.name == "parts" and part.exists():
                 away = part.with_name(f".{part.name}.damaged")
@@ -225,11 +213,7 @@ def shift_line_number(text: str, piece: FileRange, before: int) -> str:
 
 
 def read_documents(task: Task, config: DataConfig) -> Iterator[tuple[Origin, str]]:
-    """Yield the documents of a task from its files again, as they are in its part.
-
-    Raises:
-        TrainctlError: A file cannot be read, or has changed since.
-    """
+    """Yield the documents of a task from its files again, as they are in its part."""
     readers = [Reader(config) for _ in task.pieces]
     yield from _documents(task, readers, spec_of(config).counts_lines)
     _require_unchanged(task)

@@ -78,11 +78,7 @@ class StorePart:
 
     @classmethod
     def load(cls, folder: Path) -> StorePart:
-        """Read the manifest of a folder.
-
-        Raises:
-            DamagedPart: The manifest is missing or invalid.
-        """
+        """Read the manifest of a folder."""
         try:
             data = json.loads((folder / MANIFEST).read_bytes())
             data["files"] = {name: tuple(pair) for name, pair in data["files"].items()}
@@ -126,7 +122,7 @@ class StorePart:
 
 
 class DamagedPart(Exception):
-    """Error: the part in `folder` is not what was written (`why`, in words). Callers rewrite it."""
+    """Error of any reading: the part in `folder` is not what was written. Callers rewrite it."""
 
     def __init__(self, folder: Path, why: str) -> None:
         super().__init__(f"{folder}: {why}")
@@ -146,9 +142,6 @@ def write_part(
         folder: Created here; the caller renames it to its final name.
         pieces: Returns the facts of the pieces; called after the last document.
         progress: Called after each document with its number of characters.
-
-    Raises:
-        OSError: The folder cannot be written.
     """
     dtype = dtype_for(tokenizer.vocab_size)
     ends: list[int] = []

@@ -53,7 +53,6 @@ def run_tasks(
         section: Tokenizer section for worker processes to load; None does all work in this process.
         workers: Number of processes; None uses as many as are worth their start, up to one per
             core.
-        show: Called with the progress.
 
     Raises:
         TrainctlError: As `TokenStore.do`; or the disk has too little space (exit code 4).
@@ -70,11 +69,7 @@ def run_tasks(
 
 
 def work(store: TokenStore, tasks: Sequence[Task], show: Progress = ignore_progress) -> None:
-    """Do unclaimed tasks in this process until all tasks are done, by any process.
-
-    Raises:
-        TrainctlError: As `TokenStore.do`.
-    """
+    """Do unclaimed tasks in this process until all tasks are done, by any process."""
     left = [task for task in tasks if not store.is_done(task)]
     meter = PreparationMeter(sum(task.size for task in left), show)
     while left:
@@ -219,11 +214,7 @@ def space_needed(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task])
 
 
 def require_space(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task]) -> None:
-    """Refuse to start if the disk has too little room.
-
-    Raises:
-        TrainctlError: There is too little room (exit code 4).
-    """
+    """Refuse to start if the disk has too little room."""
     needed = space_needed(store, tasks, left)
     free = _free(store.folder)
     if needed > free:

@@ -104,9 +104,6 @@ def plan_tasks(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
     """Return the tasks that read all documents of files, in order.
 
     `ranges` divides files that are larger than a task; None divides no file.
-
-    Raises:
-        OSError: A file does not exist.
     """
     return list(_tasks(files, ranges))
 
@@ -171,9 +168,6 @@ class Claims:
         """Try to claim a task for the duration of the context; provide True if the claim was taken.
 
         A claim of a process that is gone is taken over.
-
-        Raises:
-            OSError: The folder cannot be written.
         """
         path = self._folder / name
         nonce = secrets.token_hex(8)

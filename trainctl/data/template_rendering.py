@@ -82,8 +82,6 @@ def render(
 
     Args:
         tools: JSON schemas of the tools that may be called.
-        variables: Other variables of the template, by name.
-        prompts: Whether to add the generation prompt.
         marks: Whether to return the spans of `{% generation %}` blocks.
 
     Raises:

@@ -63,11 +63,7 @@ class Span:
     """
 
     def ids(self) -> Ids:
-        """Return the span's ids, memory-mapped.
-
-        Raises:
-            TrainctlError: The file is missing or has another size (exit code 5).
-        """
+        """Return the span's ids, memory-mapped."""
         problem = self.size_problem()
         if problem:
             raise TrainctlError(

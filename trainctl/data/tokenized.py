@@ -262,11 +262,6 @@ def _given(file: Path, dtype: str | None) -> str:
 def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
     """Memory-map the ids of a file. The kernel is advised of random access.
 
-    Args:
-        file: Contains only ids after the header.
-        dtype: numpy dtype of the ids.
-        offset: Bytes of the header.
-
     Raises:
         OSError: The file cannot be read.
         TrainctlError: The size is no multiple of the dtype's.

@@ -53,11 +53,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Load the tokenizer that the config names.
-
-    Raises:
-        TrainctlError: The file is missing or invalid.
-    """
+    """Load the tokenizer that the config names."""
     made: Tokenizer = function_of("tokenizer", config.kind)(config)
     return made
 
@@ -68,11 +64,7 @@ def byte_tokenizer(section: TokenizerConfig) -> Tokenizer:
 
 
 def file_tokenizer(section: TokenizerFromPath) -> Tokenizer:
-    """Load the tokenizer file that the kind names.
-
-    Raises:
-        TrainctlError: The file is not named, missing or invalid.
-    """
+    """Load the tokenizer file that the kind names."""
     spec = tokenizer_spec_of(section)
     if not section.path:
         raise TrainctlError(

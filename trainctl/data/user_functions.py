@@ -110,9 +110,6 @@ def run_trainer(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> int:
     """Call the plan's `trainer` with the plan and this rank, and return the exit code.
 
     Exceptions of the function propagate: they end the process, with a traceback in the rank's log.
-
-    Raises:
-        TrainctlError: The function cannot be imported.
     """
     assert plan.config.trainer is not None
     function = load("trainer", plan.config.trainer)

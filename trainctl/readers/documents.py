@@ -13,8 +13,11 @@ A binary file is always an error. Replaced and skipped documents are counted.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -22,10 +25,10 @@ from itertools import islice
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
+from trainctl.config.secrets import redact_text
 from trainctl.errors import TrainctlError
 from trainctl.readers.files import TextFiles
-from trainctl.readers.remote import File
-from trainctl.readers.stall_notice import warn_if_stalled
+from trainctl.readers.remote import File, say
 
 EXAMPLES = 10
 """Maximum places of bad text that are recorded."""
@@ -87,11 +90,7 @@ class Reader:
             yield from self.read(file)
 
     def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
-        """Yield the documents of a file, or of one of the ranges into which its kind divides it.
-
-        Raises:
-            TrainctlError: As in `documents`.
-        """
+        """Yield the documents of a file, or of one of the ranges into which its kind divides it."""
         read = function_of("data", self.config.kind)
         with _readable(file), warn_if_stalled(file) as wait:
             for document in read(self, file) if span is None else read(self, file, span):
@@ -100,11 +99,7 @@ class Reader:
                 wait(True)
 
     def clean(self, text: str, where: str) -> str | None:
-        """Check a text for lone surrogates by the policy; None leaves it out.
-
-        Args:
-            where: Place of the text, for errors and examples of bad text.
-        """
+        """Check a text for lone surrogates by the policy; None leaves it out."""
         try:
             if not text.isascii():
                 text.encode()  # several times faster than a search
@@ -117,7 +112,6 @@ class Reader:
         """Decode bytes as UTF-8 by the policy; None leaves the text out.
 
         Args:
-            where: Place of the bytes, for errors and examples of bad text.
             whole: Whether the bytes are a whole file, so that errors name the line.
         """
         try:
@@ -135,12 +129,7 @@ class Reader:
         """Return the replacement for a bad text by the policy; None leaves it out.
 
         Args:
-            where: Place of the text, for errors and examples of bad text.
-            problem: What is wrong there.
             repaired: The text repaired with U+FFFD; None if it cannot be repaired.
-
-        Raises:
-            TrainctlError: By the policy.
         """
         skips = self.config.on_bad_text is OnBadText.skip
         if self.config.on_bad_text is OnBadText.error or (repaired is None and not skips):
@@ -159,9 +148,6 @@ def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tupl
     """Yield each document with its side, `held_out` or `train`; each side in file order.
 
     `data.max_bytes` limits each side; for a single file, which is split, it limits both together.
-
-    Raises:
-        TrainctlError: As in `Reader.documents`.
     """
     if not files.by_document:
         for name, of_side in (("held_out", files.held_out), ("train", files.train)):
@@ -183,11 +169,7 @@ def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tupl
 
 
 def is_one_document(config: DataConfig, files: TextFiles) -> bool:
-    """Whether the corpus is a single file with a single document, so that its end is held out.
-
-    Raises:
-        TrainctlError: As in `Reader.documents`.
-    """
+    """Whether the corpus is a single file with a single document, so that its end is held out."""
     if not files.by_document:
         return False
     documents = _bounded(Reader(config).documents(files.train), config.max_bytes)
@@ -239,3 +221,67 @@ def _readable(file: File) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainctlError(f"cannot read {file}: {error.strerror}") from None
+
+
+SILENT_SECONDS = 30.0
+"""Seconds without a document before a notice, and between two notices."""
+
+
+class _Watch:
+    """Files that this process waits for, and the thread that watches while there are any."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: dict[object, tuple[File, float]] = {}
+        self.thread: threading.Thread | None = None
+
+    def wait_for(self, key: object, file: File) -> None:
+        with self.lock:
+            self.waiting[key] = file, time.monotonic()
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, daemon=True)
+                self.thread.start()
+
+    def stop_waiting(self, key: object) -> None:
+        with self.lock:
+            self.waiting.pop(key, None)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(SILENT_SECONDS)
+            with self.lock:
+                if not self.waiting:
+                    self.thread = None
+                    return
+                waiting = [*self.waiting.values()]
+            now = time.monotonic()
+            for file, since in waiting:
+                if now - since >= SILENT_SECONDS:
+                    seconds = f"{now - since:.0f} s"
+                    say(redact_text(f"still reading {file}: nothing has come for {seconds}"))
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its thread is not there
+
+
+@contextmanager
+def warn_if_stalled(file: File) -> Iterator[Callable[[bool], None]]:
+    """Print a notice while a file yields nothing.
+
+    Yields a function: call it with False when something has arrived, and with True before waiting
+    for the next item.
+    """
+    key = object()
+
+    def wait(is_waiting: bool) -> None:
+        if is_waiting:
+            _watch.wait_for(key, file)
+        else:
+            _watch.stop_waiting(key)
+
+    wait(True)
+    try:
+        yield wait
+    finally:
+        wait(False)

@@ -82,7 +82,6 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
     match.
 
     Args:
-        endings: Endings of the files to take from a folder.
         choose: Selects from a folder's files before the endings do.
 
     Raises:

@@ -31,13 +31,7 @@ SKIPPED_RECORD = object()
 
 
 class NoTextKey(TrainctlError):
-    """A JSONL line without a text under `data.text_key`.
-
-    Args:
-        where: File and line.
-        text_key: The key that was looked for.
-        record: The line's object.
-    """
+    """A JSONL line without a text under `data.text_key`."""
 
     def __init__(self, where: str, text_key: str, record: dict[str, object]) -> None:
         texts = {key: value for key, value in record.items() if isinstance(value, str)}
@@ -149,15 +143,7 @@ def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, by
 
 
 def record_of(reader: Reader, raw: bytes, where: str) -> Any:
-    """Parse a line of JSON; `SKIPPED_RECORD` leaves it out.
-
-    Args:
-        reader: Has the policy for bad text.
-        where: Place of the line, for errors and examples of bad text.
-
-    Raises:
-        TrainctlError: By the policy.
-    """
+    """Parse a line of JSON; `SKIPPED_RECORD` leaves it out."""
     line = reader.decoded(raw, where)
     if line is None:
         return SKIPPED_RECORD
@@ -173,15 +159,7 @@ def record_of(reader: Reader, raw: bytes, where: str) -> Any:
 
 
 def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
-    """Return the text of a JSON object, such as a JSONL line; None leaves it out.
-
-    Args:
-        reader: Has the text's key, and the policy for bad text.
-        where: Place of the object, for errors and examples of bad text.
-
-    Raises:
-        TrainctlError: By the policy.
-    """
+    """Return the text of a JSON object, such as a JSONL line; None leaves it out."""
     config = reader.config
     assert isinstance(config, DataFromRecords)
     before = reader.bad.replaced

@@ -167,11 +167,7 @@ def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
 
 
 class _ResumableStream(io.RawIOBase):
-    """Raw stream of a remote file, reopened at its position when reading fails.
-
-    Args:
-        tell: Called with the reason of each new attempt.
-    """
+    """Raw stream of a remote file, reopened at its position when reading fails."""
 
     def __init__(self, file: RemoteFile, tell: Tell) -> None:
         self._file, self._tell = file, tell
@@ -256,10 +252,8 @@ def call_with_retries(
     this function, which converts their errors to ours.
 
     Args:
-        attempt: A call of a file system.
         url: Subject of the errors, which show it with its secrets redacted.
         at: Byte of the file that is read next; None for any other call.
-        tell: Called before each wait.
 
     Raises:
         TrainctlError: The URL names nothing that can be read (exit code 2), or a package, a
@@ -328,11 +322,7 @@ def _missing(url: str, error: ImportError) -> TrainctlError:
 
 
 def file_system_of(url: str, tell: Tell = say) -> tuple[Any, str]:
-    """Return the file system of a URL, and the URL's path within it.
-
-    Raises:
-        TrainctlError: As in `call_with_retries`.
-    """
+    """Return the file system of a URL, and the URL's path within it."""
     found: tuple[Any, str] = call_with_retries(partial(_file_system_of, url), url, tell=tell)
     return found
 

@@ -171,13 +171,7 @@ class _Zstd(_Decompressor):
 
 
 class _DecompressedStream(io.RawIOBase):
-    """Raw stream of a compressed file's decompressed bytes.
-
-    Args:
-        packed: The file, at its beginning.
-        kind: Name of the compression, for errors.
-        name: Name of the file, for errors.
-    """
+    """Raw stream of a compressed file's decompressed bytes."""
 
     def __init__(self, packed: BinaryIO, unpack: _Decompressor, kind: str, name: str) -> None:
         self._packed = packed

@@ -15,8 +15,7 @@ from trainctl.config.schema import RunConfig, TokenizerFromPath
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding, TrainctlError
 from trainctl.models.tokenizer_files import template_of
-from trainctl.readers.check import MISSING, check_text
-from trainctl.readers.choice import check_choice
+from trainctl.readers.check import MISSING, check_quality_inputs, check_text
 
 NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
 
@@ -30,7 +29,7 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
     findings = [*check_user_code(config, folder), *_no_python(config)]
     if not config.trains_itself:
         return findings  # only trainctl's trainer needs corpus and tokenizer
-    findings += [*check_text(config), *check_choice(config)]
+    findings += [*check_text(config), *check_quality_inputs(config)]
     findings += [*_without_tokenizer(config), *_without_template(config)]
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")

@@ -204,11 +204,7 @@ def folder_of(part: PartToMeasure, folder: Path) -> Path:
 
 
 def measured(part: PartToMeasure, folder: Path) -> Columns:
-    """Return the columns of a measured part.
-
-    Raises:
-        TrainctlError: The part is not measured, or its columns are damaged (exit code 5).
-    """
+    """Return the columns of a measured part."""
     return Columns.load(folder_of(part, folder))
 
 
@@ -251,9 +247,6 @@ class MeasuredCorpus:
 
         `parts` may be in any order. `precedence` lists sources, the first with the highest
         precedence; sources that are not listed follow by name.
-
-        Raises:
-            TrainctlError: A part is not measured, or damaged (exit code 5).
         """
 
         def place(part: PartToMeasure) -> tuple[int, str, int, str]:

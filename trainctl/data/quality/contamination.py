@@ -87,11 +87,7 @@ class HeldOut:
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
-        """Load what `write_held_out` wrote; cached per process.
-
-        Raises:
-            TrainctlError: The folder is missing or incomplete (exit code 5).
-        """
+        """Load what `write_held_out` wrote; cached per process."""
         return _load(folder, Columns.load(folder).manifest["key"])
 
     def find(self, batch: DocumentBatch) -> tuple[npt.NDArray[np.uint32], I64, I64]:

@@ -109,7 +109,6 @@ class _Removals:
         Args:
             ids: Ids, ascending. Documents that are already removed only count in `Tally.applies`;
                 fixed ones stay.
-            values: The number that decided, for each document.
             likes: The document that stays in place of each.
         """
         goes = ~self.protected[ids]
@@ -342,14 +341,10 @@ def select_documents(
 
     Args:
         parts: In any order. Their filters are replaced by the rules' filters of their source.
-        folder: Folder of all results.
         precedence: Sources, the first with the highest precedence; others follow by name.
         held_out: Texts to search for, if the rules have `contamination`.
         held_out_identity: Identity of these texts; if it is unchanged, none is read.
         fixed: Returns the mask of a part's documents that always stay, [documents].
-        processes: Number of processes that measure.
-        memory: Maximum bytes for sorting.
-        done: Called after each part is measured.
 
     Raises:
         TrainctlError: What reading a part or a user's function raises; or stored results are

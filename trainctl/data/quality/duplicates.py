@@ -44,9 +44,7 @@ def equal_keys(
 
     Args:
         rows: Yields keys, evenly spread over 64 bits, and their ids.
-        total: Number of rows.
         scratch: Folder for the files, 16 bytes a row; removed at the end.
-        memory: Maximum bytes of memory.
     """
     needed = total * _ROW.itemsize * _PEAK
     bits = max(0, (needed - 1) // memory).bit_length()
@@ -170,9 +168,7 @@ def near_pairs(
     Args:
         same: Identical texts, from `exact_duplicates.find_identical_texts`; copies are left out.
         threshold: Minimum Jaccard index of the sets of word 5-grams.
-        scratch: Folder for what does not fit in memory.
         bands: Banding of the signatures; None finds 95 % of the pairs at the threshold.
-        memory: Maximum bytes for sorting.
     """
     search = _Search(corpus, threshold)
     bands = bands or Bands.for_threshold(threshold)

@@ -67,8 +67,6 @@ def measure_all(
 
     Args:
         folder: Folder of all columns; a part's are in `SOURCE/NAME/` below it.
-        processes: Number of processes; 1 works in this process.
-        done: Called after each part.
 
     Raises:
         TrainctlError: What reading a part or a user's function raises, or a process was killed
@@ -117,11 +115,7 @@ def _ignored_folder() -> Iterator[None]:
 
 
 def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
-    """Measure a part, unless it is done.
-
-    Raises:
-        TrainctlError: What reading the part or a user's function raises.
-    """
+    """Measure a part, unless it is done."""
     target = folder_of(part, folder)
     held_out = HeldOut.load(wanted.held_out) if wanted.held_out is not None else None
     key = _key(part, wanted, held_out)

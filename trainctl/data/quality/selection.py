@@ -115,11 +115,7 @@ class Selection:
 
     @classmethod
     def load(cls, folder: Path) -> Selection:
-        """Load what `write` stored.
-
-        Raises:
-            TrainctlError: The selection is missing or damaged (exit code 5).
-        """
+        """Load what `write` stored."""
         columns = Columns.load(folder)
         facts = columns.manifest
         return cls(

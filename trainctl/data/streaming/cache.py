@@ -46,7 +46,6 @@ class Lookahead:
     Args:
         end: Counter behind the last sample of the run.
         room: Number of shards that the cache has room for.
-        shards: Number of shards of the corpus.
         lag: Samples that another rank may be behind this one.
     """
 
@@ -175,8 +174,6 @@ class ShardCache:
     Args:
         folder: Shared by all processes of this node that read the corpus; created if missing.
         limit: Maximum bytes of all shards in the folder, including unfinished ones.
-        facts: Returns size and checksum of a shard.
-        tell: Called with a sentence before waiting.
     """
 
     def __init__(
@@ -217,9 +214,6 @@ class ShardCache:
         """Fetch the first of these shards that is missing and not being fetched, if there is room.
 
         Only shards whose next use is later are removed for it. Returns True if a shard was fetched.
-
-        Raises:
-            TrainctlError: As `opened`.
         """
         for name in wanted:
             if (self._folder / name).exists():

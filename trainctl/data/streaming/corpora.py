@@ -85,9 +85,7 @@ class Stream:
         """Start a thread that fetches shards ahead of the samples, from the first `move` on.
 
         Args:
-            source: Name of this corpus in the order.
             end: Counter behind the last sample of the run.
-            batch: Samples of the largest batch.
         """
         size = max((facts.size for facts in self.record.shards["train"]), default=1)
         kept = max((facts.size for facts in self.record.shards["held_out"]), default=0)
@@ -307,11 +305,7 @@ class StreamedTokens:
         return self._length
 
     def __getitem__(self, span: slice) -> npt.NDArray[Any]:
-        """Return a copy of a slice of ids; steps are not supported.
-
-        Raises:
-            TrainctlError: A shard cannot be fetched.
-        """
+        """Return a copy of a slice of ids; steps are not supported."""
         start, stop, step = span.indices(self._length)
         assert step == 1
         parts, size = [], self._record.shard_tokens
@@ -323,11 +317,7 @@ class StreamedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate([self._nothing, *parts])
 
     def ends_of(self, number: int) -> npt.NDArray[np.int64]:
-        """Return the document ends in a shard, in tokens of the side, ascending.
-
-        Raises:
-            TrainctlError: The shard cannot be fetched.
-        """
+        """Return the document ends in a shard, in tokens of the side, ascending."""
         with self._shard(number) as (_, ends):
             return ends.astype(np.int64) + number * self._record.shard_tokens
 

@@ -153,9 +153,7 @@ def packed(
     """Return the file content of the shard with tokens `start` up to `stop` of a side.
 
     Args:
-        ids: Ids of the whole side.
         ends: Document ends of the side in tokens, ascending, shape (documents,).
-        dtype: dtype of the ids in the file.
     """
     bounds = np.array([start, stop], dtype=ends.dtype)
     # An empty first document ends at 0, which only the first shard can contain.

@@ -13,13 +13,21 @@ from typing import Any
 from trainctl.config.schema import DataFromRecords
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
-from trainctl.readers.arrow import pyarrow, readable, require_texts, row_records, text_cells
 from trainctl.readers.check import TEXT_KEY, FileProblem
-from trainctl.readers.columns import NoColumn, text_column, text_of
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged
-from trainctl.readers.table_process import read_in_process
+from trainctl.readers.tables import (
+    NoColumn,
+    pyarrow,
+    read_in_process,
+    readable,
+    require_texts,
+    row_records,
+    text_cells,
+    text_column,
+    text_of,
+)
 
 _FILE = b"ARROW1"
 """Magic bytes at the start of a file; a stream starts with the length of its first message."""

@@ -16,7 +16,6 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource, arrow, parquet
 from trainctl.readers import plain
 from trainctl.readers.check import FileProblem
-from trainctl.readers.columns import first_problem
 from trainctl.readers.conversations import (
     BadConversation,
     Learn,
@@ -27,6 +26,7 @@ from trainctl.readers.conversations import (
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.stream import uncompressed_name
+from trainctl.readers.tables import first_problem
 
 
 @dataclass

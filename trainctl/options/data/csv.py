@@ -13,11 +13,11 @@ from trainctl.config.schema.option import option
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
 from trainctl.readers.check import FileProblem
-from trainctl.readers.columns import NoColumn, first_problem, text_column, text_of
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.files import HEAD_BYTES, binary_format
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged, head_of, opened, uncompressed_name
+from trainctl.readers.tables import NoColumn, first_problem, text_column, text_of
 
 MOST_CHARACTERS = 1 << 30
 """Limit of a field. Python's own limit, 2^17, is process-wide and below the length of a book."""

@@ -11,19 +11,21 @@ from typing import Any
 
 from trainctl.config.schema import DataFromRecords
 from trainctl.options.data import DataSource
-from trainctl.readers.arrow import (
+from trainctl.readers.check import TEXT_KEY, FileProblem
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.remote import File
+from trainctl.readers.tables import (
     ROWS,
+    NoColumn,
     pyarrow,
+    read_in_process,
     readable,
     require_texts,
     row_records,
     text_cells,
+    text_column,
+    text_of,
 )
-from trainctl.readers.check import TEXT_KEY, FileProblem
-from trainctl.readers.columns import NoColumn, text_column, text_of
-from trainctl.readers.documents import Document, Reader
-from trainctl.readers.remote import File
-from trainctl.readers.table_process import read_in_process
 
 _BUFFER = 1 << 20
 """Bytes of a column that are read at once, because a row group may be larger than memory."""

@@ -13,11 +13,10 @@ from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
 from trainctl.options.data import DataSource, chat
 from trainctl.readers.check import FileProblem
-from trainctl.readers.columns import first_problem
-from trainctl.readers.conversations import BadConversation, as_text
+from trainctl.readers.conversations import BadConversation, as_text, pair_of
 from trainctl.readers.documents import Document, Reader
-from trainctl.readers.preferences import pair_of
 from trainctl.readers.remote import File
+from trainctl.readers.tables import first_problem
 
 
 @dataclass

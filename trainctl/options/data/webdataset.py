@@ -13,11 +13,11 @@ from trainctl.config.schema import DataFromRecords
 from trainctl.config.schema.option import option
 from trainctl.options.data import DataSource
 from trainctl.readers.check import TEXT_KEY, FileProblem
-from trainctl.readers.columns import first_problem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.plain import text_of_record
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged, opened
+from trainctl.readers.tables import first_problem
 
 _BLOCK = 512
 """Block size of a tar in bytes; two blocks of zeros end it (POSIX.1-2017, pax, «ustar

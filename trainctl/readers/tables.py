@@ -1,0 +1,348 @@
+"""Tables with a column of texts: Parquet and Arrow by pyarrow, which is imported late.
+
+pyarrow follows offsets that it finds in a file. Its results are validated before use, but what
+validation misses, and a file truncated while it is mapped, crash the process by SIGSEGV or SIGBUS.
+So a child process reads the tables: only the child dies, and the parent raises an error that names
+the file. Both processes run trainctl and exchange pickles. The parent sends a function with its
+arguments, and the child returns its items. After each item the parent says whether it wants another
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, BinaryIO
+
+from trainctl.config.schema import DataConfig, DataFromRecords
+from trainctl.config.suggest import nearest
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.check import BAD_TEXT, TEXT_KEY, FileProblem
+from trainctl.readers.documents import Document, Reader
+from trainctl.readers.remote import File, optional
+from trainctl.readers.stream import Damaged
+
+ROWS = 256
+"""Rows converted to Python at once."""
+
+
+def pyarrow(module: str = "") -> Any:
+    """Return pyarrow, or a module of it."""
+    return optional(f"pyarrow.{module}" if module else "pyarrow", "reading Parquet and Arrow")
+
+
+def require_texts(schema: Any, file: File, column: str) -> None:
+    """Refuse a file whose schema lacks the column, or has it twice or without text.
+
+    Raises:
+        NoColumn: Names the columns that are there.
+    """
+    kinds = {field.name: field.type for field in schema}
+    twice = {name for name in kinds if schema.names.count(name) > 1}
+    if column in kinds and column not in twice and _is_text(kinds[column]):
+        return
+    texts = [name for name, kind in kinds.items() if _is_text(kind) and name not in twice]
+    columns = [
+        f"{n!r} twice" if n in twice else repr(n) if n in texts else f"{n!r} ({kind})"
+        for n, kind in kinds.items()
+    ]
+    raise NoColumn(file, column, columns, texts)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return any(
+        test(kind)
+        for test in (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+            types.is_binary_view,
+        )
+    )
+
+
+def text_cells(column: Any) -> Iterator[list[bytes | None]]:
+    """Yield the texts of a column in lists of at most `ROWS`, as bytes that may be invalid UTF-8.
+
+    Raises:
+        pyarrow.ArrowInvalid: Offsets or indices lie outside the buffers of the column.
+    """
+    package = pyarrow()
+    if package.types.is_dictionary(column.type):
+        values = _as_bytes(column.dictionary)
+        values.validate(full=True)
+        column = package.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    column = _as_bytes(column)
+    column.validate(full=True)
+    column = column.cast(package.large_binary())
+    for start in range(0, len(column), ROWS):
+        yield column.slice(start, ROWS).to_pylist()
+
+
+def _as_bytes(column: Any) -> Any:
+    """View texts as bytes: validating text would refuse invalid UTF-8, whatever the policy."""
+    package = pyarrow()
+    for is_text, kind in (
+        (package.types.is_string, package.binary()),
+        (package.types.is_large_string, package.large_binary()),
+        (package.types.is_string_view, package.binary_view()),
+    ):
+        if is_text(column.type):
+            return column.view(kind)
+    return column
+
+
+def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a record batch in lists of at most `ROWS`, with all columns.
+
+    Raises:
+        pyarrow.ArrowInvalid: Its buffers are inconsistent, or a text is invalid UTF-8.
+    """
+    batch.validate(full=True)
+    for start in range(0, batch.num_rows, ROWS):
+        yield batch.slice(start, ROWS).to_pylist()
+
+
+@contextmanager
+def readable(file: File, what: str) -> Iterator[None]:
+    """Convert pyarrow's errors to `Damaged` within this context.
+
+    Args:
+        what: Expected format of the file, such as ``Parquet``.
+    """
+    package = pyarrow()
+    try:
+        yield
+    except (package.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise Damaged(
+            f"{file} is no {what}, or cut off or damaged: {_first_line(error)}",
+            hint="fetch or write it again",
+        ) from None
+    except (ValueError, OverflowError) as error:  # Python has no such date, name or duration
+        raise Damaged(
+            f"{file} has values that cannot be read: {_first_line(error)}",
+            hint="write it again without them",
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+_SHOWN = 12
+_LONGEST = 80
+"""Maximum characters of a column name in messages: without a header, the first row may be a whole
+text.
+"""
+_ROWS_READ = 20
+"""Rows of each file that are read before the start."""
+
+
+class NoColumn(TrainctlError):
+    """A file without a column of texts named by `data.text_key`.
+
+    Args:
+        columns: Columns in the file, as shown: a name, or a name with its type if it is not text.
+    """
+
+    def __init__(
+        self, file: File, column: str, columns: Sequence[str], names: Sequence[str]
+    ) -> None:
+        shown = [
+            name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…" for name in columns[:_SHOWN]
+        ]
+        more = [f"{len(columns) - _SHOWN} more"] if len(columns) > _SHOWN else []
+        has = f"it has {', '.join([*shown, *more])}" if columns else "it has none"
+        names = [name for name in names if len(name) <= _LONGEST]
+        meant = nearest(column, names, count=1) or names[:1]
+        hint = f"data.text_key={meant[0]}" if meant else "write the text under one key"
+        super().__init__(f"{file}: no column {column!r} of texts: {has}", hint=hint)
+
+
+def text_column(reader_or_section: Reader | DataConfig) -> str:
+    """Return the name of the column with the texts."""
+    section = reader_or_section
+    if isinstance(section, Reader):
+        section = section.config
+    assert isinstance(section, DataFromRecords)
+    return section.text_key
+
+
+def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:
+    """Decode the text of a cell; None leaves it out.
+
+    Args:
+        value: The cell's bytes; None for an empty cell.
+    """
+    if value is None:
+        return reader.apply_bad_text_policy(where, f"no text under {text_column(reader)!r}")
+    return reader.decoded(value, where)
+
+
+def first_problem(
+    file: File, section: DataConfig, read: Callable[[Reader, File], Iterator[Document]]
+) -> FileProblem | None:
+    """Return the problem found by reading the first rows of a file, if any."""
+    try:
+        for _ in islice(read(Reader(section), file), _ROWS_READ):
+            pass
+    except NoColumn as error:
+        return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
+    except TrainctlError as error:
+        if isinstance(error, Damaged) or error.exit_code is not ExitCode.bad_input:
+            raise
+        return FileProblem(BAD_TEXT, error.hint, error.message, error.hint, "data.on_bad_text")
+    return None
+
+
+_CRASHES = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+}
+"""Signals by which damaged data kills a process; any other signal has another cause."""
+
+_COMMAND = "from trainctl.readers.tables import serve; serve()"
+
+
+class _Process:
+    """A child process, and the environment it was started with."""
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _COMMAND], stdin=pipe, stdout=pipe
+        )
+
+    def send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(message, self._process.stdin)
+        self._process.stdin.flush()
+
+    def receive(self) -> tuple[str, Any]:
+        assert self._process.stdout is not None
+        answer: tuple[str, Any] = pickle.load(self._process.stdout)
+        return answer
+
+    def end(self) -> int:
+        """Kill the process and return its exit code, negative for a signal."""
+        self._process.kill()  # no effect if it has ended
+        code = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except OSError:  # a dead process did not read the last message
+                continue
+        return code
+
+
+_idle: dict[int, _Process] = {}
+"""Idle child process by the pid of its parent: a fork of the parent must not share it."""
+
+
+def read_in_process(
+    function: Callable[..., Iterator[Any]], file: File, *rest: Any
+) -> Iterator[Any]:
+    """Yield the items of ``function(file, *rest)``, which runs in a child process.
+
+    Args:
+        function: A module-level function, which pickle finds by its name.
+
+    Raises:
+        Damaged: The file crashed the process.
+        TrainctlError: Raised by the function; or something else ended the process (exit code 4).
+    """
+    process = _idle.pop(os.getpid(), None)
+    if process is not None and process.environment != os.environ:
+        process.end()
+        process = None
+    process = process or _Process()
+    try:
+        process.send((function, file, *rest))
+        kind, value = process.receive()
+        while kind == "item":
+            process.send(True)  # the next item is read while this one is used
+            yield value
+            kind, value = process.receive()
+    except GeneratorExit:
+        if process.receive()[0] == "item":
+            process.send(False)
+        _idle[os.getpid()] = process
+        raise
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        raise _death(file, process.end()) from None
+    except BaseException:
+        process.end()
+        raise
+    _idle[os.getpid()] = process
+    if kind == "error":
+        raise value
+
+
+def _death(file: File, code: int) -> TrainctlError:
+    if -code in _CRASHES:
+        return Damaged(
+            f"{file} is damaged: the process that read it died by {signal.Signals(-code).name}",
+            hint="fetch or write it again",
+        )
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return TrainctlError(
+        f"the process that read {file} {how}",
+        hint="it may have had too little memory; start again",
+        exit_code=ExitCode.environment,
+    )
+
+
+def serve() -> None:
+    """Answer requests on stdin until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keep library output off the pipe
+    requests = sys.stdin.buffer
+    try:
+        while True:
+            function, *arguments = pickle.load(requests)
+            _answer(function, arguments, requests, answers)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)
+
+
+def _answer(
+    function: Callable[..., Iterator[Any]],
+    arguments: list[Any],
+    requests: BinaryIO,
+    answers: BinaryIO,
+) -> None:
+    def send(kind: str, value: Any) -> None:
+        pickle.dump((kind, value), answers)
+        answers.flush()
+
+    items = function(*arguments)
+    try:
+        for item in items:
+            send("item", item)
+            if not pickle.load(requests):
+                return
+    except (EOFError, BrokenPipeError):
+        raise
+    except Exception as error:
+        send("error", error)
+        return
+    send("end", None)
