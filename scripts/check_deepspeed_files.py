@@ -28,7 +28,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trainctl.cli.deepspeed_file import CheckedFile, check_file
 from trainctl.config.compose import compose
 from trainctl.config.json_file import read_json
 from trainctl.config.schema import Accelerator
@@ -36,6 +35,7 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
 from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
+from trainctl.rules.deepspeed_file import CheckedFile, check_file
 from trainctl.rules.registry import JSON_RULES, check_json
 from trainctl.rules.resolve import resolve
 from trainctl.rules.rule import Enforcement

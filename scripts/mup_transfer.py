@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
-from trainctl.cli.meter import Meter
+from trainctl.cli.console import Meter
 from trainctl.config.schema import DataType, RunConfig
 from trainctl.monitor.report.figure import save_figure
 from trainctl.runs.layout import RunPaths

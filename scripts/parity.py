@@ -40,7 +40,7 @@ from parity_cases import (
     product,
 )
 
-from trainctl.cli.meter import Meter
+from trainctl.cli.console import Meter
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parity.md"
 BEGIN, END = "<!-- parity tables -->", "<!-- end of parity tables -->"

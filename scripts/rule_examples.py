@@ -19,10 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainctl.cli.deepspeed_file import check_file, json_context
-from trainctl.cli.planning import compose_target, plan
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.hardware import resolve_hardware
+from trainctl.launch.planning import compose, compose_target, plan
 from trainctl.rules.deepspeed.case import Case, JsonContext
+from trainctl.rules.deepspeed_file import check_file, json_context
 from trainctl.rules.handbook import (
     JSON_PAGE,
     PLAN_PAGE,
@@ -150,7 +151,9 @@ def _findings(typed: str) -> Sequence[Finding]:
     words = shlex.split(typed)
     if words[0] == "--deepspeed":
         file, ranks = Path(words[1]), int(words[3])
-        return check_file(file, json_context(words[4:], ranks, None)).findings
+        chosen = words[4:]
+        hardware = resolve_hardware(compose(chosen, None).config.hardware) if chosen else None
+        return check_file(file, json_context(hardware, ranks, None)).findings
     try:
         return plan(compose_target(None, words, None), with_files=True).findings
     except TrainctlError as error:

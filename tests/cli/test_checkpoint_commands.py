@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import small_checkpoints
 
-from trainctl.cli.checkpoint_selection import choose_checkpoint
+from trainctl.cli.console import Meter, warn
 from trainctl.cli.main import run
-from trainctl.cli.meter import Meter
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
+from trainctl.runs.checkpoint_selection import choose_checkpoint
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -215,7 +215,7 @@ def test_now_says_when_the_run_ends_first(
 
 
 def choose(paths: RunPaths, step: int | None = None, best: bool = False) -> str:
-    return choose_checkpoint(paths, Meter(), step=step, best=best).name
+    return choose_checkpoint(paths, Meter(), warn, step=step, best=best).name
 
 
 def test_the_choice_is_the_newest_the_best_or_the_named_one(paths: RunPaths) -> None:

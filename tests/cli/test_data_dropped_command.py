@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.cli.console import print_table
-from trainctl.cli.data_stats import HEADS
+from trainctl.cli.data_plan import STATISTICS
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
 
@@ -134,7 +134,7 @@ def test_what_the_sources_are_made_of(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_wide_table_in_a_file_is_cut_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(HEADS, [["notes", *["10,983,038,000"] * 10]], right=range(1, 11), wraps=False)
+    print_table(STATISTICS, [["notes", *["10,983,038,000"] * 10]], right=range(1, 11), wraps=False)
     shown = capsys.readouterr().out
     assert "…" not in shown and shown.count("10,983,038,000") == 10 and shown.count("\n") == 2
 

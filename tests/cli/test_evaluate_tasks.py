@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.cli import evaluate_tasks
+from trainctl.cli import evaluate
 from trainctl.cli.main import run as command
-from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch import offline
 from trainctl.runs.layout import RunPaths
 from trainctl.train.tasks import require_known, rows_of
 
@@ -25,7 +25,7 @@ def test_without_the_harness_its_extra_is_named(
 ) -> None:
     find = importlib.util.find_spec
     hidden = lambda name: None if name == "lm_eval" else find(name)  # noqa: E731
-    monkeypatch.setattr(evaluate_tasks, "find_spec", hidden)
+    monkeypatch.setattr(offline, "find_spec", hidden)
     assert command(["evaluate", "nowhere", "--tasks", "arc_easy"]) == ExitCode.environment
     said = capfd.readouterr().err
     assert "a package that is missing (lm_eval)" in said and "'trainctl[tasks]'" in said
@@ -35,19 +35,20 @@ def test_a_task_that_there_is_none_of_is_refused_with_the_nearest() -> None:
     with pytest.raises(TrainctlError, match="no task 'arc_esy'") as caught:
         require_known(["arc_easy", "arc_esy"], ["arc_easy", "hellaswag"])
     assert "arc_easy" in caught.value.hint
-    assert evaluate_tasks.names_of("a, b,a,") == ("a", "b")
+    assert evaluate.task_names("a, b,a,") == ("a", "b")
     with pytest.raises(TrainctlError, match="names no task"):
-        evaluate_tasks.names_of(" , ")
+        evaluate.task_names(" , ")
 
 
-def test_what_is_kept_has_a_place_before_the_work(tmp_path: Path) -> None:
+def test_what_is_kept_has_a_place_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "kept" / "other").mkdir(parents=True)
-    asked = evaluate_tasks.Tasks(("a",), None, None, None, None, False, tmp_path / "kept")
-    run, nowhere = RunPaths(tmp_path / "run"), tmp_path / "nowhere"
+    tasks = offline.TaskSettings(names=("a",), keep=tmp_path / "kept")
+    choice = offline.WeightsChoice(run=RunPaths(tmp_path / "run"))
+    monkeypatch.setattr(offline, "require_harness", lambda: None)
     with pytest.raises(TrainctlError, match="kept exists and is not an empty folder"):
-        evaluate_tasks.evaluate_tasks(
-            run, nowhere, asked, weights="raw", device="cpu", meter=Meter()
-        )
+        offline.evaluate_tasks(choice, tasks)
 
 
 def test_a_row_is_a_metric_of_a_task() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from trainctl.cli.main import run
-from trainctl.cli.planning import compose
 from trainctl.errors import ExitCode
 from trainctl.launch.interface import LaunchRequest, Outcome
+from trainctl.launch.planning import compose
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from trainctl.cli import meter
-from trainctl.cli.meter import Meter
+from trainctl.cli import console
+from trainctl.cli.console import Meter
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(meter.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from whole_recipes import WHOLE
 
-from trainctl.cli.budget_view import brief_lines
-from trainctl.cli.plan_view import plan_lines
+from trainctl.cli.plan_view import brief_lines, plan_lines
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.search.assess import assess

@@ -19,10 +19,16 @@ from typing import Any
 
 import pytest
 
-from trainctl.cli.activity import Activity
-from trainctl.cli.follow import LiveFollower
-from trainctl.cli.live_line import LiveLine
-from trainctl.cli.progress import Progress, clock, event_lines, record_lines, step_line
+from trainctl.cli.progress import (
+    Activity,
+    LiveFollower,
+    LiveLine,
+    Progress,
+    clock,
+    event_lines,
+    record_lines,
+    step_line,
+)
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 

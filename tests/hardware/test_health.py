@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from trainctl.cli.planning import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
@@ -34,6 +33,7 @@ from trainctl.hardware import (
     storage,
 )
 from trainctl.hardware.facts import Hardware
+from trainctl.launch.planning import compose
 from trainctl.options import logger
 
 CPU = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)

@@ -13,11 +13,11 @@ import pytest
 from anatomies import read_directory
 
 from trainctl.cli.main import run
-from trainctl.cli.planning import plan
 from trainctl.config.compose import compose, recompose
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
+from trainctl.launch.planning import plan
 from trainctl.memory.activations import block_activations
 from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.plan.groups import parameter_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.cli.planning import Planned, compose, plan
+from trainctl.launch.planning import Planned, compose, plan
 
 SCHEDULER = "deepspeed.scheduler={type: WarmupLR, params: {warmup_num_steps: 10}}"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.cli.planning import compose, plan
 from trainctl.config.keys import leaves
+from trainctl.launch.planning import compose, plan
 from trainctl.plan.types import RunPlan
-from trainctl.search.influence import depending_on
+from trainctl.search.value_explanation import depending_on
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,26 @@ ConfigDir = Annotated[
         callback=register_config_dir,
     ),
 ]
+
+
+def check_chart_file(path: Path | None) -> Path | None:
+    """Refuse a file that no chart can be written to, before any work."""
+    if path is not None:
+        from trainctl.monitor.report.figure import check_target
+
+        check_target(path)
+    return path
+
+
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Also draw it: .png, .svg or .html.",
+        show_default=False,
+        callback=check_chart_file,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print plan, budget and commands; start nothing.")

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from trainctl.cli.arguments import Json, NamedRun, Run
-from trainctl.cli.checkpoint_selection import open_or_newest, select
-from trainctl.cli.checkpoint_selection import verify as problems_of
-from trainctl.cli.console import print_json, print_table, put, say, size_text
-from trainctl.cli.meter import Meter
+from trainctl.cli.console import Meter, print_json, print_table, put, say, size_text
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoint_selection import select
+from trainctl.runs.checkpoint_selection import verify as problems_of
 from trainctl.runs.checkpoints import checkpoint_folders, clean_temporary, delete, examine
-from trainctl.runs.directory import open_run
+from trainctl.runs.directory import open_or_newest, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold, holder
 from trainctl.runs.records import Event, EventFollower, events_from_end

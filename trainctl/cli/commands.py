@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "add-tokens": (
         USE,
-        "add_tokens:add_tokens",
+        "export:add_tokens",
         "Write a transformers directory again with more special tokens.",
     ),
     "checkpoint": (USE, "checkpoint:app", "List, verify, remove and save checkpoints."),

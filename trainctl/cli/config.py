@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from json import dumps
+from pathlib import Path
+from shlex import quote
+from typing import Annotated, Any
 
 import typer
 
@@ -15,24 +18,86 @@ from trainctl.cli.arguments import (
     TargetAndOverrides,
     split_target,
 )
-from trainctl.cli.compare import Difference, compare, read_side
 from trainctl.cli.complete import complete_key
-from trainctl.cli.console import print_json, print_table, put, say
-from trainctl.cli.findings import show_findings
-from trainctl.cli.import_json import import_json
-from trainctl.cli.planning import Planned, compose_target, plan
-from trainctl.cli.why import explain, unknown
+from trainctl.cli.console import print_json, print_table, put, say, show_findings
 from trainctl.config.codec import to_plain
+from trainctl.config.json_file import read_json
 from trainctl.config.json_schema import option_schema, recipe_schema
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.plan.types import RunPlan
+from trainctl.launch.planning import compose_target, plan
+from trainctl.rules.deepspeed.case import JsonContext
+from trainctl.rules.deepspeed_file import check_file
 from trainctl.rules.deepspeed_json_schema import deepspeed_schema
+from trainctl.search.config_diff import (
+    ComparedConfig,
+    Difference,
+    compare,
+    json_config,
+    planned_config,
+)
+from trainctl.search.import_json import Imported, ranks_of
+from trainctl.search.import_json import import_json as imported_from
+from trainctl.search.recipe_text import recipe_text
+from trainctl.search.value_explanation import explain, unknown
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
 app = typer.Typer(help="Look at a configuration: its values, and why.", add_completion=False)
-app.command("import")(import_json)
+
+
+@app.command("import")
+def import_json(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON.")],
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Ranks that its batch is for; by default, as its numbers say."
+        ),
+    ] = None,
+    as_recipe: Annotated[bool, typer.Option("--recipe", help="Print a recipe instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the choices and overrides that render back to a DeepSpeed JSON.
+
+    What trainctl has no key for becomes deepspeed.*; what it derives itself is left out, and said
+    on stderr.
+
+    Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
+    """
+    ranks = world_size or ranks_of(read_json(file).value)
+    checked = check_file(file, JsonContext(world_size=ranks, fills_auto=True))
+    if checked.has_error:
+        raise TrainctlError.from_findings(checked.findings)
+    imported = imported_from(checked.document.value, world_size=ranks)
+    show_findings(checked.findings)
+    for left in imported.left_out:
+        say(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")
+    if as_json:
+        print_json(_import_json_document(imported))
+    elif as_recipe:
+        put(_recipe(imported, file))
+    else:
+        for override in imported.overrides:
+            put(quote(override))
+
+
+def _import_json_document(imported: Imported) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "overrides": imported.overrides,
+        "left_out": [
+            {"key": left.key, "value": left.value, "reason": left.reason}
+            for left in imported.left_out
+        ],
+    }
+
+
+def _recipe(imported: Imported, file: Path) -> str:
+    """Return a recipe that starts from `base`."""
+    passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
+    settings = {**imported.settings, **passed}
+    return recipe_text([f"Imported from {file.name}."], "base", imported.choices, settings)
 
 
 @app.command()
@@ -63,7 +128,7 @@ def deepspeed(
     Example: trainctl config deepspeed 7b-zero3 hardware=8xh100-80g
     """
     planned = plan(compose_target(*split_target(target), config_dir, attempt=attempt))
-    made = _plan_of(planned)
+    made = planned.plan
     show_findings(planned.findings)
     if not made.deepspeed:
         raise TrainctlError(
@@ -123,13 +188,21 @@ def diff(
     Examples: trainctl config diff 7b-zero2 7b-zero3; trainctl config diff ds_config.json 7b-zero3;
     trainctl config diff runs/NAME runs/NAME --attempt 1
     """
-    differences = compare(
-        read_side(left, config_dir, attempt=attempt), read_side(right, config_dir)
-    )
+    differences = compare(_side(left, config_dir, attempt), _side(right, config_dir))
     if as_json:
         print_json([{"key": d.key, "left": d.left, "right": d.right} for d in differences])
     else:
         _print_differences(differences, left, right)
+
+
+def _side(name: str, config_dir: Path | None, attempt: int | None = None) -> ComparedConfig:
+    """Read a recipe, a run directory, or a file of DeepSpeed's JSON."""
+    path = Path(name).expanduser()
+    if attempt is None and (path.is_file() or path.suffix == ".json"):
+        return json_config(path)
+    composed = compose_target(name, (), config_dir, attempt=attempt)
+    show_findings(composed.findings)
+    return planned_config(name, composed.config, plan(composed).assessment.plan)
 
 
 def _print_differences(differences: Sequence[Difference], left: str, right: str) -> None:
@@ -163,9 +236,3 @@ def schema(
         print_json(deepspeed_schema())
         return
     print_json(recipe_schema() if group is None else option_schema(group))
-
-
-def _plan_of(planned: Planned) -> RunPlan:
-    if planned.assessment.plan is None:
-        raise TrainctlError.from_findings(planned.findings)
-    return planned.assessment.plan

@@ -1,4 +1,4 @@
-"""Output of commands: data on stdout, messages on stderr.
+"""Output of commands: data on stdout; messages, findings, errors and progress on stderr.
 
 Lines are written unwrapped and uninterpreted, because they hold paths and values of users. Rich,
 whose import takes longer than planning, is only for tables and for the live line.
@@ -10,9 +10,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.rules.handbook import hint_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,6 +105,11 @@ def say(text: str, *, style: str = "") -> None:
     """
     with suppress(OSError):
         _write(sys.stderr, text, style)
+
+
+def warn(text: str) -> None:
+    """Print one warning on stderr."""
+    say(f"warning: {text}", style="warning")
 
 
 def _write(stream: TextIO, text: str, style: str) -> None:
@@ -207,3 +217,124 @@ def short_count(number: float) -> str:
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:g}"
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print each finding: severity, rule, key and message; then what set the key, and the hint.
+
+    Warnings come first, then errors, then where to read more about all of them.
+    """
+    findings = sorted(findings, key=lambda finding: finding.is_error)
+    for finding in findings:
+        about = f"{finding.key}: " if finding.key else ""
+        say(
+            f"{finding.severity}[{finding.rule}]: {about}{finding.message}",
+            style=finding.severity.value,
+        )
+        if finding.source:
+            say(f"  set by: {finding.source}")
+        if finding.hint:
+            say(f"  hint: {finding.hint}")
+    rules = list(dict.fromkeys(finding.rule for finding in findings if finding.rule))
+    if rules:
+        show_explain_hint(rules)
+
+
+def show_error(message: str, hint: str = "") -> None:
+    """Print one error and its hint."""
+    say(f"error: {message}", style="error")
+    if hint:
+        say(f"hint: {hint}")
+
+
+def show_trainctl_error(error: TrainctlError) -> None:
+    """Print the findings of an error, then its message and hint.
+
+    Without findings, an exit code other than 2 gets a line on where it is explained.
+    """
+    show_findings(error.findings)
+    show_error(error.message, error.hint)
+    if not error.findings and error.exit_code not in (ExitCode.success, ExitCode.bad_input):
+        show_explain_hint([str(int(error.exit_code))])
+
+
+def show_explain_hint(words: list[str]) -> None:
+    """Print where rules, a cause or an exit code are explained, as the last line of a message."""
+    say(f"more: {hint_line(words)}")
+
+
+def findings_to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return the findings as JSON objects."""
+    return [
+        {
+            "rule": finding.rule,
+            "severity": finding.severity.value,
+            "key": finding.key,
+            "message": finding.message,
+            "hint": finding.hint,
+            "source": finding.source,
+            "exit_code": int(finding.exit_code),
+        }
+        for finding in findings
+    ]
+
+
+LINE_SECONDS = 5.0
+"""Interval between two plain lines."""
+
+
+class Meter:
+    """Context manager that shows the progress of consecutive pieces of work.
+
+    Work that ends within its first interval prints no plain line.
+    """
+
+    def __init__(self) -> None:
+        self._live: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._what = ""
+        self._last = 0.0
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.progress import (
+                BarColumn,
+                Progress,
+                TaskProgressColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+
+            self._live = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+                console=rich_console(stderr=True),
+                transient=True,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` units of `what` are done."""
+        if self._live is not None:
+            if what not in self._tasks:
+                self._tasks[what] = self._live.add_task(what)
+            self._live.update(self._tasks[what], completed=done, total=total)
+            return
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._last = what, now
+        elif now - self._last >= LINE_SECONDS:
+            self._last = now
+            say(f"{what}: {100 * done / max(1, total):.0f} %")

@@ -1,4 +1,4 @@
-"""`trainctl data`: the samples of a run or a recipe, and the other commands of the group."""
+"""`trainctl data`: samples and documents of a run or a recipe, and the other commands."""
 
 from __future__ import annotations
 
@@ -9,30 +9,102 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli import data_find, data_plan, data_prepare, data_stats
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, printable, put, put_marked
-from trainctl.cli.data_dropped import show_dropped
-from trainctl.cli.planning import compose_target
-from trainctl.cli.planning import plan as make_plan
+from trainctl.cli import data_plan, data_prepare
+from trainctl.cli.arguments import ConfigDir, Json, NamedRun, TargetAndOverrides, split_target
+from trainctl.cli.console import Meter, print_json, printable, put, put_marked, show_findings
+from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SINGLE_SOURCE, stages_of_plan
+from trainctl.launch.planning import compose_target
+from trainctl.launch.text_preparation import check_text_settings, corpora_before_run
+from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import find_attempt, standing_attempt
-from trainctl.runs.directory import read_plan
-from trainctl.runs.records import steps_from_end
+from trainctl.runs.directory import open_run, read_plan
+from trainctl.runs.records import iter_events, steps_from_end
 
 if TYPE_CHECKING:
-    from trainctl.data.corpora import Corpora
+    from trainctl.data.dropped_documents import DroppedDocument
     from trainctl.data.sample_contents import ChatStretch, Passage, Sample
-    from trainctl.plan.types import RunPlan
+    from trainctl.data.text_search import Match
+
+SHOWN_STEPS = 4
+"""Steps that are listed for a document."""
 
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
 
 
 app.command()(data_prepare.prepare)
 app.command()(data_plan.plan)
-app.command()(data_find.find)
-app.command()(data_stats.stats)
+
+
+@app.command()
+def find(
+    run: NamedRun,
+    text: Annotated[str, typer.Argument(metavar="TEXT", show_default=False)],
+    ignore_case: Annotated[
+        bool, typer.Option("--ignore-case", "-i", help="Letters of another case are the same.")
+    ] = False,
+    most: Annotated[int, typer.Option(min=0, help="Documents, at most; 0 shows all.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Print the documents that a run is trained on and that have a text, and which steps saw it.
+
+    Example: trainctl data find runs/NAME "the quick brown fox"
+    """
+    from trainctl.data.prepare import load_run_corpora
+    from trainctl.data.text_search import find_text, take_first
+    from trainctl.data.tokenizer import load_tokenizer
+
+    if not text:
+        raise TrainctlError("there is nothing to look for", hint="trainctl data find RUN TEXT")
+    paths = open_run(run)
+    plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
+    corpora = load_run_corpora(plan, paths)
+    tokenizer = load_tokenizer(plan.config.tokenizer)
+    events = iter_events(paths.events, "step")
+    with Meter() as meter:
+        every = find_text(
+            plan,
+            corpora,
+            tokenizer,
+            text,
+            events,
+            ignore_case=ignore_case,
+            progress=lambda done, total: meter("looking through the tokens", done, total),
+        )
+        found, has_more = take_first(every, most)
+    if as_json:
+        documents = [asdict(each) for each in found]
+        print_json(
+            {"schema": 1, "run": str(paths.root), "documents": documents, "has_more": has_more}
+        )
+        return
+    for each in found:
+        _show_match(each)
+    if not found:
+        put("no document has it")
+    elif has_more:
+        put(f"and more: --most 0 shows all, these are the first {most:,}")
+
+
+def _show_match(found: Match) -> None:
+    of = "" if found.source == SINGLE_SOURCE else f" of {found.source}"
+    line = "" if found.line is None else f":{found.line}"
+    where = "" if found.file is None else f": {printable(found.file)}{line}"
+    put(f"document {found.document:,}{of}, from token {found.token:,}{where}")
+    put(f"  | {printable(' '.join(found.text.split()))}")
+    times = f"{found.times:,} times in it; " if found.times > 1 else ""
+    put(f"  {times}{_seen(found)}")
+
+
+def _seen(found: Match) -> str:
+    if not found.seen:
+        return "not seen yet"
+    steps = [f"step {each.step:,} (sample {each.sample:,})" for each in found.seen]
+    more = f" and {len(steps) - SHOWN_STEPS:,} more" if len(steps) > SHOWN_STEPS else ""
+    return f"seen in {', '.join(steps[:SHOWN_STEPS])}{more}"
+
+
+app.command()(data_plan.stats)
 
 
 @app.command()
@@ -73,12 +145,17 @@ def show(
     trainctl data show my-recipe --dropped
     """
     from trainctl.data.prepare import load_run_corpora
-    from trainctl.data.sample_contents import counters_of_step, parse_counters, read_samples
+    from trainctl.data.sample_contents import (
+        counters_of_step,
+        parse_counters,
+        planned_counters,
+        read_samples,
+    )
     from trainctl.data.tokenizer import load_tokenizer
 
     name, overrides = split_target(target)
     if dropped:
-        show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
+        _show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
         return
     if not target or (samples is None) == (step is None):
         raise TrainctlError(
@@ -94,51 +171,22 @@ def show(
             counters = counters_of_step(steps_from_end(paths.events, [step]).values(), step)
         corpora = load_run_corpora(plan, paths)
     else:
-        plan, corpora = _before_a_run(name, overrides, config_dir)
+        composed = compose_target(name, overrides, config_dir)
+        show_findings(check_text_settings(composed))
+        plan, corpora = corpora_before_run(composed)
         if step is not None:
-            counters = _planned_counters(plan, step)
+            counters = planned_counters(plan, step)
     tokenizer = load_tokenizer(plan.config.tokenizer)
     found = read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
     if as_json:
-        shown = [asdict(sample) for sample in found]
         root = str(found_run[0].root) if found_run is not None else None
-        print_json({"schema": 1, "run": root, "samples": shown})
+        print_json({"schema": 1, "run": root, "samples": [asdict(sample) for sample in found]})
         return
     for sample in found:
-        _show(sample)
+        _show_sample(sample)
 
 
-def _before_a_run(
-    name: str | None, overrides: Sequence[str], config_dir: Path | None
-) -> tuple[RunPlan, Corpora]:
-    """Plan a run and prepare its text, as its launch would.
-
-    Raises:
-        TrainctlError: There is no plan, or not enough text for a sample.
-    """
-    from trainctl.data.prepare import build_plan_corpora
-    from trainctl.data.streaming.corpora import with_streams
-
-    composed = compose_target(name, overrides, config_dir)
-    data_prepare.require_text(composed)
-    planned = make_plan(composed, tokenize=True)
-    plan = planned.assessment.plan
-    if plan is None:
-        raise TrainctlError.from_findings(planned.findings)
-    return plan, with_streams(plan.config.data, build_plan_corpora(plan))
-
-
-def _planned_counters(plan: RunPlan, step: int) -> list[int]:
-    """Return the counters of the samples that an optimizer step of a plan draws."""
-    from trainctl.data.sample_contents import parse_counters
-
-    for stage in stages_of_plan(plan):
-        if stage.first_step < step <= stage.end_step:
-            return parse_counters(f"{stage.sample_of(step - 1)}-{stage.sample_of(step) - 1}")
-    raise TrainctlError(f"the plan ends with step {plan.total_steps:,}", hint="an earlier step")
-
-
-def _show(sample: Sample) -> None:
+def _show_sample(sample: Sample) -> None:
     of = "the training text" if sample.source == SINGLE_SOURCE else sample.source
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
@@ -176,3 +224,28 @@ def _source(passage: Passage) -> str:
         return where
     line = "" if passage.line is None else f":{passage.line}"
     return f"{where}: {printable(passage.file)}{line}"
+
+
+def _show_dropped(config: RunConfig, *, as_json: bool) -> None:
+    """Print the documents left out of each source, with examples."""
+    from trainctl.data.dropped_documents import dropped_by_source, examples_of, without_examples
+
+    found = list(dropped_by_source(config))
+    if as_json:
+        examples = [asdict(row) for dropped in found for row in examples_of(dropped)]
+        sources = [without_examples(each) for each in found]
+        print_json({"schema": 1, "sources": sources, "examples": examples})
+        return
+    for dropped in found:
+        data_prepare.print_dropped(dropped)
+        for row in examples_of(dropped):
+            put("")
+            _put_example(row)
+
+
+def _put_example(row: DroppedDocument) -> None:
+    put(f"  {printable(row.document)}")
+    put(f"    {row.reason}: {printable(row.why)}")
+    put(f"    | {printable(row.excerpt)}")
+    if row.other and row.other != row.excerpt:
+        put(f"    what stays | {printable(row.other)}")

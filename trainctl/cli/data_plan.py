@@ -1,25 +1,33 @@
-"""`trainctl data plan`: what a run will see of each source."""
+"""`trainctl data plan` and `data stats`: what a run sees of each source, and what the source is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, put, rich_console, say
-from trainctl.cli.findings import findings_to_json, show_findings
-from trainctl.cli.planning import compose_target, name_sources
-from trainctl.cli.planning import plan as make_plan
-from trainctl.data.source_lengths import count_source_tokens
+from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides, split_target
+from trainctl.cli.console import (
+    Meter,
+    findings_to_json,
+    print_json,
+    print_table,
+    put,
+    rich_console,
+    say,
+    show_findings,
+)
+from trainctl.data.source_lengths import data_plan_of
 from trainctl.errors import TrainctlError
-from trainctl.monitor.report.mixture import chart
-from trainctl.readers.check import check_text
+from trainctl.launch.planning import compose_target, name_sources
+from trainctl.launch.planning import plan as make_plan
+from trainctl.monitor.report import corpus, mixture
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan, SourceLength, SourceUse, StageUse
+    from trainctl.data.statistics import SourceStatistics
 
 BAR = 60
 """Characters of a stage's bar."""
@@ -30,14 +38,7 @@ COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 
 def plan(
     target: TargetAndOverrides = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also draw it: .png, .svg or .html.",
-            show_default=False,
-        ),
-    ] = None,
+    plot: Plot = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -45,33 +46,21 @@ def plan(
 
     Examples: trainctl data plan recipe=tiny; trainctl data plan runs/NAME training.steps=2000
     """
-    from trainctl.data.mixture import plan_data
-
-    if plot is not None:
-        from trainctl.monitor.report.figure import check_target
-
-        check_target(plot)
     name, overrides = split_target(target)
     planned = make_plan(compose_target(name, overrides, config_dir))
-    made = planned.assessment.plan
-    if made is None:
-        raise TrainctlError.from_findings(planned.findings)
-    files = check_text(made.config)
-    counts, unread = (
-        ({}, []) if any(f.is_error for f in files) else count_source_tokens(made.config)
-    )
-    broken = [finding for finding in [*files, *unread] if finding.is_error]
-    if broken:
-        raise TrainctlError.from_findings(name_sources(planned.composed, [*files, *unread]))
-    found = plan_data(made, counts)
+    made = planned.plan
+    found, findings = data_plan_of(made)
+    findings = name_sources(planned.composed, findings)
+    if found is None:
+        raise TrainctlError.from_findings(findings)
+    show_findings(findings)
     problems = name_sources(planned.composed, found.problems)
-    show_findings(name_sources(planned.composed, files))
     errors = [problem for problem in problems if problem.is_error]
     if plot is not None and found.stages:
         from trainctl.monitor.report.figure import save_chart
 
         title = f"Data of {made.config.recipe or made.config.model.name}"
-        save_chart(lambda: chart(found, title), plot, title=title)
+        save_chart(lambda: mixture.chart(found, title), plot, title=title)
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(found, problems))
@@ -182,3 +171,65 @@ def _widths(uses: Mapping[str, SourceUse], names: list[str]) -> list[tuple[int, 
         found.append((number, round((before + share) * BAR) - round(before * BAR)))
         before += share
     return found
+
+
+def stats(
+    target: TargetAndOverrides = None,
+    plot: Plot = None,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
+) -> None:
+    """Print documents, tokens, lengths and copies of each source that a run is trained on.
+
+    Examples: trainctl data stats recipe=tiny; trainctl data stats runs/NAME --plot corpus.html
+    """
+    from trainctl.data.statistics import corpus_statistics
+
+    name, overrides = split_target(target)
+    config = compose_target(name, overrides, config_dir).config
+    with Meter() as meter:
+        found = corpus_statistics(
+            config, lambda done, total: meter("looking through the tokens", done, total)
+        )
+    if plot is not None:
+        from trainctl.monitor.report.figure import save_chart
+
+        title = f"Text of {config.recipe or config.model.name}"
+        save_chart(lambda: corpus.chart(found, title), plot, title=title)
+        say(f"wrote {plot}", style="good")
+    if as_json:
+        print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})
+        return
+    rows = [_statistics_row(*each) for each in found.items()]
+    print_table(STATISTICS, rows, right=range(1, len(STATISTICS)), wraps=False)
+
+
+STATISTICS = (
+    "source",
+    "documents",
+    "tokens",
+    "held out",
+    "bytes/token",
+    "mean",
+    "median",
+    "90 %",
+    "99 %",
+    "longest",
+    "copies",
+)
+
+
+def _statistics_row(name: str, found: SourceStatistics) -> tuple[str, ...]:
+    percentiles = [f"{found.percentiles.get(level, 0):,}" for level in (50, 90, 99)]
+    ratio = "-" if found.bytes_per_token is None else f"{found.bytes_per_token:.2f}"
+    return (
+        name,
+        f"{found.documents:,}",
+        f"{found.tokens:,}",
+        f"{found.held_out_tokens:,}",
+        ratio,
+        f"{found.mean_length:,.0f}",
+        *percentiles,
+        f"{found.longest:,}",
+        f"{found.copies:,}",
+    )

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, put
-from trainctl.cli.data_dropped import dropped_of, print_dropped, told
-from trainctl.cli.findings import show_findings
-from trainctl.cli.planning import compose_target, name_sources
+from trainctl.cli.console import print_json, put, show_findings
 from trainctl.cli.progress import bad_text_lines
-from trainctl.config.compose import Composed
-from trainctl.config.quality import has_quality_rules
-from trainctl.errors import Finding, TrainctlError
-from trainctl.hardware import resolve_hardware
-from trainctl.hardware.storage import root_caches_are_protected
-from trainctl.plan.mixture import sources_of
-from trainctl.rules.named_files import missing_files
-from trainctl.rules.resolve import resolve
-from trainctl.search.input_files import check_tokenizer_files
+from trainctl.errors import TrainctlError
+from trainctl.launch.planning import compose_target
+from trainctl.launch.text_preparation import (
+    PreparedText,
+    check_text_settings,
+    prepare_share,
+    prepare_text,
+)
 
 if TYPE_CHECKING:
-    from trainctl.data.corpora import Corpora
+    from trainctl.config.schema import RunConfig
     from trainctl.data.corpus import Corpus
-    from trainctl.data.progress import PreparationProgress
-    from trainctl.data.tokenizer import Tokenizer
 
 
 def prepare(
@@ -67,12 +61,6 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.data.corpora import build_corpora, tokenize_shares
-    from trainctl.data.packing import packed_token_count
-    from trainctl.data.prepare import TokenizingProgress, say
-    from trainctl.data.progress import PreparationProgress
-    from trainctl.data.tokenizer import load_tokenizer
-
     share = _share(task) if task is not None else None
     if share is not None and to is not None:
         raise TrainctlError(
@@ -80,95 +68,71 @@ def prepare(
         )
     name, overrides = split_target(target)
     composed = compose_target(name, overrides, config_dir)
-    config = composed.config
-    require_text(composed)
-    elsewhere = [
-        each for each, section in sources_of(config.data).items() if section.kind == "stream"
-    ]
-    if to is not None and elsewhere:
-        raise TrainctlError(
-            f"the text of {elsewhere[0]} lies elsewhere already: --to writes what is prepared here",
-            hint="copy its folder",
-        )
-    tokenizer = load_tokenizer(config.tokenizer)
-    last = PreparationProgress(0)
-    tell_of = TokenizingProgress()
-
-    def show(standing: PreparationProgress) -> None:
-        nonlocal last
-        last = standing if standing.is_tokenizing else last
-        tell_of(standing)
-
+    show_findings(check_text_settings(composed))
     if share is not None:
-        left = tokenize_shares(config, tokenizer, share, show, workers=workers)
+        documents, left = prepare_share(composed.config, share, workers=workers)
         if as_json:
-            print_json({"schema": 1, "task": task, "documents": last.documents, "left": left})
+            print_json({"schema": 1, "task": task, "documents": documents, "left": left})
         else:
-            put(f"share {task} is tokenized: {last.documents:,} documents just now")
+            put(f"share {task} is tokenized: {documents:,} documents just now")
             put(
                 f"{left:,} tasks of other shares are left"
                 if left
                 else "all shares are: the same command without --task, or a launch, joins them"
             )
         return
-    corpora = build_corpora(config, tokenizer, show, say, workers=workers)
-    places = _written(corpora, tokenizer, to, is_mixture=bool(config.data.sources)) if to else {}
-    left_out = list(dropped_of(config)) if has_quality_rules(config.data) else []
+    prepared = prepare_text(composed.config, workers=workers, to=to)
     if as_json:
-        dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
-        made = _as_json(corpora, last, is_mixture=bool(config.data.sources))
-        print_json({**made, **dropped})
-        return
-    for name, corpus in corpora.items():
+        print_json(_document(composed.config, prepared))
+    else:
+        _show(composed.config, prepared)
+
+
+def _show(config: RunConfig, prepared: PreparedText) -> None:
+    from trainctl.data.packing import packed_token_count
+
+    for name, corpus in prepared.corpora.items():
         of = f"{name}: " if config.data.sources else ""
         for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
         for line in bad_text_lines({"bad_text": corpus.bad_text}):
             put(f"{of}{line}")
         packed_token_count(config, corpus, put)
-    just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
-    put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
-    for place in places.values():
+    documents = prepared.documents
+    just_now = f", {documents:,} documents tokenized just now" if documents else ""
+    folders = ", ".join(corpus.folder for corpus in prepared.corpora.values())
+    put(f"in {folders}{just_now}")
+    for place in prepared.places.values():
         put(f"written to {place}: data=stream data.url={place}")
-    for each in left_out:
+    for each in prepared.dropped:
         print_dropped(each)
 
 
-def _written(
-    corpora: Corpora, tokenizer: Tokenizer, to: str, *, is_mixture: bool
-) -> dict[str, str]:
-    """Write each corpus to `to` and return the place of each.
+def _document(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
+    from trainctl.data.dropped_documents import without_examples
 
-    Each of several sources has a folder of its name.
-    """
-    from trainctl.data.prepare import say
-    from trainctl.data.source_sampler import SHARD_TOKENS
-    from trainctl.data.streaming.corpora import upload_corpus
-
-    base = to.rstrip("/")
-    places = {name: f"{base}/{name}" if is_mixture else base for name in corpora}
-    for name, corpus in corpora.items():
-        upload_corpus(corpus, tokenizer, places[name], SHARD_TOKENS, say)
-    return places
-
-
-def _as_json(corpora: Corpora, last: PreparationProgress, *, is_mixture: bool) -> dict[str, object]:
-    found = {name: _corpus(corpus) for name, corpus in corpora.items()}
-    told: dict[str, object] = {"sources": found}
-    if not is_mixture:
-        (told,) = found.values()
-    return {"schema": 1, **told, "documents_tokenized": last.documents}
-
-
-def _corpus(corpus: Corpus) -> dict[str, object]:
-    sides = {
-        name: {"tokens": split.tokens, "documents": split.documents}
-        for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
+    found = {name: _corpus(corpus) for name, corpus in prepared.corpora.items()}
+    sources: dict[str, Any] = {"sources": found}
+    if not config.data.sources:
+        (sources,) = found.values()
+    dropped = [without_examples(each) for each in prepared.dropped]
+    return {
+        "schema": 1,
+        **sources,
+        "documents_tokenized": prepared.documents,
+        **({"dropped": dropped} if dropped else {}),
     }
+
+
+def _corpus(corpus: Corpus) -> dict[str, Any]:
+    sides = {"train": corpus.train, "held_out": corpus.held_out}
     return {
         "folder": corpus.folder,
         "digest": corpus.digest,
-        **sides,
+        **{
+            name: {"tokens": split.tokens, "documents": split.documents}
+            for name, split in sides.items()
+        },
         "bad_text": corpus.bad_text,
     }
 
@@ -189,33 +153,16 @@ def _share(text: str) -> tuple[int, int]:
     return number, count
 
 
-def require_text(composed: Composed) -> None:
-    """Check that there is text to tokenize, and that a launch would accept the data and tokenizer.
-
-    Stages are left to the launch: which are legal depends on its devices, and this machine may
-    have others.
-
-    Raises:
-        TrainctlError: With all problems found.
-    """
-    config = composed.config
-    if config.data.factory is not None:
-        raise TrainctlError(
-            "data.factory is asked when a run starts, and what it gives is kept with the run",
-            hint="trainctl launch",
+def print_dropped(dropped: dict[str, Any]) -> None:
+    """Print how many documents of a source were left out, by reason."""
+    of, stay = dropped["documents"], dropped["stay"]
+    put(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")
+    for reason, tally in dropped["reasons"].items():
+        also = tally["applies"] - tally["documents"]
+        more = f"; and so would {also:,} that went before" if also else ""
+        put(
+            f"  {reason}: {tally['documents']:,} documents, {tally['characters']:,} "
+            f"characters{more}"
         )
-    found = [
-        finding
-        for finding in (
-            *resolve(config, resolve_hardware(config.hardware)).findings,
-            *missing_files(config),
-            *check_tokenizer_files(config),
-        )
-        if finding.key.partition(".")[0] in ("data", "tokenizer") and finding.key != "data.stages"
-    ]
-    found = name_sources(composed, found)
-    caches = root_caches_are_protected(config, resolve_hardware(config.hardware))
-    found += [each for each in caches if isinstance(each, Finding)]
-    if any(finding.is_error for finding in found):
-        raise TrainctlError.from_findings(found)
-    show_findings(found)
+    if dropped["common_ngrams"]:
+        put(f"  {dropped['common_ngrams']:,} held-out n-grams do not count: too many have them")

@@ -8,13 +8,12 @@ from typing import Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, put
-from trainctl.cli.findings import findings_to_json, show_findings
-from trainctl.cli.planning import compose_target, name_sources
+from trainctl.cli.console import findings_to_json, print_json, put, show_findings
 from trainctl.engines.patch_checks import examine, list_uses
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.health import CheckResult, examine_machine
+from trainctl.launch.planning import compose_target, name_sources
 
 
 def doctor(

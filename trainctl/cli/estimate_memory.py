@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
-from trainctl.cli.budget_view import show_budget
-from trainctl.cli.console import print_json, put
-from trainctl.cli.findings import show_findings
-from trainctl.cli.measure import measure
-from trainctl.cli.memory_comparison import (
-    Compared,
-    compare_memory,
-    save_chart,
-    show_comparison,
-    trace_lines,
-    trace_report,
+from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides, split_target
+from trainctl.cli.console import print_json, print_table, put, say, show_findings
+from trainctl.cli.plan_view import (
+    plan_subject,
+    plan_title,
+    show_budget,
+    show_slack,
+    show_suggestions,
 )
-from trainctl.cli.plan_view import plan_title
-from trainctl.cli.planning import show_slack, show_suggestions
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch.measure import MeasuringStopped, measure
+from trainctl.launch.planning import Planned, PlannedPoint, plan_points
+from trainctl.memory.traced import compare_with_closed_form
 
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Also draw it: .png, .svg or .html.",
-        show_default=False,
-    ),
-]
+FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
+
+TRACED = {
+    "parameters": "parameters",
+    "block_bytes_per_token": "bytes per token that a block keeps",
+}
+"""Traced quantities in words."""
+
 Exact = Annotated[
     bool,
     typer.Option(
@@ -83,54 +81,112 @@ def estimate_memory(
                 "of an estimate",
                 hint="leave out --plot, --exact and --no-calibration, or --measure",
             )
-        measure(overrides or [], config_dir, force=force, as_json=as_json)
+        _measure(overrides or [], config_dir, force=force, as_json=as_json)
         return
     if force:
         raise TrainctlError("--force starts the steps of --measure, and there is no --measure")
-    if plot is not None:
-        from trainctl.monitor.report.figure import check_target
-
-        check_target(plot)
-    compared = compare_memory(overrides or [], config_dir, exact=exact, calibrated=calibration)
-    if len(compared) > 1:
-        _compare(compared, as_json)
+    target, rest = split_target(overrides)
+    points = plan_points(target, rest, config_dir, exact=exact, calibrated=calibration)
+    if len(points) > 1:
+        _compare(points, as_json)
         # An illegal configuration is a row of the table; if all are, the input is bad.
-        legal = [item for item in compared if item.planned and item.planned.assessment.budget]
-        status = 0 if legal else int(ExitCode.bad_input)
+        status = 0 if any(point.budget for point in points) else int(ExitCode.bad_input)
     else:
-        status = _estimate(compared[0], as_json)
+        assert points[0].planned is not None  # a single configuration without a plan has raised
+        status = _estimate(points[0].planned, as_json)
     if plot is not None:
-        save_chart(compared, plot)
+        _draw(points, plot)
     if status:
         raise typer.Exit(status)
 
 
-def _compare(compared: list[Compared], as_json: bool) -> None:
+def _compare(points: Sequence[PlannedPoint], as_json: bool) -> None:
+    """Print the model, and for each configuration its values, peak, phase, host memory and
+    verdict.
+    """
     if as_json:
-        print_json({"schema": 1, "configurations": [item.to_json() for item in compared]})
-    else:
-        show_comparison(compared)
+        print_json({"schema": 1, "configurations": [point.to_json() for point in points]})
+        return
+    plans = [point.planned.assessment.plan for point in points if point.planned]
+    for subject in dict.fromkeys(plan_subject(each) for each in plans if each):
+        put(subject)
+    rows = []
+    for point in points:
+        budget = point.budget
+        if budget is None:
+            rows.append((point.name, "–", "", "", "; ".join(point.errors)))
+            continue
+        peak, host = budget.device_peak_bytes / 2**30, budget.host.bytes_per_node / 2**30
+        verdict = FITS[budget.fits]
+        rows.append((point.name, f"{peak:,.2f}", budget.peak_phase, f"{host:,.2f}", verdict))
+    print_table(("configuration", "peak, GiB", "at", "host, GiB", ""), rows, right=(1, 3))
 
 
-def _estimate(one: Compared, as_json: bool) -> int:
+def _estimate(planned: Planned, as_json: bool) -> int:
     """Show one budget and return the exit code."""
-    planned = one.planned
-    assert planned is not None  # a single configuration without a plan has raised
-    budget = planned.assessment.budget
-    if budget is None:
-        raise TrainctlError.from_findings(planned.findings)
-    traced = trace_report(planned)
+    budget, config, hardware = planned.budget, planned.composed.config, planned.hardware
+    traced = compare_with_closed_form(planned.traced, planned.plan) if planned.traced else {}
     if as_json:
         print_json(budget.to_json() | ({"traced": traced} if traced else {}))
     else:
-        assert planned.assessment.plan is not None  # there is a budget
-        put(plan_title(planned.assessment.plan))
-        show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
-        for line in trace_lines(traced):
-            put(line)
+        put(plan_title(planned.plan))
+        show_budget(budget.to_json(), host_capacity_bytes=hardware.host_memory_bytes)
+        for key, what in TRACED.items() if traced else ():
+            sizes = traced[key]
+            put(f"traced: {sizes['traced']:,} {what} ({_size_difference(sizes)})")
     show_findings(planned.findings)
     if not planned.unforceable_errors and planned.errors and not as_json:
-        show_suggestions(planned.composed.config, planned.hardware)
+        show_suggestions(config, hardware)
     if not planned.errors and not as_json:
-        show_slack(planned.composed.config, planned.hardware)
+        show_slack(config, hardware)
     return int(planned.errors[0].exit_code) if planned.errors else 0
+
+
+def _size_difference(sizes: Mapping[str, int]) -> str:
+    traced, closed = sizes["traced"], sizes.get("closed_form")
+    if closed is None:
+        return "it has no closed form"
+    if traced == closed:
+        return "as by the closed form"
+    return f"the closed form: {closed:,}, {closed / traced - 1:+.2%}"
+
+
+def _draw(points: Sequence[PlannedPoint], path: Path) -> None:
+    """Write a chart of the configurations that have a budget.
+
+    Raises:
+        TrainctlError: No configuration has a budget, or the chart cannot be written.
+    """
+    from trainctl.monitor.report.memory_chart import save_memory_chart
+
+    budgets = {
+        point.name or point.planned.composed.config.model.name: point.budget
+        for point in points
+        if point.planned is not None and point.budget is not None
+    }
+    if not budgets:
+        errors = "; ".join(error for point in points for error in point.errors)
+        raise TrainctlError(f"nothing to draw: {errors}")
+    save_memory_chart(budgets, path)
+    say(f"wrote {path}", style="good")
+
+
+def _measure(overrides: list[str], config_dir: Path | None, *, force: bool, as_json: bool) -> None:
+    try:
+        found = measure(overrides, config_dir, force=force, say=say)
+    except MeasuringStopped as stopped:
+        raise typer.Exit(128 + stopped.number) from None
+    if as_json:
+        print_json({"schema": 1, "phases": found.rows, "calibration": str(found.calibration)})
+        return
+    lines = []
+    for row in found.rows:
+        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
+        sizes = (f"{size / 2**30:.3f}" for size in (predicted, measured))
+        lines.append((row["part"], *sizes, f"{predicted / measured - 1:+.1%}"))
+    what = "in tensors" if found.on_device else "of a process"
+    heads = ("part of a step", f"predicted {what}, GiB", "measured, GiB", "")
+    print_table(heads, lines, right=(1, 2, 3))
+    if found.runtime_bytes is not None:
+        put(f"Outside of tensors, in a process: {found.runtime_bytes / 2**30:.2f} GiB")
+    say(f"kept in {found.calibration} for estimates on this machine")

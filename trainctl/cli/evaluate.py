@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,18 +18,14 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
-from trainctl.cli.checkpoint_selection import choose_checkpoint, open_or_newest
-from trainctl.cli.console import print_json, put
-from trainctl.cli.evaluate_tasks import (
-    Tasks,
-    evaluate_tasks,
-    names_of,
-    require_harness,
-    show,
-)
-from trainctl.cli.meter import Meter
-from trainctl.cli.offline import run_offline
+from trainctl.cli.console import Meter, print_json, print_table, put, warn
 from trainctl.errors import TrainctlError
+from trainctl.launch import offline
+from trainctl.launch.offline import TaskSettings, WeightsChoice
+from trainctl.runs.directory import open_or_newest
+from trainctl.runs.records import number
+
+_COUNTS = ("samples", "shots")
 
 
 def evaluate(
@@ -96,49 +92,82 @@ def evaluate(
     Examples: trainctl evaluate; trainctl evaluate runs/NAME --best --samples 512;
     trainctl evaluate runs/NAME --tasks arc_easy,hellaswag
     """
-    if tasks is None:
-        of_tasks = {
-            "--include-path": include_path,
-            "--shots": shots,
-            "--batch-size": batch_size,
-            "--chat": chat or None,
-            "--keep": keep,
-        }
-        for name, value in of_tasks.items():
-            if value is not None:
-                raise TrainctlError(f"{name} is of tasks", hint="name them: --tasks A,B")
-    else:
-        require_harness()
-    paths = open_or_newest(run)
+    of_tasks = {
+        "--include-path": include_path,
+        "--shots": shots,
+        "--batch-size": batch_size,
+        "--chat": chat or None,
+        "--keep": keep,
+    }
+    wrong = [name for name, value in of_tasks.items() if tasks is None and value is not None]
+    if wrong:
+        raise TrainctlError(f"{wrong[0]} is of tasks", hint="name them: --tasks A,B")
     if tasks is not None:
-        how = Tasks(names_of(tasks), include_path, shots, samples, batch_size, chat, keep)
-        with Meter() as meter:
-            checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
-            record = evaluate_tasks(
-                paths, checkpoint, how, weights=weights.value, device=device.value, meter=meter
-            )
-        show(paths, record, as_json=as_json)
-        return
+        offline.require_harness()
     with Meter() as meter:
-        checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
-        arguments: list[str | Path] = [paths.root, checkpoint, "--device", device.value]
-        arguments += ["--weights", weights.value]
-        if samples is not None:
-            arguments += ["--samples", str(samples)]
-        result = run_offline("evaluate", arguments, meter)
+        choice = WeightsChoice(
+            run=open_or_newest(run),
+            step=step,
+            best=best,
+            weights=weights.value,
+            device=device.value,
+            progress=meter,
+            warn=warn,
+        )
+        if tasks is None:
+            result = offline.evaluate(choice, samples=samples)
+        else:
+            settings = TaskSettings(
+                names=task_names(tasks),
+                include=include_path,
+                shots=shots,
+                samples=samples,
+                batch_size=batch_size,
+                chat=chat,
+                keep=keep,
+            )
+            result = offline.evaluate_tasks(choice, settings)
     if as_json:
-        where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
-        print_json({"schema": 1, **where, **result})
-        return
-    loss = result["loss"]
-    average = ", average of the weights" if weights is Weights.ema else ""
-    beside = [f"{name} {value:.4f}" for name, value in result.get("objective", {}).items()]
+        print_json({"schema": 1, **result})
+    elif tasks is None:
+        _show_loss(result)
+    else:
+        _show_tasks(result)
+
+
+def task_names(text: str) -> tuple[str, ...]:
+    """Split comma-separated names of tasks, without repetitions.
+
+    Raises:
+        TrainctlError: There is no name.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise TrainctlError("--tasks names no task", hint="--tasks arc_easy,hellaswag")
+    return names
+
+
+def _show_loss(result: dict[str, Any]) -> None:
+    average = ", average of the weights" if result["weights"] == Weights.ema else ""
+    notes = [f"{name} {value:.4f}" for name, value in result.get("objective", {}).items()]
     if "unigram_entropy" in result:
         entropy = f"unigram entropy {result['unigram_entropy']:.4f}"
-        beside = [f"perplexity {math.exp(loss):,.2f}", entropy]
+        notes = [f"perplexity {math.exp(result['loss']):,.2f}", entropy]
     put(
-        f"{checkpoint.name}{average}: held-out loss {loss:.4f} over {result['samples']:,} samples"
-        + (f" ({'; '.join(beside)})" if beside else "")
+        f"{result['checkpoint']}{average}: held-out loss {result['loss']:.4f} over "
+        f"{result['samples']:,} samples" + (f" ({'; '.join(notes)})" if notes else "")
     )
-    for name, of_source in result.get("sources", {}).items():
-        put(f"  {name}: {of_source:.4f}")
+    for name, loss in result.get("sources", {}).items():
+        put(f"  {name}: {loss:.4f}")
+
+
+def _show_tasks(result: dict[str, Any]) -> None:
+    rows = []
+    for row in result["results"]:
+        metric = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
+        error = "-" if row["stderr"] is None else f"{number(row['stderr']):.4f}"
+        cells = (row["task"], metric, f"{number(row['value']):.4f}", error)
+        rows.append((*cells, *("-" if row[key] is None else f"{row[key]:,}" for key in _COUNTS)))
+    put(f"{result['checkpoint']}, by lm-eval {result['lm_eval']}")
+    heads = ("task", "metric", "value", "stderr", *_COUNTS)
+    print_table(heads, rows, right=(2, 3, 4, 5), wraps=False)

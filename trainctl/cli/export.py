@@ -1,4 +1,4 @@
-"""`trainctl export`: a checkpoint as a transformers directory."""
+"""`trainctl export` and `add-tokens`: write a directory that transformers loads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
-from trainctl.cli.checkpoint_selection import choose_checkpoint
-from trainctl.cli.console import print_json, put, say, short_count, size_text
-from trainctl.cli.meter import Meter
-from trainctl.cli.offline import require_new, run_offline
+from trainctl.cli.console import Meter, print_json, put, say, short_count, size_text, warn
 from trainctl.config.quantities import in_unit
-from trainctl.config.store import load_config
 from trainctl.errors import TrainctlError
-from trainctl.options.adapter import low_rank
+from trainctl.launch import offline
+from trainctl.launch.offline import WeightsChoice
 from trainctl.runs.directory import open_run
 
 
@@ -63,33 +60,33 @@ def export(
 
     Example: trainctl export runs/NAME exported --dtype bf16
     """
-    paths = open_run(run)
     shard_bytes = _shard_bytes(shard_size)
     if adapter and (merge or shard_size):
         raise TrainctlError(f"--adapter with {'--merge' if merge else '--shard-size'}: choose one")
-    if (adapter or merge) and low_rank(load_config(paths.config).adapter) is None:
-        raise TrainctlError(
-            f"{paths.root} has no adapter: its checkpoints hold the model's own weights",
-            hint="leave the option out",
-        )
-    require_new(out)
     with Meter() as meter:
-        checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
-        arguments: list[str | Path] = [paths.root, checkpoint, out, "--weights", weights.value]
-        if dtype is not None:
-            arguments += ["--dtype", dtype.value]
-        arguments += ["--adapter"] if adapter else []
-        arguments += ["--shard-bytes", str(shard_bytes)] if shard_bytes else []
-        result = run_offline("export", arguments, meter)
+        choice = WeightsChoice(
+            run=open_run(run),
+            step=step,
+            best=best,
+            weights=weights.value,
+            progress=meter,
+            warn=warn,
+        )
+        result = offline.export(
+            choice,
+            out,
+            dtype=dtype.value if dtype is not None else None,
+            adapter=adapter if adapter or merge else None,
+            shard_bytes=shard_bytes,
+        )
     if as_json:
-        where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
-        print_json({"schema": 1, **where, **result})
+        print_json({"schema": 1, **result})
         return
     for note in result["notes"]:
         say(f"note: {note}")
     average = " (average of the weights)" if weights is Weights.ema else ""
     put(
-        f"exported {checkpoint.name}{average} to {out}: "
+        f"exported {result['checkpoint']}{average} to {out}: "
         f"{short_count(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])} of {result['dtype']}"
     )
@@ -103,3 +100,32 @@ def _shard_bytes(text: str | None) -> int | None:
     if size is None or size < 1:
         raise TrainctlError(f"--shard-size {text} is no size", hint="--shard-size 2GB")
     return int(size)
+
+
+def add_tokens(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A transformers directory with weights.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    tokens: Annotated[list[str], typer.Argument(metavar="TOKEN...", help="By their text.")],
+    multiple_of: Annotated[
+        int,
+        typer.Option(min=1, help="Add rows up to a multiple of it, as tensor ranks may want."),
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Write a transformers directory again with more special tokens.
+
+    Each of them gets a row in the embedding and in the output projection, the mean of those before.
+
+    Example: trainctl add-tokens DIR OUT '<|im_start|>' '<|im_end|>'
+    """
+    with Meter() as meter:
+        result = offline.add_tokens(directory, out, tokens, multiple_of=multiple_of, progress=meter)
+    if as_json:
+        print_json({"schema": 1, "directory": str(directory), **result})
+        return
+    for token in result["known"]:
+        say(f"note: {token} was there")
+    ids = ", ".join(f"{token} ({number})" for token, number in result["ids"].items())
+    put(f"made {out}: {ids}; {result['rows_before']:,} rows before, {result['rows']:,} now")

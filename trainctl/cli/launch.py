@@ -21,12 +21,12 @@ from trainctl.cli.arguments import (
     split_target,
 )
 from trainctl.cli.commands import script_arguments
-from trainctl.cli.planning import compose
 from trainctl.cli.resume import resume_run
 from trainctl.cli.start import start_run
 from trainctl.config.compose import recompose
 from trainctl.config.user_code import with_script_arguments
 from trainctl.errors import TrainctlError
+from trainctl.launch.planning import compose
 from trainctl.runs.directory import is_run, newest_run
 
 

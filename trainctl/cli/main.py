@@ -16,8 +16,7 @@ import typer
 
 from trainctl import __version__
 from trainctl.cli.commands import Commands
-from trainctl.cli.console import discard_output
-from trainctl.cli.findings import show_error, show_trainctl_error
+from trainctl.cli.console import discard_output, show_error, show_trainctl_error
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
 
 # The base class of every usage error, wherever the installed typer keeps it.

@@ -10,11 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Overrides
-from trainctl.cli.console import print_json, put, say
-from trainctl.cli.findings import findings_to_json, show_findings
+from trainctl.cli.console import findings_to_json, print_json, put, say, show_findings
 from trainctl.cli.plan_view import layout_words
-from trainctl.cli.planning import name_sources, read_factory
-from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, compose
@@ -22,8 +19,10 @@ from trainctl.config.overrides import ALIASES
 from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
+from trainctl.launch.planning import name_sources, read_factory
 from trainctl.memory.constants import GIB
 from trainctl.search.compute import rates
+from trainctl.search.recipe_text import recipe_text
 from trainctl.search.search import FoundPlan, Rejected, Search, search
 from trainctl.search.speed import StepTime, overrides
 

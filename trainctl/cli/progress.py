@@ -5,19 +5,197 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
-from trainctl.cli.activity import Activity
-from trainctl.cli.console import print_json, printable, put
-from trainctl.cli.live_line import LiveLine, Refresher
+from trainctl.cli.console import print_json, printable, put, say
+from trainctl.runs.heartbeats import Beat, Phase, read_beat
 from trainctl.runs.interventions import account as intervention
 from trainctl.runs.interventions import divergence_account
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number
 from trainctl.runs.stragglers import account
+
+_AFTER_RECORD = {
+    "waiting": "waiting for nodes",
+    "start": "first step",
+    "end": "ending",
+    "restart": "starting again",
+}
+"""Activity that follows a record, until the next record or heartbeat."""
+
+
+class Activity:
+    """Current activity of a run, from its records and the heartbeats of its first rank.
+
+    Without a run (None), heartbeats are not read and only records count.
+    """
+
+    def __init__(self, run: RunPaths | None, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._after = "starting"
+        self._shown, self._since = "", time.monotonic()
+        self._is_compiling = False
+
+    def see(self, event: Mapping[str, Any]) -> None:
+        """Update the activity by a record."""
+        self._attempt = int(event.get("attempt", self._attempt))
+        if event["event"] == "build":
+            self._is_compiling = event["seconds"] is None
+            self._after = f"compiling {event['operator']}" if self._is_compiling else "starting"
+        elif event["event"] == "step":
+            self._after, self._is_compiling = "", False
+        else:
+            self._after = _AFTER_RECORD.get(event["event"], self._after)
+
+    def now(self) -> tuple[str, float]:
+        """Return the activity other than steps, empty during steps, and its seconds so far."""
+        text = self._text()
+        if text != self._shown:
+            self._shown, self._since = text, time.monotonic()
+        return text, time.monotonic() - self._since
+
+    def _text(self) -> str:
+        beat = self._beat()
+        if beat is None or self._is_compiling:
+            return self._after
+        if beat.phase in (Phase.evaluate, Phase.save):
+            return {Phase.evaluate: "evaluating", Phase.save: "saving a checkpoint"}[beat.phase]
+        if beat.phase is Phase.end:
+            return beat.doing or "ending"
+        if beat.phase is Phase.start and self._after in ("starting", "starting again"):
+            return beat.doing or "loading torch and DeepSpeed"
+        return self._after
+
+    def _beat(self) -> Beat | None:
+        """Return the heartbeat of the first rank or, before there is one, of the preparation."""
+        if self._run is None:
+            return None
+        attempt = self._run.attempt(self._attempt)
+        return read_beat(attempt.heartbeat(0)) or read_beat(attempt.preparation)
+
+
+_FALLBACK = 80
+"""Columns if the terminal does not report them."""
+
+
+class LiveLine:
+    """Context manager of the live line; inside it stdout and stderr write above the line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._text = self._drawn = ""
+        self._lock = threading.RLock()
+        self._replaced: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream.isatty():
+                self._replaced[name] = stream
+                setattr(sys, name, _Above(stream, self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name, stream in self._replaced.items():
+            setattr(sys, name, stream)
+        self.show("")
+
+    @property
+    def columns(self) -> int:
+        """Greatest length of the line, in characters."""
+        try:
+            return max(1, os.get_terminal_size(self._stream.fileno()).columns - 1)
+        except (OSError, ValueError):
+            return _FALLBACK - 1
+
+    def show(self, text: str) -> None:
+        """Replace the line's text; an OSError means that the terminal is gone."""
+        with self._lock:
+            self._text = text
+            self._stream.write(self._erased() + self._fresh())
+            self._stream.flush()
+
+    def write_above(self, stream: TextIO, text: str) -> None:
+        """Write text of any stream in place of the line, and redraw the line below it."""
+        with self._lock:
+            self._stream.write(self._erased())
+            self._stream.flush()
+            stream.write(text)
+            stream.flush()
+            if text.endswith("\n"):
+                self._stream.write(self._fresh())
+                self._stream.flush()
+
+    def _erased(self) -> str:
+        """Return the escape codes that erase the line, in all rows that it takes at the current
+        width.
+        """
+        if not self._drawn:
+            return ""
+        rows = -(-len(self._drawn) // (self.columns + 1))
+        self._drawn = ""
+        return "\r" + "\x1b[A" * (rows - 1) + "\x1b[J"
+
+    def _fresh(self) -> str:
+        self._drawn = self._text[: self.columns]
+        return self._drawn
+
+
+class _Above:
+    """A terminal stream that writes above the live line."""
+
+    def __init__(self, stream: TextIO, line: LiveLine) -> None:
+        self._stream = stream
+        self._line = line
+
+    def write(self, text: str) -> int:
+        self._line.write_above(self._stream, text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Refresher:
+    """Context manager that redraws a line every `seconds`, in a thread.
+
+    `text` is a function from the available columns to the text.
+    """
+
+    def __init__(self, line: LiveLine, text: Any, seconds: float = 0.5) -> None:
+        self._line, self._text, self._seconds = line, text, seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="live line", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError):  # the terminal is closed
+            while not self._end.wait(self._seconds):
+                self._line.show(self._text(self._line.columns))
+
 
 Event = Mapping[str, Any]
 
@@ -334,3 +512,68 @@ def clock(seconds: float | None) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
+
+
+_POLL_SECONDS = 0.1
+
+
+class LiveFollower:
+    """Context manager that copies the log of rank 0 of the running attempt to stdout, in a thread.
+
+    A reader that goes away (`| head`, a closed terminal) ends the copying, never the program.
+    """
+
+    def __init__(self, run: RunPaths) -> None:
+        self._run = run
+        self._log: Path | None = None
+        self._copied = 0
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+        self._copy()
+
+    def __call__(self, event: Event) -> None:
+        """Handle a record: a new attempt has a new log."""
+        with suppress(OSError):
+            if event["event"] == "program":
+                attempt = self._run.attempt(int(event["attempt"]))
+                say(f"logs of all ranks: {attempt.logs}")
+                self._copy()  # the rest of the previous attempt's log
+                with self._lock:
+                    self._log, self._copied = attempt.rank_log(0), 0
+            for line in event_lines(event):
+                say(line)
+
+    def _follow(self) -> None:
+        while not self._end.wait(_POLL_SECONDS):
+            self._copy()
+
+    def _copy(self) -> None:
+        with self._lock:
+            if self._log is None:
+                return
+            try:
+                with self._log.open("rb") as stream:
+                    stream.seek(self._copied)
+                    data = stream.read()
+            except OSError:  # not there yet, or a network file system fails for a moment
+                return
+            self._copied += len(data)
+            try:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+            except OSError:
+                self._log = None

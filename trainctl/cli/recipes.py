@@ -7,11 +7,11 @@ from typing import Any
 
 from trainctl.cli.arguments import ConfigDir, Json
 from trainctl.cli.console import print_json, print_table
-from trainctl.cli.planning import compose, plan
-from trainctl.cli.readiness import can_launch
 from trainctl.config.catalog import RecipeInfo
 from trainctl.config.catalog import recipes as find_recipes
 from trainctl.errors import TrainctlError
+from trainctl.launch.planning import compose, plan
+from trainctl.launch.readiness import can_launch
 from trainctl.runs.directory import DEFAULT_ROOT
 
 VERDICTS = {True: "yes", False: "no", None: "perhaps"}

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainctl.cli.arguments import Json
-from trainctl.cli.checkpoint_selection import open_or_newest
 from trainctl.cli.console import print_json, say
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
-from trainctl.runs.directory import open_run
+from trainctl.runs.directory import open_or_newest, open_run
 from trainctl.runs.sweeps import is_sweep, made_runs
 
 if TYPE_CHECKING:

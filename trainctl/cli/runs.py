@@ -12,19 +12,28 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import Json, NamedRuns, Run
-from trainctl.cli.attach import follow_run
-from trainctl.cli.checkpoint_selection import open_or_newest
-from trainctl.cli.console import print_json, print_table, printable, put, say, tolerate_broken_pipe
-from trainctl.cli.progress import PLAIN_TERMINALS, record_lines
-from trainctl.cli.sync import sync
+from trainctl.cli.console import (
+    print_json,
+    print_table,
+    printable,
+    put,
+    say,
+    show_error,
+    tolerate_broken_pipe,
+)
+from trainctl.cli.progress import PLAIN_TERMINALS, Progress, record_lines
+from trainctl.config.registry import load
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.launchers import cancel
+from trainctl.monitor.loggers.cursor import read_cursor
+from trainctl.monitor.loggers.sending import ALERTS, send
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import (
     DEFAULT_ROOT,
     find_runs,
     last_attempt,
+    open_or_newest,
     open_run,
     read_plan,
     run_id,
@@ -32,7 +41,7 @@ from trainctl.runs.directory import (
 from trainctl.runs.failures import sentence
 from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.listing import LOST, RunSummary, age_text, summaries, summarise
+from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summaries, summarise
 from trainctl.runs.lock import holder
 from trainctl.runs.logs import LogFollower, cut_line, logs_of, tails
 from trainctl.runs.processes import RunTag, sweep
@@ -41,6 +50,62 @@ from trainctl.runs.removal import remove_run
 from trainctl.runs.requests import Request, file_request
 from trainctl.runs.status import State, read_status, write_status
 from trainctl.runs.stragglers import account, still_slow
+
+
+def sync(
+    runs: NamedRuns,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="To this logger, in place of those of logging.to; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="From the first step, what was sent already too.")
+    ] = False,
+) -> None:
+    """Send to the loggers what was not sent while a run trained, from its records alone.
+
+    On any machine that sees the run. A step that was sent is not sent again.
+
+    Example: trainctl runs sync runs/NAME --to csv
+    """
+    for name in to or []:
+        if name != ALERTS:
+            load("logger", name)
+    failed = []
+    for paths in [open_run(run) for run in runs]:
+        names = to or config_of(paths).logging.to
+        if not names:
+            say(f"{paths.root}: it has no logger in logging.to; name one with --to")
+        failed += [f"{paths.root.name}: {name}" for name in names if not _send(paths, name, again)]
+    if failed:
+        raise TrainctlError(
+            f"not everything was sent: {', '.join(failed)}",
+            hint="repeat the command when what is in the way is gone",
+            exit_code=ExitCode.environment,
+        )
+
+
+def _send(run: RunPaths, name: str, again: bool) -> bool:
+    """Send to one logger and print its position.
+
+    Returns:
+        Whether it has all records, or another process is sending them.
+    """
+    code = send(run, name, config=config_of(run), again=again)
+    if code == ExitCode.run_state:
+        say(f"{run.root}: another process sends to {name} now", style="warning")
+        return True
+    cursor = read_cursor(run.logger(name).cursor)
+    put(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
+    if code:
+        why = cursor.problem or f"its process ended with {code}"
+        say(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")
+    return code == ExitCode.success
+
 
 LINES = 20
 """Lines shown of each log, and of the records."""
@@ -422,3 +487,52 @@ def _require_no_checkpoint(run: RunPaths) -> None:
             hint="--force removes it all the same",
             exit_code=ExitCode.run_state,
         )
+
+
+def follow_run(run: RunPaths, *, as_json: bool) -> int:
+    """Show all records of the newest attempt, and new ones until the run ends.
+
+    Returns:
+        The run's exit code.
+
+    Raises:
+        TrainctlError: The run was never started, or its launcher and agent are gone (exit code 5).
+    """
+    summary = summarise(run)
+    if summary.state == NEW and not summary.is_live:
+        raise TrainctlError(
+            f"nothing of {run.root} was started yet",
+            hint=f"trainctl resume {run.root} starts it",
+            exit_code=ExitCode.run_state,
+        )
+    first = last_attempt(run)
+    plan = read_plan(run.attempt(first).plan)
+    follower = EventFollower(run.events, from_start=True)
+    if not as_json:
+        put(f"run directory: {run.root}")
+        if summary.state == "queued":
+            say(f"job {summary.job.id if summary.job else '?'} waits in its queue")
+    every = plan.config.logging.every_steps
+    with Progress(
+        stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run, attempt=first
+    ) as progress:
+        while True:
+            summary = summarise(run)
+            while events := follower.poll():
+                for event in events:
+                    if event["attempt"] >= first:
+                        progress(event)
+            if not summary.is_live:
+                break
+            time.sleep(_POLL_SECONDS)
+    if summary.state == LOST:
+        raise TrainctlError(
+            f"{run.root}: launcher and agent were ended at one blow",
+            hint=f"trainctl resume {run.root} goes on from its newest checkpoint",
+            exit_code=ExitCode.run_state,
+        )
+    if summary.exit_code:
+        show_error(summary.message)
+    elif summary.message:
+        say(summary.message)
+    return summary.exit_code or 0

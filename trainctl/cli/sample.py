@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,10 +16,9 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
-from trainctl.cli.checkpoint_selection import choose_checkpoint
-from trainctl.cli.console import print_json, printable, put
-from trainctl.cli.meter import Meter
-from trainctl.cli.offline import run_offline
+from trainctl.cli.console import Meter, print_json, printable, put, warn
+from trainctl.launch import offline
+from trainctl.launch.offline import WeightsChoice
 from trainctl.runs.directory import open_run
 
 
@@ -60,24 +58,27 @@ def sample(
     Examples: trainctl sample runs/NAME "def main" --tokens 64;
     trainctl sample runs/NAME "say hello" --chat --temperature 0
     """
-    paths = open_run(run)
     with Meter() as meter:
-        checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
-        # The form with `=`: the text may start with a dash.
-        drawn = [f"--prompt={text}", f"--tokens={tokens}", f"--temperature={temperature}"]
-        if seed is not None:
-            drawn.append(f"--seed={seed}")
-        if chat is not None:
-            drawn.append("--chat" if chat else "--no-chat")
-        if system is not None:
-            drawn.append(f"--system={system}")
-        arguments: list[str | Path] = [paths.root, checkpoint, *drawn]
-        arguments += ["--device", device.value, "--weights", weights.value]
-        result = run_offline("sample", arguments, meter)
+        choice = WeightsChoice(
+            run=open_run(run),
+            step=step,
+            best=best,
+            weights=weights.value,
+            device=device.value,
+            progress=meter,
+            warn=warn,
+        )
+        result = offline.sample(
+            choice,
+            text,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            chat=chat,
+            system=system,
+        )
     if as_json:
-        asked = {"prompt": text, "temperature": temperature}
-        where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
-        print_json({"schema": 1, **where, **asked, **result})
+        print_json({"schema": 1, **result})
         return
     for line in result["text"].splitlines():
         put(printable(line))

@@ -8,13 +8,17 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, put, say
-from trainctl.cli.findings import show_findings
-from trainctl.cli.planning import compose_target
-from trainctl.cli.planning import plan as make_plan
+from trainctl.cli.arguments import (
+    ConfigDir,
+    Json,
+    TargetAndOverrides,
+    check_chart_file,
+    split_target,
+)
+from trainctl.cli.console import print_json, put, say, show_findings
 from trainctl.config.codec import to_plain
-from trainctl.errors import TrainctlError
+from trainctl.launch.planning import compose_target
+from trainctl.launch.planning import plan as make_plan
 from trainctl.monitor.report.schedule import CurvePoint, chart, points_of, title_of
 from trainctl.options.schedule import WithPatience
 from trainctl.plan.schedule import Curve
@@ -43,6 +47,7 @@ def show(
             metavar="FILE",
             help="Write the chart to a .png, .svg or .html file instead.",
             show_default=False,
+            callback=check_chart_file,
         ),
     ] = None,
     config_dir: ConfigDir = None,
@@ -53,18 +58,14 @@ def show(
     Examples: trainctl schedule show recipe=tiny schedule=wsd; trainctl schedule show runs/NAME
     training.steps=2000 --plot schedule.png
     """
-    if plot is not None:
-        from trainctl.monitor.report.figure import check_target, save_chart
-
-        check_target(plot)
     name, overrides = split_target(target)
     planned = make_plan(compose_target(name, overrides, config_dir))
-    made = planned.assessment.plan
-    if made is None:
-        raise TrainctlError.from_findings(planned.findings)
+    made = planned.plan
     show_findings([finding for finding in planned.findings if not finding.is_error])
     points = points_of(made)
     if plot is not None:
+        from trainctl.monitor.report.figure import save_chart
+
         save_chart(lambda: chart(made, points), plot, title=title_of(made))
         say(f"wrote {plot}", style="good")
     if as_json:

@@ -8,14 +8,24 @@ from pathlib import Path
 
 import typer
 
-from trainctl.cli.budget_view import show_brief_budget, show_budget
-from trainctl.cli.console import print_json, put, say, tolerate_broken_pipe
-from trainctl.cli.findings import findings_to_json, show_error, show_explain_hint, show_findings
-from trainctl.cli.follow import LiveFollower
-from trainctl.cli.plan_view import show_commands, show_plan
-from trainctl.cli.planning import Planned, plan, show_suggestions
-from trainctl.cli.progress import Progress
-from trainctl.cli.readiness import checkpoint_bytes, machine_findings
+from trainctl.cli.console import (
+    findings_to_json,
+    print_json,
+    put,
+    say,
+    show_error,
+    show_explain_hint,
+    show_findings,
+    tolerate_broken_pipe,
+)
+from trainctl.cli.plan_view import (
+    show_brief_budget,
+    show_budget,
+    show_commands,
+    show_plan,
+    show_suggestions,
+)
+from trainctl.cli.progress import LiveFollower, Progress
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed
 from trainctl.config.schema import RunConfig
@@ -24,7 +34,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, cores
 from trainctl.launch.launchers import has_scheduler, launch_function, render
 from trainctl.launch.local import require_space
+from trainctl.launch.planning import Planned, plan
 from trainctl.launch.processes import start_in_background
+from trainctl.launch.readiness import checkpoint_bytes, machine_findings
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import DEFAULT_ROOT, create_run, last_attempt, new_attempt

@@ -11,17 +11,17 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir, split_target
 from trainctl.cli.console import print_json, print_table, put, say, tolerate_broken_pipe
-from trainctl.cli.planning import compose
-from trainctl.cli.planning import plan as make_plan
-from trainctl.cli.resume import require_nothing_saved
 from trainctl.config.compose import Composed, recompose
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import REDACTED
 from trainctl.config.sweep import SweepPoint, expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.launchers import check
+from trainctl.launch.planning import compose
+from trainctl.launch.planning import plan as make_plan
 from trainctl.launch.queue import QueueStopped, run_queue
 from trainctl.launch.rank_command import user_code_folder
+from trainctl.launch.resume import require_nothing_saved
 from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import config_of

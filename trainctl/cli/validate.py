@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, put, say
-from trainctl.cli.deepspeed_file import check_file, json_context
-from trainctl.cli.findings import findings_to_json, show_findings
-from trainctl.cli.planning import compose_target, plan
+from trainctl.cli.console import findings_to_json, print_json, put, say, show_findings
 from trainctl.errors import TrainctlError
+from trainctl.hardware import Hardware, resolve_hardware
+from trainctl.launch.planning import compose, compose_target, plan
+from trainctl.rules.deepspeed_file import check_file, json_context
 
 DeepSpeedFile = Annotated[
     Path | None,
@@ -84,7 +84,7 @@ def validate(
 def _validate_file(
     path: Path, overrides: list[str], world_size: int | None, model: Path | None, as_json: bool
 ) -> None:
-    around = json_context(overrides, world_size, model)
+    around = json_context(_hardware(overrides), world_size, model)
     checked = check_file(path, around)
     version = checked.schema.deepspeed
     if as_json:
@@ -102,3 +102,18 @@ def _validate_file(
         raise TrainctlError.from_findings(checked.findings)
     show_findings(checked.findings)
     put(f"{path} is valid for DeepSpeed {version}")
+
+
+def _hardware(overrides: list[str]) -> Hardware | None:
+    """Return the machines that `hardware=...` describes; None without overrides.
+
+    Raises:
+        TrainctlError: Something else is overridden.
+    """
+    others = [text for text in overrides if not text.startswith(("hardware=", "hardware."))]
+    if others:
+        raise TrainctlError(
+            f"{others[0]} has no effect on a DeepSpeed JSON",
+            hint="beside --deepspeed only hardware=... says something: kind and number of devices",
+        )
+    return resolve_hardware(compose(overrides, None).config.hardware) if overrides else None

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.quality import has_quality_rules
+from trainctl.config.schema import RunConfig
+from trainctl.data.corpora import cached_corpora
 from trainctl.data.document_selection import DROPPED
 from trainctl.data.quality.contamination import passage
 from trainctl.data.quality.selection import (
@@ -20,6 +23,7 @@ from trainctl.data.quality.selection import (
 )
 from trainctl.data.store import lines_before, read_documents
 from trainctl.data.tasks import Task
+from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import read_section, spec_of
 
@@ -38,6 +42,37 @@ def read_dropped(corpus: Path) -> dict[str, Any] | None:
             exit_code=ExitCode.run_state,
         ) from None
     return plain
+
+
+def dropped_by_source(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield the record of dropped documents of each source that was selected from.
+
+    Raises:
+        TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
+            prepared (exit code 5).
+    """
+    if not has_quality_rules(config.data) or config.data.factory is not None:
+        raise TrainctlError(
+            "nothing is asked of the documents: all of them are trained on",
+            hint="data.dedup, data.filters and data.decontaminate leave some out",
+        )
+    tokenizer = load_tokenizer(config.tokenizer)
+    for name, corpus in cached_corpora(config, tokenizer).items():
+        if corpus is None:
+            raise TrainctlError(
+                f"the text of {name} is not prepared",
+                hint="trainctl data prepare, with the same words",
+                exit_code=ExitCode.run_state,
+            )
+        found = read_dropped(Path(corpus.folder))
+        if found is not None:  # a single document is left as it is
+            yield found
+
+
+def without_examples(dropped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a source's dropped documents without their texts."""
+    keys = ("source", "documents", "stay", "reasons", "common_ngrams")
+    return {key: dropped[key] for key in keys}
 
 
 def examples_of(dropped: Mapping[str, Any]) -> Iterator[DroppedDocument]:

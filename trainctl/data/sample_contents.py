@@ -25,7 +25,7 @@ from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
-from trainctl.plan.mixture import sources_of
+from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.types import RunPlan
 from trainctl.readers.documents import Reader, sides
 from trainctl.readers.files import TextFiles, split_files
@@ -115,6 +115,18 @@ def parse_counters(text: str) -> list[int]:
             )
         counters += range(first, last + 1)
     return counters
+
+
+def planned_counters(plan: RunPlan, step: int) -> list[int]:
+    """Return the counters of the samples that an optimizer step of a plan draws.
+
+    Raises:
+        TrainctlError: The plan ends earlier.
+    """
+    for stage in stages_of_plan(plan):
+        if stage.first_step < step <= stage.end_step:
+            return parse_counters(f"{stage.sample_of(step - 1)}-{stage.sample_of(step) - 1}")
+    raise TrainctlError(f"the plan ends with step {plan.total_steps:,}", hint="an earlier step")
 
 
 def counters_of_step(events: Iterable[Event], step: int) -> list[int]:

@@ -9,6 +9,7 @@ from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.readers.check import check_text
 from trainctl.readers.files import binary_format, split_files
 from trainctl.readers.remote import File
 from trainctl.readers.stream import head_of
@@ -66,6 +67,24 @@ def count_source_tokens(config: RunConfig) -> tuple[dict[str, SourceLength], lis
                 )
             )
     return counts, problems
+
+
+def data_plan_of(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
+    """Compute what a run uses of each source, and find what is wrong with its texts.
+
+    Returns:
+        The data plan, None if a text cannot be read; and the findings on the texts.
+    """
+    from trainctl.data.mixture import plan_data
+
+    findings = check_text(plan.config)
+    counts: dict[str, SourceLength] = {}
+    if not any(finding.is_error for finding in findings):
+        counts, unread = count_source_tokens(plan.config)
+        findings = [*findings, *unread]
+    if any(finding.is_error for finding in findings):
+        return None, findings
+    return plan_data(plan, counts), findings
 
 
 def preview_data_plan(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:

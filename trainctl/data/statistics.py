@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.schema import RunConfig
+from trainctl.data.corpora import cached_corpora
 from trainctl.data.token_arrays import Tokens
+from trainctl.data.tokenizer import Tokenizer, load_tokenizer
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mixture import sources_of
 
 PERCENTILES = (10, 50, 90, 99)
 SAMPLED = 256
@@ -60,6 +65,50 @@ class SourceStatistics:
     """Number of documents with the same tokens as an earlier one, in this or an earlier
     source.
     """
+
+
+def corpus_statistics(
+    config: RunConfig, progress: Progress = lambda done, total: None
+) -> dict[str, SourceStatistics]:
+    """Compute statistics of the tokenized text of each source of a configuration.
+
+    Raises:
+        TrainctlError: A source is not tokenized, or its corpus has no ends of documents (exit code
+            5); or its text is not in files of its own (`data.factory`, `data=stream`).
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    return statistics_of(_texts(config, tokenizer), tokenizer.decode, progress)
+
+
+def _texts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
+    """Return the tokenized text of each source."""
+    if config.data.factory is not None:
+        raise TrainctlError("data.factory gives its texts when a run starts, and no earlier")
+    for name, section in sources_of(config.data).items():
+        if section.kind == "stream":
+            raise TrainctlError(
+                f"the text of {name} lies elsewhere, and all of it would be fetched to count it",
+                hint="trainctl data stats of the configuration that it was prepared with",
+            )
+    found = {}
+    for name, corpus in cached_corpora(config, tokenizer).items():
+        if corpus is None:
+            raise TrainctlError(
+                f"the text of {name} is not prepared",
+                hint="trainctl data prepare, with the same words",
+                exit_code=ExitCode.run_state,
+            )
+        ends = corpus.ends(corpus.train)
+        if ends is None:
+            raise TrainctlError(
+                f"{corpus.folder} does not say where documents end: it is of before that",
+                hint="once no run reads it, remove the folder, and trainctl data prepare",
+                exit_code=ExitCode.run_state,
+            )
+        held_out = corpus.held_out
+        tokens = corpus.tokens(corpus.train)
+        found[name] = SourceText(tokens, ends, held_out.documents, held_out.tokens)
+    return found
 
 
 def statistics_of(

@@ -11,9 +11,11 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
-from trainctl.memory.activations import BlockActivations
+from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
 from trainctl.models.anatomy import Anatomy, anatomy_of
 from trainctl.models.tracing import known_trace, trace_in_child
+from trainctl.plan.shapes import count_parameters
+from trainctl.plan.types import LayoutPlan
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")
@@ -155,3 +157,22 @@ def _family(config: RunConfig) -> str:
 @lru_cache(maxsize=_KEPT)
 def _traced(asked: _TraceKey) -> TracedModel:
     return trace(asked.config)
+
+
+def compare_with_closed_form(traced: TracedModel, plan: LayoutPlan) -> dict[str, dict[str, int]]:
+    """Return parameters and activation bytes of the trace beside those of the closed form."""
+    config = plan.config
+    found = {
+        "parameters": {"traced": traced.anatomy.total},
+        "block_bytes_per_token": {"traced": traced.block.saved},
+    }
+    if config.model.has_closed_form:
+        closed = block_activations(
+            config.model,
+            sequence_length=config.training.sequence_length,
+            element=compute_bytes(plan),
+            autocast=config.precision.autocast,
+        )
+        found["parameters"]["closed_form"] = count_parameters(config.model).total
+        found["block_bytes_per_token"]["closed_form"] = closed.saved
+    return found

@@ -136,6 +136,15 @@ def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
     return runs[-1]
 
 
+def open_or_newest(path: Path | None) -> RunPaths:
+    """Return the run in a directory, or the newest run for None.
+
+    Raises:
+        TrainctlError: The directory is not a run, or there is no run (exit code 5).
+    """
+    return newest_run() if path is None else open_run(path)
+
+
 def runs_in(root: Path) -> list[RunPaths]:
     """Return the runs directly in a folder, by creation time; damaged runs are left out."""
     return find_runs(root)[0]

@@ -9,6 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trainctl.errors import TrainctlError
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.constants import GIB
 from trainctl.memory.rank import NAMES, Components
@@ -31,8 +32,13 @@ def save_memory_chart(budgets: Mapping[str, MemoryBudget], path: Path) -> None:
         path: File to write; its suffix is the format: PNG, SVG or HTML.
 
     Raises:
-        TrainctlError: Like `trainctl.monitor.report.figure.save_figure`.
+        TrainctlError: There are too many configurations, or the file cannot be written.
     """
+    if len(budgets) > MOST_CONFIGURATIONS:
+        raise TrainctlError(
+            f"{len(budgets)} configurations are too many for one chart",
+            hint=f"at most {MOST_CONFIGURATIONS}",
+        )
     save_chart(lambda: _chart(budgets), path, title=f"Memory: {', '.join(budgets)}")
 
 

@@ -1,4 +1,4 @@
-"""`trainctl estimate-memory --measure`: two real steps on this machine, beside the prediction."""
+"""Two real steps on this machine: their memory beside the predicted one, kept for estimates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,6 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-import typer
-
-from trainctl.cli.console import print_json, print_table, put, say
-from trainctl.cli.planning import compose, plan
 from trainctl.config.keys import leaves
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.calibration import (
@@ -30,6 +27,7 @@ from trainctl.hardware.calibration import (
     installed_torch,
     with_calibration,
 )
+from trainctl.launch.planning import compose, plan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import Event
@@ -60,13 +58,43 @@ PARTS = {
 """Measured parts of a step, with the budget's phases in each."""
 
 
+class MeasuringStopped(Exception):
+    """A signal, whose number is `number`, ended the measured steps."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Predicted and measured memory of two steps on this machine."""
+
+    rows: list[dict[str, Any]]
+    """Each part of a step: its phases in the budget, and the bytes predicted and measured."""
+    on_device: bool
+    """Whether the bytes are those in tensors on a device; else all resident memory of a process."""
+    runtime_bytes: int | None
+    """Memory of a process outside tensors."""
+    calibration: Path
+    """File that keeps the measurement for later estimates."""
+
+
 def measure(
-    overrides: Sequence[str], config_dir: Path | None, *, force: bool, as_json: bool
-) -> None:
-    """Train two steps in a temporary folder; show and save what was measured.
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *,
+    force: bool,
+    say: Callable[[str], None],
+) -> Measurement:
+    """Train two steps in a temporary folder, and save what was measured.
+
+    `say` is called with a sentence when the steps start. With `force` they start although the
+    budget does not fit.
 
     Raises:
         TrainctlError: The configuration cannot be launched here; the launch has said why.
+        MeasuringStopped: SIGTERM or SIGHUP came; the steps have ended.
     """
     # Find all errors before anything starts; earlier measurements do not count.
     planned = plan(compose(_short(overrides), config_dir), with_files=True, calibrated=False)
@@ -82,14 +110,12 @@ def measure(
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, with_calibration(found))
-    if as_json:
-        print_json({"schema": 1, "phases": rows, "calibration": str(path)})
-        return
-    _show(rows, on_device=on_device)
-    size = found.runtime_bytes(made.mesh.world_size)
-    if size is not None:
-        put(f"Outside of tensors, in a process: {size / 2**30:.2f} GiB")
-    say(f"kept in {path} for estimates on this machine")
+    return Measurement(
+        rows=rows,
+        on_device=on_device,
+        runtime_bytes=found.runtime_bytes(made.mesh.world_size),
+        calibration=path,
+    )
 
 
 def _short(overrides: Sequence[str]) -> list[str]:
@@ -147,7 +173,7 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        raise typer.Exit(128 + number)
+        raise MeasuringStopped(number)
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -209,14 +235,3 @@ def _calibration(
         runtime_bytes_in_group=None if alone else outside,
         fragmentation=round(reserved / allocated - 1, 4) if allocated else None,
     )
-
-
-def _show(rows: Sequence[Mapping[str, Any]], *, on_device: bool) -> None:
-    what = "in tensors" if on_device else "of a process"
-    lines = []
-    for row in rows:
-        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
-        sizes = (f"{size / 2**30:.3f}" for size in (predicted, measured))
-        lines.append((row["part"], *sizes, f"{predicted / measured - 1:+.1%}"))
-    heads = ("part of a step", f"predicted {what}, GiB", "measured, GiB", "")
-    print_table(heads, lines, right=(1, 2, 3))

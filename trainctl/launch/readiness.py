@@ -1,12 +1,12 @@
-"""Checks that a plan can be launched from this machine, shared by all commands that say so."""
+"""Checks that a plan can be launched from this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trainctl.cli.planning import Planned, name_sources
 from trainctl.errors import Finding
 from trainctl.launch.launchers import check, has_scheduler, missing_tool
+from trainctl.launch.planning import Planned, name_sources
 from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.cli.findings import show_findings
-from trainctl.cli.planning import compose_target, plan
 from trainctl.config.codec import to_plain
 from trainctl.config.json_file import read_json
-from trainctl.config.schema import walk
+from trainctl.config.schema import RunConfig, walk
 from trainctl.errors import TrainctlError
 from trainctl.plan.deepspeed import flatten
+from trainctl.plan.types import RunPlan
 from trainctl.rules.deepspeed_schema import load
 
 ABSENT = "not set"
@@ -43,34 +42,28 @@ class Difference:
     right_text: str
 
 
-def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None) -> ComparedConfig:
-    """Read a recipe, a run directory, or a file of DeepSpeed's JSON.
-
-    `attempt` selects an attempt of a run; None takes the one that stands for the run.
-
-    Raises:
-        TrainctlError: `name` is none of them, or cannot be read.
-    """
-    path = Path(name).expanduser()
-    if attempt is None and (path.is_file() or path.suffix == ".json"):
-        return ComparedConfig(name=name, values=None, derived={}, deepspeed=_read_json(path))
-    composed = compose_target(name, (), config_dir, attempt=attempt)
-    show_findings(composed.findings)
-    made = plan(composed).assessment.plan
-    values = {key: to_plain(value) for key, _, value in walk(composed.config)}
+def planned_config(name: str, config: RunConfig, plan: RunPlan | None) -> ComparedConfig:
+    """Return a configuration to compare, with what its plan derives."""
+    derived = {item.key: to_plain(item.value) for item in plan.derived} if plan else {}
     return ComparedConfig(
         name=name,
-        values=values,
-        derived={item.key: to_plain(item.value) for item in made.derived} if made else {},
-        deepspeed=dict(flatten(made.deepspeed)) if made and made.deepspeed else None,
+        values={key: to_plain(value) for key, _, value in walk(config)},
+        derived=derived,
+        deepspeed=dict(flatten(plan.deepspeed)) if plan and plan.deepspeed else None,
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def json_config(path: Path) -> ComparedConfig:
+    """Read a file of DeepSpeed's JSON.
+
+    Raises:
+        TrainctlError: It cannot be read.
+    """
     document = read_json(path)
     if not document.is_readable:
         raise TrainctlError.from_findings(document.findings)
-    return dict(flatten(document.value))
+    deepspeed = dict(flatten(document.value))
+    return ComparedConfig(name=str(path), values=None, derived={}, deepspeed=deepspeed)
 
 
 def compare(left: ComparedConfig, right: ComparedConfig) -> list[Difference]:

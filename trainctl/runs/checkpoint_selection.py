@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainctl.cli.console import say
-from trainctl.cli.meter import Meter
-from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.identity import check_model, check_optimizer, check_trainable
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, own_id
-from trainctl.runs.directory import newest_run, open_run
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import is_old, read_manifest, verify_files
+from trainctl.runs.manifest import read_manifest, verify_files
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a piece of work, the units that are done, and their total."""
+
+Warn = Callable[[str], None]
+"""Called with the text of a warning."""
 
 
-def open_or_newest(path: Path | None) -> RunPaths:
-    """Return the run in a directory, or the newest run for None.
-
-    Raises:
-        TrainctlError: The directory is not a run, or there is no run (exit code 5).
-    """
-    return newest_run() if path is None else open_run(path)
-
-
-def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bool) -> Path:
+def choose_checkpoint(
+    run: RunPaths,
+    progress: Progress,
+    warn: Warn,
+    *,
+    step: int | None = None,
+    best: bool = False,
+) -> Path:
     """Return an intact checkpoint, with every byte verified; warn of damaged ones passed over.
 
     Args:
@@ -39,12 +38,12 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
     if step is not None and best:
         raise TrainctlError("--step and --best name two checkpoints", hint="leave one of them out")
     for path in _candidates(run, step=step, best=best):
-        problems = verify(run, path, meter)
+        problems = verify(run, path, progress)
         if not problems:
             return path
         if step is not None:
             raise TrainctlError(problems[0], exit_code=ExitCode.run_state)
-        say(f"warning: checkpoint passed over: {problems[0]}", style="warning")
+        warn(f"checkpoint passed over: {problems[0]}")
     raise TrainctlError(f"{run.root} has no intact checkpoint", exit_code=ExitCode.run_state)
 
 
@@ -88,31 +87,7 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
     return [item for item in folders if steps is None or item[0] in steps]
 
 
-def check_resumable(config: RunConfig, path: Path) -> None:
-    """Refuse to resume from a checkpoint of another model or optimizer.
-
-    A checkpoint that is too old to tell is warned of.
-
-    Raises:
-        TrainctlError: The checkpoint is of another one, damaged or gone (exit code 5).
-    """
-    try:
-        manifest = read_manifest(path)
-    except ValueError as error:
-        raise TrainctlError(str(error), exit_code=ExitCode.run_state) from None
-    if is_old(manifest):
-        say(
-            f"warning: {path.name} was saved by trainctl {manifest.get('trainctl', '')}, which did "
-            "not note which run and model it is of: that its tensors have the names and shapes of "
-            "the model's is all that can be checked",
-            style="warning",
-        )
-    check_model(config.model, path.name, manifest)
-    check_trainable(config, path.name, manifest)
-    check_optimizer(config, path.name, manifest)
-
-
-def verify(run: RunPaths, path: Path, meter: Meter) -> list[str]:
+def verify(run: RunPaths, path: Path, progress: Progress) -> list[str]:
     """Read every byte of a checkpoint and return its problems; empty if it is intact."""
     try:
         manifest = read_manifest(path, own_id(run))
@@ -122,8 +97,8 @@ def verify(run: RunPaths, path: Path, meter: Meter) -> list[str]:
     entries = manifest["files"]
     done, total = 0, sum(entry["bytes"] for entry in entries)
     for entry in entries:
-        meter(f"verifying {path.name}", done, total)
+        progress(f"verifying {path.name}", done, total)
         problems += verify_files(path, manifest, [entry])
         done += entry["bytes"]
-    meter(f"verifying {path.name}", done, total)
+    progress(f"verifying {path.name}", done, total)
     return problems

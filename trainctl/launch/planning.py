@@ -1,33 +1,34 @@
-"""Planning, the first part of every command: from arguments to a plan with its budget."""
+"""Planning: from overrides to a checked plan with its budget and findings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainctl.cli.console import gib, say
-from trainctl.cli.epochs import count_epoch
-from trainctl.cli.ignored_config import ignored_config_findings
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_leniently, recompose
 from trainctl.config.layers import Layer
-from trainctl.config.schema import RunConfig
+from trainctl.config.sweep import expand_sweep
 from trainctl.config.user_code import check_user_code
+from trainctl.data.epoch_length import count_epoch
 from trainctl.data.source_lengths import preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
+from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace
 from trainctl.models.anatomy import shape_in
 from trainctl.models.tracing import anatomy_in_child
 from trainctl.plan.shapes import head_dim
+from trainctl.plan.types import RunPlan
 from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
 from trainctl.runs.directory import open_run
+from trainctl.runs.ignored_config import ignored_config_findings
 from trainctl.runs.layout import RunPaths
 from trainctl.search.assess import Assessment, assess
 from trainctl.search.input_files import (
@@ -35,13 +36,17 @@ from trainctl.search.input_files import (
     check_model_files,
     check_tokenizer_files,
 )
-from trainctl.search.suggest import Suggestion, suggest_fitting, suggest_for_slack
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
 
 UNCOUNTED = "TC067"
 """Rule of an epoch that was not counted; dropped if files are missing, which is the cause."""
+
+NO_LENGTH = "TC022"
+
+ANY_STEPS = 1_000_000
+"""More steps than any warmup or decay given in steps."""
 
 FACTORY = "model.factory"
 
@@ -62,6 +67,28 @@ class Planned:
     """Traced model, if a trace was requested."""
     data: DataPlan | None = None
     """Tokens and epochs of each source in the run; None if files were not looked for or counted."""
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan.
+
+        Raises:
+            TrainctlError: With all findings, if the configuration is not legal.
+        """
+        if self.assessment.plan is None:
+            raise TrainctlError.from_findings(self.findings)
+        return self.assessment.plan
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory budget.
+
+        Raises:
+            TrainctlError: With all findings, if the configuration is not legal.
+        """
+        if self.assessment.budget is None:
+            raise TrainctlError.from_findings(self.findings)
+        return self.assessment.budget
 
     @property
     def errors(self) -> list[Finding]:
@@ -260,33 +287,75 @@ def _compose_run(
     return replace(composed, findings=(*composed.findings, *notes))
 
 
-def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
-    """Print, on stderr, overrides with which the configuration would fit."""
-    suggestions = suggest_fitting(config, hardware)
-    if not suggestions:
-        say("hint: nothing that trainctl tried makes it fit; use more or larger devices")
-        return
-    say("what would fit:")
-    for suggestion in suggestions:
-        say(f"  {_suggestion(suggestion)}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPoint:
+    """One of several configurations that are planned side by side."""
+
+    values: Mapping[str, str]
+    """Values of the swept keys."""
+    planned: Planned | None = None
+    """Plan and budget; None if the configuration cannot be composed."""
+    errors: tuple[str, ...] = ()
+    """Messages of the errors that make the configuration illegal."""
+
+    @property
+    def name(self) -> str:
+        """The swept keys and values."""
+        return ", ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        return self.planned.assessment.budget if self.planned else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the swept values with the budget and the errors."""
+        found = {"budget": self.budget.to_json()} if self.budget else {}
+        return {"values": dict(self.values), **found, "errors": list(self.errors)}
 
 
-def show_slack(config: RunConfig, hardware: Hardware) -> None:
-    """Print, on stderr, what the free memory of a configuration could buy."""
-    suggestions = suggest_for_slack(config, hardware)
-    if suggestions:
-        say("what the free memory could buy:")
-    for suggestion in suggestions:
-        say(f"  {_suggestion(suggestion)}")
+def plan_points(
+    target: str | None,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *,
+    exact: bool,
+    calibrated: bool,
+) -> list[PlannedPoint]:
+    """Plan every combination of the values that the overrides list (`zero_stage=1,2,3`).
+
+    Memory does not depend on the length of a run, so none needs to be set.
+
+    Raises:
+        TrainctlError: There is only one configuration, and it cannot be planned.
+    """
+    points = expand_sweep(overrides)
+    found = []
+    for point in points:
+        try:
+            composed = compose_target(target, point.overrides, config_dir)
+            planned = plan(_with_placeholder_steps(composed), exact=exact, calibrated=calibrated)
+        except TrainctlError as wrong:
+            error = _without_length_error(wrong)
+            if len(points) == 1:
+                raise error from None
+            messages = tuple(finding.message for finding in error.findings) or (str(error),)
+            found.append(PlannedPoint(values=point.values, errors=messages))
+            continue
+        errors = tuple(finding.message for finding in planned.unforceable_errors)
+        found.append(PlannedPoint(values=point.values, planned=planned, errors=errors))
+    return found
 
 
-def _suggestion(suggestion: Suggestion) -> str:
-    """Format a suggestion with its memory and its cost in speed."""
-    change = suggestion.speed - 1
-    speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} "
-    if speed != "as fast":
-        speed += "faster" if change > 0 else "slower"
-    saved = suggestion.saved_bytes
-    memory = f"{gib(abs(saved))} {'less' if saved >= 0 else 'more'}"
-    peak = gib(suggestion.peak_bytes)
-    return f"{' '.join(suggestion.overrides)}  (peak {peak}, {memory}; {speed})"
+def _with_placeholder_steps(composed: Composed) -> Composed:
+    """Return the configuration with a number of steps if no step or token sets its length."""
+    config, training = composed.config, composed.config.training
+    if training.steps is not None or training.tokens is not None:
+        return composed
+    training = replace(training, steps=ANY_STEPS, epochs=None, epoch_tokens=None)
+    return replace(composed, config=replace(config, training=training))
+
+
+def _without_length_error(error: TrainctlError) -> TrainctlError:
+    """Return the error without the finding that the run has no length."""
+    found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
+    return TrainctlError.from_findings(found) if found else error

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import Composed
 from trainctl.config.derived import Derived
-from trainctl.config.keys import leaf_of, leaves, sections
+from trainctl.config.keys import Leaf, ValueProblem, accept, leaf_of, leaves, sections
+from trainctl.config.registry import kind_of
+from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 from trainctl.errors import TrainctlError
+from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.types import RunPlan
-from trainctl.search.influence import depending_on
+from trainctl.rules.resolve import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +117,7 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
     )
     return Explanation(
         key=key,
-        value=to_plain(own.value) if own else _value(composed, key),
+        value=to_plain(own.value) if own else _value(composed.config, key),
         reason=own.reason if own else "",
         layers=layers,
         default=leaf.default,
@@ -122,8 +127,8 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
     )
 
 
-def _value(composed: Composed, key: str) -> Any:
-    node = to_plain(composed.config)
+def _value(config: RunConfig, key: str) -> Any:
+    node = to_plain(config)
     for name in key.split("."):
         node = node[name]
     return node
@@ -163,3 +168,62 @@ def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError
     near = list(dict.fromkeys(near))
     hint = f"did you mean {', '.join(near)}?" if near else "trainctl config show lists the keys"
     return TrainctlError(f"there is no key or quantity {key}", hint=hint)
+
+
+def depending_on(key: str, plan: RunPlan) -> list[Derived]:
+    """Return the derived values of a plan that depend on a key, in the plan's order."""
+    moved = _moved(key, plan)
+    return [
+        item
+        for item in plan.derived
+        if item.key != key and (key in item.sources or item.key in moved)
+    ]
+
+
+def _moved(key: str, plan: RunPlan) -> set[str]:
+    """Return the names of the derived values that another value of the key would change."""
+    before = {item.key: item.value for item in plan.derived}
+    kinds = leaves()[key].kinds
+    if kinds and kind_of(getattr(plan.config, key.partition(".")[0])) not in kinds:
+        return set()
+    for value in _other_values(leaves()[key], _value(plan.config, key)):
+        plain = deepcopy(to_plain(plan.config))
+        *parents, last = key.split(".")
+        node = plain
+        for name in parents:
+            node = node[name]
+        node[last] = value
+        config = from_plain(RunConfig, plain)
+        is_hardwares = key.startswith("hardware.")
+        hardware = resolve_hardware(config.hardware) if is_hardwares else plan.hardware
+        other = resolve(config, hardware).plan
+        if other is not None:
+            after = {item.key: item.value for item in other.derived}
+            return {name for name in before if name in after and before[name] != after[name]}
+    return set()
+
+
+def _other_values(leaf: Leaf, value: Any) -> Iterator[Any]:
+    """Yield a few legal values other than the key's own; none for names, lists and mappings."""
+    candidates: list[Any] = []
+    if isinstance(value, (list, dict)):
+        return
+    kinds = [kind for kind in get_args(leaf.hint) or (leaf.hint,) if isinstance(kind, type)]
+    kind = next((each for each in kinds if each is not type(None)), str)
+    if kind is bool:
+        candidates = [not value]
+    elif kind is int:
+        candidates = [2 * value, value + 1, value // 2, value - 1] if value is not None else [1, 2]
+    elif kind is float:
+        candidates = [value / 2, value * 2, 0.5] if value is not None else [0.5, 2.0]
+    elif leaf.choices:
+        candidates = [*leaf.choices]
+    if type(None) in kinds:
+        candidates.append(None)
+    for candidate in candidates:
+        try:
+            accepted = accept(leaf, candidate)
+        except ValueProblem:
+            continue
+        if accepted != value:
+            yield accepted

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainctl.cli.console import say
 from trainctl.config.compose import Composed
 from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
@@ -65,7 +64,7 @@ def _cached(config: RunConfig) -> Corpus | None:
 
 def _tokenized(config: RunConfig) -> Corpus:
     from trainctl.data.corpora import build_corpora
-    from trainctl.data.prepare import TokenizingProgress
+    from trainctl.data.prepare import TokenizingProgress, say
     from trainctl.data.tokenizer import load_tokenizer
 
     if _cached(config) is None:

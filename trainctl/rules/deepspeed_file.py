@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainctl.cli.planning import compose
 from trainctl.config.json_file import JsonDocument, read_json
 from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.schema import ModelConfig
-from trainctl.errors import Finding, TrainctlError
-from trainctl.hardware import resolve_hardware
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
 from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.deepspeed_schema import Schema, load, versions
 from trainctl.rules.registry import check_json
@@ -52,31 +50,22 @@ def check_file(path: Path, around: JsonContext) -> CheckedFile:
 
 
 def json_context(
-    overrides: Sequence[str], world_size: int | None, model: Path | None
+    hardware: Hardware | None, world_size: int | None, model: Path | None
 ) -> JsonContext:
-    """Return the devices, ranks and model for the JSON, from the command's options.
+    """Return the devices, ranks and model that a JSON is for.
 
-    `overrides` may hold `hardware=...` only. `world_size` is by default that of the hardware.
+    Args:
+        hardware: Machines that it runs on, if known.
+        world_size: Number of ranks; None takes one for each device of the hardware.
+        model: A transformers directory.
 
     Raises:
-        TrainctlError: Something else is overridden, or the model cannot be read.
+        TrainctlError: The model cannot be read.
     """
-    others = [text for text in overrides if not text.startswith(("hardware=", "hardware."))]
-    if others:
-        raise TrainctlError(
-            f"{others[0]} has no effect on a DeepSpeed JSON",
-            hint="beside --deepspeed only hardware=... says something: kind and number of devices",
-        )
-    nodes, devices, accelerator = 1, None, None
-    if overrides:
-        hardware = resolve_hardware(compose(overrides, None).config.hardware)
-        nodes, devices = hardware.nodes, hardware.devices_per_node
-        accelerator = hardware.accelerator
-    ranks = nodes * devices if devices else None
     return JsonContext(
-        world_size=world_size or ranks,
-        devices_per_node=devices,
-        accelerator=accelerator,
+        world_size=world_size or (hardware.world_size if hardware else None),
+        devices_per_node=hardware.devices_per_node if hardware else None,
+        accelerator=hardware.accelerator if hardware else None,
         fills_auto=True,
         model=None if model is None else _shape(model),
     )
