@@ -19,8 +19,8 @@ INTRODUCTION = """\
 Written by `make docs` from `trainctl/config/schema/` and `conf/`; do not edit it by hand.
 
 A key is set as `group.key=value` on the command line or in a recipe; an option of a group is chosen
-as `group=option`. A default of `null` means that the value is derived: `trainctl config why KEY`
-gives the value and the reason.
+as `group=option`. Without a default (`null`) the value is derived: `trainctl config why KEY` gives
+the value and the reason.
 """
 
 
@@ -79,7 +79,8 @@ def _table(leaves: list[Leaf]) -> Iterator[str]:
     for leaf in leaves:
         meaning = _cell(leaf.metadata["doc"])
         meaning += _kinds(leaf)
-        yield f"| `{leaf.key}` | {_cell(_values(leaf))} | `{_literal(leaf.default)}` | {meaning} |"
+        default = "" if leaf.default is None else f"`{_literal(leaf.default)}`"
+        yield f"| `{leaf.key}` | {_cell(_values(leaf))} | {default} | {meaning} |"
 
 
 def _kinds(leaf: Leaf) -> str:
@@ -121,11 +122,7 @@ def _range(metadata: Mapping[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _cell(text: str) -> str:
