@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from trainctl.rules.deepspeed_json_schema import deepspeed_schema
+from trainctl.rules.deepspeed_schema import deepspeed_schema
 
 GOLDEN = sorted(Path(__file__).parent.glob("golden/*.json"))
 

@@ -28,7 +28,7 @@ from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target, plan
 from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.deepspeed_file import check_file
-from trainctl.rules.deepspeed_json_schema import deepspeed_schema
+from trainctl.rules.deepspeed_schema import deepspeed_schema
 from trainctl.search.config_diff import (
     ComparedConfig,
     Difference,

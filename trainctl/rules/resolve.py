@@ -34,7 +34,7 @@ from trainctl.plan.techniques import not_yet
 from trainctl.plan.trainable import reasons as trainable_reasons
 from trainctl.plan.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed_overrides import PlanNames, overlap, plan_json_case
+from trainctl.rules.passed_keys import PlanNames, overlap, plan_json_case
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.registry import check_case, check_draft
 

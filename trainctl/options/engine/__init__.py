@@ -5,25 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import DataType, EngineConfig, RunConfig
+from trainctl.options.limits import Limit as Limit
 from trainctl.options.optimizer import Maker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """A key of which an engine supports only some values."""
-
-    key: str
-    holds: Callable[[RunConfig], bool]
-    """Returns True if a configuration keeps to the limit."""
-    why: str
-    """Reason for the limit: a sentence without its subject, the engine."""
-    nearest: str
-    """Setting to type instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

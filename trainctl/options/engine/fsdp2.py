@@ -14,7 +14,8 @@ from trainctl.config.schema import (
 )
 from trainctl.config.schema.option import option
 from trainctl.options.activation_checkpointing import recomputed
-from trainctl.options.engine import EngineSpec, Limit
+from trainctl.options.engine import EngineSpec
+from trainctl.options.limits import Limit, never, only
 from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import Maker, spec_of
 
@@ -28,18 +29,6 @@ class Fsdp2Config(EngineConfig):
         "Reduce gradients after each micro-batch; false reduces them once per step, and keeps "
         "them unsharded until then.",
     )
-
-
-def _equals(key: str, value: object, why: str, nearest: str = "") -> Limit:
-    """Return the limit that a key has one value only."""
-    group, name = key.split(".")
-    shown = getattr(value, "value", value)
-    typed = str(shown).lower() if isinstance(shown, bool) else str(shown)
-
-    def holds(config: RunConfig) -> bool:
-        return bool(getattr(getattr(config, group), name) == value)
-
-    return Limit(key=key, holds=holds, why=why, nearest=nearest or f"{key}={typed}")
 
 
 def _fp32_or_none(name: str) -> Limit:
@@ -78,24 +67,19 @@ LIMITS = (
         nearest="zero_stage=2",
     ),
     *(
-        _equals(f"parallelism.{axis}", 1, _DATA)
+        only(f"parallelism.{axis}", 1, _DATA)
         for axis in ("tensor", "pipeline", "sequence", "expert")
     ),
-    Limit(
-        key="model.num_experts",
-        holds=lambda config: config.model.num_experts is None,
-        why="has not been tried with mixtures of experts",
-        nearest="another model",
-    ),
+    only("model.num_experts", None, "has not been tried with mixtures of experts", "another model"),
     Limit(
         key="precision.compute",
         holds=lambda config: config.precision.compute in ("fp32", "bf16"),
         why="computes in fp32 and bf16: it scales no loss, and casts nothing to fp8",
         nearest="precision=bf16",
     ),
-    _equals("precision.autocast", False, "casts whole weights when it gathers them"),
-    _equals("precision.master_weights", DataType.fp32, _FP32),
-    _equals("precision.optimizer_states", DataType.fp32, _FP32),
+    only("precision.autocast", False, "casts whole weights when it gathers them"),
+    only("precision.master_weights", DataType.fp32, _FP32),
+    only("precision.optimizer_states", DataType.fp32, _FP32),
     _fp32_or_none("gradient_accumulation"),
     _fp32_or_none("communication"),
     Limit(
@@ -113,7 +97,7 @@ LIMITS = (
         why="has no kernel of DeepSpeed's",
         nearest="optimizer.fused=false",
     ),
-    _equals("gradients.centralize", False, "has no whole gradient to centralize before it is sent"),
+    only("gradients.centralize", False, "has no whole gradient to centralize before it is sent"),
     Limit(
         key="offload.optimizer",
         holds=_is_whole_offload,
@@ -128,25 +112,25 @@ LIMITS = (
         why="gathers weights that are offloaded where they are used, forward and backward",
         nearest="zero_stage=3, or offload=none",
     ),
-    _equals("offload.ratio", 1.0, _VARIANT, "offload.ratio=1"),
-    _equals("offload.zenflow", False, _VARIANT),
-    _equals("offload.super_offload", False, _VARIANT),
-    _equals("zero_stage.hpz_partition_size", 1, _PLUS),
-    _equals("zero_stage.quantized_weights", False, _PLUS),
-    _equals("zero_stage.quantized_gradients", False, _PLUS),
+    only("offload.ratio", 1.0, _VARIANT, "offload.ratio=1"),
+    only("offload.zenflow", False, _VARIANT),
+    only("offload.super_offload", False, _VARIANT),
+    only("zero_stage.hpz_partition_size", 1, _PLUS),
+    only("zero_stage.quantized_weights", False, _PLUS),
+    only("zero_stage.quantized_gradients", False, _PLUS),
     Limit(
         key="activation_checkpointing.offload_to_cpu",
         holds=_keeps_inputs_here,
         why="has not been tried with inputs of blocks in host memory",
         nearest="activation_checkpointing.offload_to_cpu=false",
     ),
-    _equals("kernels.compile", CompileKind.none, "has not been tried with a compiler"),
-    _equals("kernels.liger", False, "has not been tried with Liger's kernels"),
-    Limit(
-        key="kernels.cross_entropy",
-        holds=lambda config: config.kernels.cross_entropy is not CrossEntropyKind.liger_fused,
-        why="has not been tried with Liger's kernels",
-        nearest="kernels.cross_entropy=chunked",
+    only("kernels.compile", CompileKind.none, "has not been tried with a compiler"),
+    only("kernels.liger", False, "has not been tried with Liger's kernels"),
+    never(
+        "kernels.cross_entropy",
+        CrossEntropyKind.liger_fused,
+        "has not been tried with Liger's kernels",
+        "kernels.cross_entropy=chunked",
     ),
     Limit(
         key="objective.kind",
@@ -154,13 +138,8 @@ LIMITS = (
         why="has been compared with the next token's loss alone",
         nearest="objective=next_token",
     ),
-    Limit(key="script", holds=lambda config: config.script is None, why=_OWN, nearest="no script"),
-    Limit(
-        key="trainer",
-        holds=lambda config: config.trainer is None,
-        why=_OWN,
-        nearest="trainer=null",
-    ),
+    only("script", None, _OWN, "no script"),
+    only("trainer", None, _OWN),
     Limit(
         key="deepspeed",
         holds=lambda config: not config.deepspeed,

@@ -8,9 +8,36 @@ from functools import cached_property
 from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig
-from trainctl.rules.deepspeed.names import Names
-from trainctl.rules.deepspeed.values import read, words
+from trainctl.rules.deepspeed.values import read, shown, words
 from trainctl.rules.deepspeed_schema import Key, Path, Schema, load
+
+
+class Names:
+    """Names for a user's own JSON: its keys. `PlanNames` uses config keys for a plan's JSON."""
+
+    def key(self, key: str) -> str:
+        """Return the name of a dotted JSON key."""
+        return key
+
+    def setting(self, key: str, value: Any) -> str:
+        """Return the name of a key with its value."""
+        return f"{key}={plain(value)}"
+
+    def fix(self, key: str, value: Any) -> str:
+        """Return the setting to write so that a key has a value."""
+        return f"{key}={plain(value)}"
+
+    def stages(self, count: int) -> str:
+        """Return a number of pipeline stages in words; the JSON has no key for it."""
+        return f"{count} pipeline stage{'s' if count > 1 else ''}"
+
+
+def plain(value: Any) -> str:
+    """Return a value as it is written on the command line: text without quotes."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else shown(value)
+
 
 AUTO = "auto"
 FP32 = ("fp32", "float32", "float")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
 
+from trainctl.config.codec import to_plain
 from trainctl.config.derived import Derived
+from trainctl.config.keys import as_written
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
+from trainctl.options.limits import Limit, value_of
 from trainctl.plan.batches import Batch, Batches
+from trainctl.plan.deepspeed import flatten
 from trainctl.plan.types import Mesh
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed_overrides import plan_json_case
-from trainctl.rules.passed_keys import CONFIG_KEYS
+from trainctl.rules.passed_keys import CONFIG_KEYS, plan_json_case
 from trainctl.rules.rule import Problem, Rule, RuleExample, register
 
 
@@ -45,6 +48,19 @@ class Draft:
     def case(self) -> Case:
         """Case of the DeepSpeed JSON, without the keys that the user passes through."""
         return plan_json_case(self.config, self.hardware, self.mesh, self.settings)
+
+
+def outside(config: RunConfig, limits: Iterable[Limit]) -> Iterator[tuple[str, str, Limit]]:
+    """Yield key, value as written and limit of each value that is not within its limit.
+
+    Of a mapping, each entry is a key.
+    """
+    for limit in limits:
+        if not limit.holds(config):
+            value = to_plain(value_of(config, limit.key))
+            inside = flatten(value, f"{limit.key}.") if isinstance(value, dict) else ()
+            for key, each in inside or [(limit.key, value)]:
+                yield key, as_written(each), limit
 
 
 def json_problems(draft: Draft, rule: Rule[Case]) -> Iterator[Problem]:

@@ -1,17 +1,24 @@
-"""Rule about the features that an engine other than DeepSpeed lacks."""
+"""Rules about what the engine lacks, and about keys passed through to DeepSpeed's JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
-from trainctl.config.codec import to_plain
-from trainctl.config.keys import as_written
-from trainctl.config.schema import RunConfig
+from trainctl.config.derived import Derived
 from trainctl.options.engine import engine_of
 from trainctl.plan.deepspeed import flatten
-from trainctl.rules.plan.draft import Draft
+from trainctl.rules.deepspeed import keys
+from trainctl.rules.deepspeed.case import Case
+from trainctl.rules.passed_keys import (
+    PASS_THROUGH_KEYS,
+    canonical,
+    entry_of,
+    idle_reason,
+    overlap,
+    owner_of,
+)
+from trainctl.rules.plan.draft import Draft, outside
 from trainctl.rules.rule import Problem, rule
 
 
@@ -25,21 +32,102 @@ def engine_supports_settings(draft: Draft) -> Iterator[Problem]:
     Fix: Use engine=deepspeed, or leave out what the message names.
     """
     spec = engine_of(draft.config)
-    for limit in spec.limits:
-        if limit.holds(draft.config):
-            continue
-        for key, value in _typed(draft.config, limit.key):
+    for key, value, limit in outside(draft.config, spec.limits):
+        yield Problem(
+            f"{key}={value}: engine.kind={spec.name} {limit.why}",
+            f"{limit.nearest}, or engine=deepspeed",
+            key=key,
+        )
+
+
+KEY_RULES = (
+    keys.removed_keys_are_gone,
+    keys.checked_sections_hold_known_keys,
+    keys.other_sections_hold_known_keys,
+    keys.keys_of_other_programs_are_known,
+)
+"""Rules about the keys of any JSON, which have an identifier of their own here."""
+
+
+@rule("TC090", "deepspeed.*", example="recipe=tiny +deepspeed.gradient_cliping=1")
+def pass_through_keys_exist(draft: Draft) -> Iterator[Problem]:
+    """Keys of the deepspeed section exist in DeepSpeed's JSON.
+
+    `deepspeed.*` goes into DeepSpeed's JSON as it is. DeepSpeed ignores an unknown key at the top
+    in silence, so a typing mistake changes nothing, and nobody notices.
+
+    Fix: Write the key that the message proposes.
+    """
+    case = Case(draft.config.deepspeed)
+    for each in KEY_RULES:
+        for problem in each.problems(case):
+            yield Problem(problem.message, problem.hint, key=f"deepspeed.{problem.key}")
+
+
+@rule("TC091", "deepspeed.*", example="recipe=tiny '+deepspeed.aio={queue_depth: auto}'")
+def pass_through_has_no_auto(draft: Draft) -> Iterator[Problem]:
+    """No value of the deepspeed section is "auto".
+
+    "auto" is filled in by accelerate or transformers on the way. Nobody does it here; DeepSpeed
+    itself drops it in a section, and fails on it at the top.
+
+    Fix: Give the value, or leave the key out: trainctl derives what it can.
+    """
+    for key, value in flatten(draft.config.deepspeed):
+        if value == "auto":
             yield Problem(
-                f"{key}={as_written(value)}: engine.kind={spec.name} {limit.why}",
-                f"{limit.nearest}, or engine=deepspeed",
-                key=key,
+                f'deepspeed.{key} is "auto", which only other tools fill in',
+                "give the value, or leave the key out: trainctl derives what it can",
+                key=f"deepspeed.{key}",
             )
 
 
-def _typed(config: RunConfig, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield a key and its value; for a mapping, each of its entries."""
-    value = to_plain(reduce(getattr, key.split("."), config))
-    if isinstance(value, dict):
-        yield from flatten(value, f"{key}.")
-    else:
-        yield key, value
+@rule("TC092", "deepspeed.*", example="recipe=tiny '+deepspeed.fp16={enabled: true}'")
+def pass_through_agrees(draft: Draft) -> Iterator[Problem]:
+    """The deepspeed section does not contradict the plan.
+
+    The plan, the budget and the trainer go by the configuration. A passed-through key that says
+    something else would train what was neither checked nor budgeted. The same holds of keys that
+    the trainer counts on: with `gradient_allreduce_op=sum` every gradient norm would be as many
+    times too large as there are ranks.
+
+    Fix: Change the configuration's own key; `trainctl config why KEY` names it.
+    """
+    found: dict[str, Problem] = {}
+    for key, value in flatten(draft.config.deepspeed):
+        entry, owner, name = entry_of(key), owner_of(key, draft.config), canonical(key)
+        overlapping = (each for each in draft.settings if overlap(name, each.key))
+        derived = None if entry in PASS_THROUGH_KEYS else next(overlapping, None)
+        if derived is not None and (derived.key, derived.value) != (name, value):
+            found[key] = _contradiction(key, value, derived, owner)
+        elif derived is None and owner:
+            section = f"deepspeed.{entry}"
+            hint = owner if "use " in owner else f"leave it out: {owner}"
+            found[entry] = Problem(f"{section} is trainctl's to set", hint, key=section)
+    yield from found.values()
+
+
+@rule("TC430", "deepspeed.*", example="recipe=tiny '+deepspeed.aio={queue_depth: 32}'")
+def pass_through_has_an_effect(draft: Draft) -> Iterator[Problem]:
+    """Every key of the deepspeed section is read in this plan.
+
+    Nothing reads the key of DeepSpeed's that is passed through: it is for another stage of ZeRO or
+    for offload to NVMe, for DeepSpeed's own checkpoints and data loader, or for nothing any more.
+    It was written for a reason, which is not met.
+
+    Fix: Leave it out, or switch on what the message names.
+    """
+    for key, value in flatten(draft.config.deepspeed):
+        reason = idle_reason(key, draft.config)
+        if reason:
+            message = f"deepspeed.{key}={value} does nothing here: {reason}"
+            yield Problem(message, "leave it out", key=f"deepspeed.{key}")
+
+
+def _contradiction(key: str, value: Any, derived: Derived, owner: str) -> Problem:
+    return Problem(
+        f"deepspeed.{key}={value} contradicts {derived.key}={derived.value}, which comes from: "
+        f"{derived.reason}",
+        f"leave deepspeed.{key} out: {owner or f'change what {derived.key} comes from'}",
+        key=f"deepspeed.{key}",
+    )

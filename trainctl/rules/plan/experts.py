@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from math import gcd
 
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
+from trainctl.options.limits import Limit, only, value_of
 from trainctl.options.optimizer import ELEMENT, spec_of
 from trainctl.plan.experts import auxiliary_loss
 from trainctl.plan.nearest import choices, nearest_divisors
 from trainctl.plan.shapes import anatomy
-from trainctl.rules.plan.draft import Draft
+from trainctl.rules.plan.draft import Draft, outside
 from trainctl.rules.rule import WARNING, Problem, rule
 
 KEY = "parallelism.expert"
-
-FORMATS = ("fp32", "bf16")
-"""Compute formats in which loss curves of the expert axis have been compared."""
 
 
 @rule("TC009", "parallelism.expert", example="recipe=tiny parallelism.expert=2")
@@ -73,9 +71,19 @@ def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     expert = config.parallelism.expert
     if expert == 1 or not config.trains_itself:
         return
-    for key, value, why, nearest in _not_beside(config):
+    for key, value, limit in outside(config, LIMITS):
         yield Problem(
-            f"{key}={value} with {KEY}={expert}: {why}", f"{nearest}, or {KEY}=1", key=key
+            f"{key}={value} with {KEY}={expert}: {limit.why}",
+            f"{limit.nearest}, or {KEY}=1",
+            key=key,
+        )
+    optimizer = spec_of(config.optimizer)
+    if optimizer.needs != ELEMENT:
+        yield Problem(
+            f"optimizer.kind={optimizer.name} with {KEY}={expert}: one element's update needs "
+            f"{optimizer.needs}, and looks for it on all replicas",
+            f"optimizer=adamw, or {KEY}=1",
+            key="optimizer.kind",
         )
 
 
@@ -185,55 +193,53 @@ def _has_experts(config: RunConfig) -> bool:
     return config.model.is_directory and (config.model.num_experts or 1) > 1
 
 
-def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Yield key, value, reason and nearest legal setting of what the expert axis excludes."""
-    axes, zero, offload = config.parallelism, config.zero_stage, config.offload
-    for name, why in (
-        (
-            "tensor",
-            "a shard of a parameter is cut along one dimension, and experts are along theirs",
+def _needed_below_3(name: str) -> Limit:
+    """Return the limit that a switch of ZeRO is on at stages 1 and 2."""
+    key = f"zero_stage.{name}"
+    return Limit(
+        key=key,
+        holds=lambda config: config.zero_stage.stage not in (1, 2) or value_of(config, key),
+        why="DeepSpeed averages the gradients of experts with it alone",
+        nearest=f"{key}=true",
+    )
+
+
+_UNSHOWN = "it has not been compared with one process"
+_NORMS = "DeepSpeed takes the norms of what it offloads itself, over all replicas"
+_GROUPS = "its groups are made for parameters that all replicas have"
+
+LIMITS = (
+    only(
+        "parallelism.tensor",
+        1,
+        "a shard of a parameter is cut along one dimension, and experts are along theirs",
+    ),
+    only("parallelism.sequence", 1, _UNSHOWN),
+    only("precision.autocast", False, _UNSHOWN, "precision=bf16"),
+    Limit(
+        key="precision.compute",
+        holds=lambda config: (
+            config.precision.autocast or config.precision.compute in ("fp32", "bf16")
         ),
-        ("sequence", "it has not been compared with one process"),
-    ):
-        if getattr(axes, name) > 1:
-            yield f"parallelism.{name}", getattr(axes, name), why, f"parallelism.{name}=1"
-    optimizer = spec_of(config.optimizer)
-    if optimizer.needs != ELEMENT:
-        why = f"one element's update needs {optimizer.needs}, and looks for it on all replicas"
-        yield "optimizer.kind", optimizer.name, why, "optimizer=adamw"
-    if config.precision.compute not in FORMATS or config.precision.autocast:
-        name = "autocast" if config.precision.autocast else "compute"
-        value = str(getattr(config.precision, name)).lower()
-        yield (
-            f"precision.{name}",
-            value,
-            "it has not been compared with one process",
-            ("precision=bf16"),
-        )
-    for name in ("optimizer", "parameters"):
-        place = getattr(offload, name)
-        if place is not OffloadDevice.none:
-            why = "DeepSpeed takes the norms of what it offloads itself, over all replicas"
-            yield f"offload.{name}", place.value, why, "offload=none"
-    if zero.hpz_partition_size > 1:
-        why = "the copy within a node is of parameters that all its devices share"
-        yield (
-            "zero_stage.hpz_partition_size",
-            zero.hpz_partition_size,
-            why,
-            ("zero_stage.hpz_partition_size=1"),
-        )
-    for name in ("quantized_weights", "quantized_gradients"):
-        if getattr(zero, name):
-            why = "its groups are made for parameters that all replicas have"
-            yield f"zero_stage.{name}", "true", why, f"zero_stage.{name}=false"
-    for name in ("contiguous_gradients", "reduce_scatter"):
-        if zero.stage in (1, 2) and not getattr(zero, name):
-            why = "DeepSpeed averages the gradients of experts with it alone"
-            yield f"zero_stage.{name}", "false", why, f"zero_stage.{name}=true"
-    if config.kernels.compile is not CompileKind.none:
-        why = "how many tokens travel is known on the host only, in each layer"
-        yield "kernels.compile", config.kernels.compile.value, why, "kernels.compile=none"
-    if config.gradients.centralize:
-        why = "it has not been compared with one process"
-        yield "gradients.centralize", "true", why, "gradients.centralize=false"
+        why=_UNSHOWN,
+        nearest="precision=bf16",
+    ),
+    only("offload.optimizer", OffloadDevice.none, _NORMS, "offload=none"),
+    only("offload.parameters", OffloadDevice.none, _NORMS, "offload=none"),
+    only(
+        "zero_stage.hpz_partition_size",
+        1,
+        "the copy within a node is of parameters that all its devices share",
+    ),
+    only("zero_stage.quantized_weights", False, _GROUPS),
+    only("zero_stage.quantized_gradients", False, _GROUPS),
+    _needed_below_3("contiguous_gradients"),
+    _needed_below_3("reduce_scatter"),
+    only(
+        "kernels.compile",
+        CompileKind.none,
+        "how many tokens travel is known on the host only, in each layer",
+    ),
+    only("gradients.centralize", False, _UNSHOWN),
+)
+"""Settings that the expert axis has been verified with."""

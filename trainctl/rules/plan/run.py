@@ -1,16 +1,13 @@
-"""Rules about the model's shape, the data, checkpoints, and the launcher."""
+"""Rules about checkpoints, logging, the launcher, and how bad steps are handled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import WeightsKind
+from trainctl.config.schema import AdaptiveClipping, CompileKind, OnBadLoss, RunConfig
 from trainctl.options import launcher as launchers
-from trainctl.options import model as families
-from trainctl.options import tokenizer as tokenizers
 from trainctl.options.optimizer import spec_of
 from trainctl.plan import average
-from trainctl.plan.nearest import choices, nearest_multiples
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule, warning
 
@@ -19,135 +16,6 @@ METRICS = ("loss", average.METRIC)
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Log levels that DeepSpeed accepts (utils/logging.py)."""
-
-
-@rule(
-    "TC070",
-    "model.path",
-    situation="`model.family=hf` without a directory",
-    message="model.family=hf needs model.path, a transformers directory with config.json",
-)
-def model_has_its_directory(draft: Draft) -> Iterator[Problem]:
-    """The family hf has a model directory.
-
-    The family hf takes its shape, and mostly its weights, from a directory of transformers.
-
-    Fix: Set model.path=DIR, where DIR has config.json.
-    """
-    model = draft.config.model
-    if model.is_directory and model.path is None:
-        yield Problem(
-            f"model.family={model.family} needs model.path, a transformers directory with "
-            "config.json",
-            "model.path=/path/to/model",
-        )
-
-
-@rule("TC144", "model.weights", example="recipe=tiny adapter=lora")
-def weights_have_one_source(draft: Draft) -> Iterator[Problem]:
-    """The initial weights have exactly one source.
-
-    `model.weights` says whether a model starts from trained or from random weights, and
-    `model.initial_weights` from which. Either they contradict each other, or an adapter,
-    conversations, pairs of answers or a recipe that fine-tunes would train a random model. Planning
-    needs no weights.
-
-    Fix: Set model=hf model.path=DIR or model.initial_weights=DIR; model.weights=random where random
-    weights are meant.
-    """
-    kind, folder = draft.config.model.weights, draft.config.model.initial_weights
-    if kind is WeightsKind.random and folder is not None:
-        yield Problem(
-            f"model.weights=random, and model.initial_weights={folder} names others",
-            "leave one of them out",
-        )
-
-
-@rule("TC094", "model.*", example="recipe=tiny model.num_layers=0")
-def model_has_a_shape(draft: Draft) -> Iterator[Problem]:
-    """Every size of the model is known and above 0.
-
-    A size of 0 stands for one that a directory or your own function will give. Here nobody does.
-
-    Fix: Set the size, or use model=hf with a directory.
-    """
-    config = draft.config
-    if not config.model.has_closed_form:
-        return
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
-        if getattr(config.model, name) == 0:
-            yield Problem(
-                f"model.{name}=0: no model has that",
-                f"model.{name}=1 at least",
-                key=f"model.{name}",
-            )
-
-
-@rule(
-    "TC071",
-    "model.num_key_value_heads",
-    "model.hidden_size",
-    "model.head_dim",
-    example="recipe=tiny model.num_key_value_heads=3",
-)
-def heads_share_the_width(draft: Draft) -> Iterator[Problem]:
-    """Heads divide the width, and key-value heads divide the query heads.
-
-    Heads share the width evenly, and query heads share key-value heads evenly.
-
-    Fix: Use the nearest sizes that the message names, or model.head_dim, which frees the width.
-    """
-    model = draft.config.model
-    if model.factory is not None:
-        return  # the user's function divides the width
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if model.head_dim is None and model.hidden_size % heads:
-        yield Problem(
-            f"model.hidden_size={model.hidden_size} is not a multiple of "
-            f"model.num_attention_heads={heads}",
-            f"{choices(nearest_multiples(model.hidden_size, heads), 'model.hidden_size')}, "
-            "or set model.head_dim",
-            key="model.hidden_size",
-        )
-    if kv_heads is not None and heads % kv_heads:
-        yield Problem(
-            f"model.num_key_value_heads={kv_heads} does not divide "
-            f"model.num_attention_heads={heads}",
-            f"model.num_key_value_heads={heads}",
-        )
-    if not families.spec_of(model).has_equal_heads:
-        return
-    if kv_heads not in (None, heads):
-        yield Problem(
-            f"model.num_key_value_heads={kv_heads}: {model.family} has no grouped-query attention",
-            "leave it out",
-        )
-    if model.head_dim not in (None, model.hidden_size // heads):
-        yield Problem(
-            f"model.head_dim={model.head_dim}: {model.family}'s heads share model.hidden_size="
-            f"{model.hidden_size} evenly",
-            f"model.head_dim={model.hidden_size // heads}, or leave it out",
-            key="model.head_dim",
-        )
-
-
-@rule("TC072", "model.vocab_size", example="recipe=tiny model.vocab_size=256")
-def vocabulary_holds_the_tokenizer(draft: Draft) -> Iterator[Problem]:
-    """The embedding has a row for every token id of the tokenizer.
-
-    An id without a row in the embedding is an index error in the first batch that has it.
-
-    Fix: Make model.vocab_size at least the ids of the tokenizer; a multiple of 64 is faster on
-    GPUs.
-    """
-    rows, tokenizer = draft.config.model.vocab_size, draft.config.tokenizer
-    spec = tokenizers.spec_of(tokenizer)
-    ids = spec.facts(tokenizer).vocab_size if spec.file is None else 0
-    if 0 < rows < ids:
-        yield Problem(
-            f"model.vocab_size={rows} is smaller than the {spec.name} tokenizer's {ids} ids",
-            f"model.vocab_size={ids} or more",
-        )
 
 
 @rule("TC075", "checkpoint.best_of", example="recipe=tiny checkpoint.best_of=accuracy")
@@ -340,3 +208,94 @@ def factored_states_stay_factored(draft: Draft) -> Iterator[Problem]:
             "updates flat partitions: its second moment is whole, and saves no memory",
             "zero_stage=0, or optimizer=adamw_8bit",
         )
+
+
+@rule(
+    "TC069",
+    "gradients.*",
+    "stability.*",
+    "optimizer.groups",
+    example="recipe=tiny kernels.compile=deepcompile gradients.clip_value=1.0",
+)
+def gradients_are_seen(draft: Draft) -> Iterator[Problem]:
+    """Gradients are visible to the trainer where a setting processes them.
+
+    To clip by value, add noise, judge a norm or drop a step, the trainer needs the gradient before
+    its update. DeepCompile, SuperOffload and ZenFlow reduce and apply it inside.
+
+    Fix: Keep the technique or the speed-up, not both.
+    """
+    config = draft.config
+    if not config.trains_itself:
+        return
+    hidden = _who_hides_gradients(config)
+    if hidden is None:
+        return
+    setting, why = hidden
+    for key, value in _needs_gradients(config):
+        left_out = setting.partition("=")[0]
+        yield Problem(f"{key}={value} with {setting}: {why}", f"leave {left_out} out", key=key)
+
+
+@rule(
+    "TC093",
+    "stability.on_bad_loss",
+    example="recipe=tiny stability.on_bad_loss=rewind checkpoint.every_steps=null",
+)
+def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Problem]:
+    """stability.on_bad_loss=rewind has checkpoints during the run.
+
+    A rewind goes back to the newest checkpoint. Without one on the way there is nothing to go back
+    to, and the first spike would stop the run.
+
+    Fix: Set checkpoint.every_steps or every_minutes; a rewind costs as much as lies between
+    checkpoints.
+    """
+    config = draft.config
+    every = (config.checkpoint.every_steps, config.checkpoint.every_minutes)
+    if config.stability.on_bad_loss is OnBadLoss.rewind and every == (None, None):
+        yield Problem(
+            "stability.on_bad_loss=rewind, but no checkpoint is saved before the end",
+            "checkpoint.every_steps=100",
+        )
+
+
+def _who_hides_gradients(config: RunConfig) -> tuple[str, str] | None:
+    """Return the setting that hides the gradients from the trainer, and the reason, or None."""
+    if config.offload.super_offload:
+        return (
+            "offload.super_offload=true",
+            "another process has the gradients, and updates while the backward pass goes on",
+        )
+    if config.offload.zenflow:
+        return (
+            "offload.zenflow=true",
+            "the columns that matter most are updated while the backward pass goes on",
+        )
+    if config.kernels.compile is CompileKind.deepcompile:
+        return (
+            "kernels.compile=deepcompile",
+            "the compiled graph reduces the gradients in buffers of its own",
+        )
+    return None
+
+
+def _needs_gradients(config: RunConfig) -> Iterator[tuple[str, object]]:
+    """Yield the keys, with their values, of features that need the gradients."""
+    gradients, stability = config.gradients, config.stability
+    if gradients.clip_value > 0:
+        yield "gradients.clip_value", gradients.clip_value
+    if gradients.adaptive_clipping is not AdaptiveClipping.none:
+        yield "gradients.adaptive_clipping", gradients.adaptive_clipping.value
+    if gradients.centralize:
+        yield "gradients.centralize", "true"
+    if gradients.noise > 0:
+        yield "gradients.noise", gradients.noise
+    if any(entry.gradient_clipping for entry in config.optimizer.groups):
+        yield "optimizer.groups", "[...] with gradient_clipping"
+    if stability.on_bad_loss not in (OnBadLoss.stop, OnBadLoss.warn):
+        yield "stability.on_bad_loss", stability.on_bad_loss.value
+    if stability.norm_spike_factor is not None:
+        yield "stability.norm_spike_factor", stability.norm_spike_factor
+    if stability.norm_limit is not None:
+        yield "stability.norm_limit", stability.norm_limit

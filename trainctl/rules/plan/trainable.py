@@ -1,20 +1,17 @@
-"""Rules about trained weights: adapters, frozen weights, and the settings they work with."""
+"""Rules about trained weights: adapters, frozen and quantized weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from collections.abc import Iterator
 
-from trainctl.config.codec import to_plain
 from trainctl.config.keys import as_written
 from trainctl.config.schema import CompileKind, CrossEntropyKind, OffloadDevice, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
-from trainctl.options.adapter import low_rank
+from trainctl.options.adapter import BaseWeights, low_rank
+from trainctl.options.limits import Limit, never, only
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
-from trainctl.plan.quantized import quantized_layers
+from trainctl.plan.quantized import BLOCK, quantized_layers
 from trainctl.plan.shapes import anatomy
 from trainctl.plan.trainable import (
     adapted_layers,
@@ -27,7 +24,7 @@ from trainctl.plan.trainable import (
     ties,
     trainable,
 )
-from trainctl.rules.plan.draft import Draft
+from trainctl.rules.plan.draft import Draft, outside
 from trainctl.rules.rule import WARNING, Problem, rule
 
 FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_train"
@@ -186,18 +183,6 @@ def tied_weights_freeze_together(draft: Draft) -> Iterator[Problem]:
         yield Problem(f"{name} and {alias} are one tensor (tied weights), which is frozen as both")
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """Condition under which frozen weights have been verified."""
-
-    key: str
-    holds: Callable[[RunConfig], bool]
-    """Function that returns True if a configuration satisfies the condition."""
-    why: str
-    nearest: str
-    """Setting to use instead."""
-
-
 def _is_recurrent(config: RunConfig) -> bool:
     read = None if config.model.is_unread else anatomy(config.model)
     return read is not None and read.is_recurrent
@@ -205,80 +190,51 @@ def _is_recurrent(config: RunConfig) -> bool:
 
 _UNSHOWN = "has not been shown to train as one process does beside frozen weights"
 
-_LIMITS = (
-    _Limit("engine.kind", lambda c: c.engine.kind == "deepspeed", _UNSHOWN, "engine=deepspeed"),
-    _Limit(
-        "model.factory",
-        lambda c: c.model.factory is None,
-        _UNSHOWN,
-        "model.factory=null",
+LIMITS = (
+    only("engine.kind", "deepspeed", _UNSHOWN, "engine=deepspeed"),
+    only("model.factory", None, _UNSHOWN),
+    only("model.mup", False, _UNSHOWN),
+    only("model.num_experts", None, _UNSHOWN, "another model"),
+    Limit(
+        key="model.model_type",
+        holds=lambda c: not _is_recurrent(c),
+        why="carries a state from token to token, by code that reads weights past their layers",
+        nearest="another model",
     ),
-    _Limit("model.mup", lambda c: not c.model.mup, _UNSHOWN, "model.mup=false"),
-    _Limit("model.num_experts", lambda c: c.model.num_experts is None, _UNSHOWN, "another model"),
-    _Limit(
-        "model.model_type",
-        lambda c: not _is_recurrent(c),
-        "carries a state from token to token, by code that reads weights past their layers",
-        "another model",
+    Limit(
+        key="optimizer.kind",
+        holds=lambda c: spec_of(c.optimizer).is_elementwise,
+        why=_UNSHOWN,
+        nearest="optimizer=adamw",
     ),
-    _Limit(
-        "optimizer.kind",
-        lambda c: spec_of(c.optimizer).is_elementwise,
-        _UNSHOWN,
-        "optimizer=adamw",
+    Limit(
+        key="precision.compute",
+        holds=lambda c: c.precision.compute in ("fp32", "bf16"),
+        why=_UNSHOWN,
+        nearest="precision=bf16",
     ),
-    _Limit(
-        "precision.compute",
-        lambda c: c.precision.compute in ("fp32", "bf16"),
-        _UNSHOWN,
-        "precision=bf16",
-    ),
-    _Limit("precision.autocast", lambda c: not c.precision.autocast, _UNSHOWN, "=false"),
-    _Limit("gradients.centralize", lambda c: not c.gradients.centralize, _UNSHOWN, "=false"),
-    _Limit("kernels.compile", lambda c: c.kernels.compile is CompileKind.none, _UNSHOWN, "=none"),
-    _Limit("kernels.liger", lambda c: not c.kernels.liger, _UNSHOWN, "=false"),
-    _Limit(
+    only("precision.autocast", False, _UNSHOWN),
+    only("gradients.centralize", False, _UNSHOWN),
+    only("kernels.compile", CompileKind.none, _UNSHOWN),
+    only("kernels.liger", False, _UNSHOWN),
+    never(
         "kernels.cross_entropy",
-        lambda c: c.kernels.cross_entropy is not CrossEntropyKind.liger_fused,
+        CrossEntropyKind.liger_fused,
         _UNSHOWN,
-        "=chunked",
+        "kernels.cross_entropy=chunked",
     ),
-    _Limit(
-        "offload.parameters",
-        lambda c: c.offload.parameters is OffloadDevice.none,
-        _UNSHOWN,
-        "=none",
-    ),
-    _Limit(
-        "offload.optimizer",
-        lambda c: c.offload.optimizer is not OffloadDevice.nvme,
-        _UNSHOWN,
-        "=cpu",
-    ),
-    _Limit("offload.ratio", lambda c: c.offload.ratio == 1, _UNSHOWN, "=1"),
-    _Limit("offload.zenflow", lambda c: not c.offload.zenflow, _UNSHOWN, "=false"),
-    _Limit("offload.super_offload", lambda c: not c.offload.super_offload, _UNSHOWN, "=false"),
-    _Limit(
-        "zero_stage.hpz_partition_size",
-        lambda c: c.zero_stage.hpz_partition_size == 1,
-        _UNSHOWN,
-        "=1",
-    ),
-    _Limit(
-        "zero_stage.quantized_weights",
-        lambda c: not c.zero_stage.quantized_weights,
-        _UNSHOWN,
-        "=false",
-    ),
-    _Limit(
-        "zero_stage.quantized_gradients",
-        lambda c: not c.zero_stage.quantized_gradients,
-        _UNSHOWN,
-        "=false",
-    ),
-    _Limit("script", lambda c: c.script is None, "trains by itself", "leave it out"),
-    _Limit("trainer", lambda c: c.trainer is None, "trains by itself", "trainer=null"),
+    only("offload.parameters", OffloadDevice.none, _UNSHOWN),
+    never("offload.optimizer", OffloadDevice.nvme, _UNSHOWN, "offload.optimizer=cpu"),
+    only("offload.ratio", 1, _UNSHOWN),
+    only("offload.zenflow", False, _UNSHOWN),
+    only("offload.super_offload", False, _UNSHOWN),
+    only("zero_stage.hpz_partition_size", 1, _UNSHOWN),
+    only("zero_stage.quantized_weights", False, _UNSHOWN),
+    only("zero_stage.quantized_gradients", False, _UNSHOWN),
+    only("script", None, "trains by itself", "leave it out"),
+    only("trainer", None, "trains by itself"),
 )
+"""Settings that frozen weights and adapters have been verified with."""
 
 
 @rule("TC379", "*", example="recipe=tiny adapter=lora model.mup=true model.mup_base_width=64")
@@ -296,15 +252,9 @@ def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
     adapter = low_rank(config.adapter)
     asked = f"adapter={adapter.kind}" if adapter is not None else FREEZE
     without = "adapter=none" if adapter is not None else "no training.freeze"
-    for limit in _LIMITS:
-        if limit.holds(config):
-            continue
-        value: Any = to_plain(reduce(getattr, limit.key.split("."), config))
-        near = f"{limit.key}{limit.nearest}" if limit.nearest.startswith("=") else limit.nearest
+    for key, value, limit in outside(config, LIMITS):
         yield Problem(
-            f"{limit.key}={as_written(value)} with {asked}: it {limit.why}",
-            f"{near}, or {without}",
-            key=limit.key,
+            f"{key}={value} with {asked}: it {limit.why}", f"{limit.nearest}, or {without}", key=key
         )
 
 
@@ -337,3 +287,76 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Problem]:
             "to train, and DeepSpeed has no optimizer without a parameter",
             "parallelism.pipeline=1, or parallelism.stage_blocks that give it such a block",
         )
+
+
+KEY = "adapter.base_weights"
+
+
+def _quantized_weights(draft: Draft) -> BaseWeights | None:
+    """Return the format of the quantized base; None if the base is in the compute type."""
+    adapter = low_rank(draft.config.adapter)
+    return adapter.base_weights if adapter is not None and adapter.is_quantized else None
+
+
+@rule(
+    "TC382",
+    "parallelism.tensor",
+    "adapter.base_weights",
+    example="recipe=tiny adapter=lora adapter.base_weights=nf4 parallelism.tensor=2",
+)
+def quantized_base_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
+    """A base in 8 or 4 bits has whole matrices, with one row per output.
+
+    Weights in 8 or 4 bits carry scales along a row for each output. A shard of a matrix, or one
+    that is stored the other way round, would be read with the wrong ones.
+
+    Fix: Use data parallelism, or adapter.base_weights=compute.
+    """
+    config, kind = draft.config, _quantized_weights(draft)
+    if kind is None:
+        return
+    tensor = config.parallelism.tensor
+    if tensor > 1:
+        yield Problem(
+            f"parallelism.tensor={tensor} with {KEY}={kind.value}: a tensor rank has a part of "
+            "each matrix, and matrices are quantized whole",
+            "parallelism.tensor=1 with zero_stage.stage=3, which shares them out, or "
+            f"{KEY}=compute",
+        )
+    if config.model.is_unread:
+        return
+    layers = quantized_layers(config.model, low_rank(config.adapter)).values()
+    if any(layer.inputs_first for layer in layers):
+        yield Problem(
+            f"{KEY}={kind.value}: the matrices of {config.model.family} have a row for each input, "
+            "and are expanded by nothing here",
+            f"{KEY}=compute, or another model",
+            key=KEY,
+        )
+
+
+@rule(
+    "TC383",
+    "adapter.base_weights",
+    example="recipe=tiny adapter=lora adapter.base_weights=nf4 model.hidden_size=32 "
+    "model.intermediate_size=99",
+)
+def blocks_divide_the_base(draft: Draft) -> Iterator[Problem]:
+    """Blocks of 4-bit weights divide every matrix of the base.
+
+    In 4 bits a block of weights shares one scale, and a matrix that is not a whole number of blocks
+    has a rest without one.
+
+    Fix: Use adapter.base_weights=int8, which has one scale per row.
+    """
+    config, kind = draft.config, _quantized_weights(draft)
+    if kind in (None, BaseWeights.int8) or config.model.is_unread:
+        return
+    for name, layer in quantized_layers(config.model, low_rank(config.adapter)).items():
+        if layer.inputs * layer.outputs % BLOCK:
+            yield Problem(
+                f"{KEY}={kind.value}: blocks of {BLOCK} weights do not divide {name}, of "
+                f"{layer.outputs} x {layer.inputs}",
+                f"{KEY}=int8, which has a scale for each row",
+            )
+            return

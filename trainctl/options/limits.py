@@ -1,0 +1,44 @@
+"""Limits: keys of which only some values can be combined with another setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from trainctl.config.keys import as_written
+from trainctl.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A key of which an engine, or another setting, supports only some values."""
+
+    key: str
+    holds: Callable[[RunConfig], bool]
+    """Returns True if a configuration keeps to the limit."""
+    why: str
+    """Reason for the limit; for an engine a sentence without its subject, the engine."""
+    nearest: str
+    """Setting to type instead."""
+
+
+def only(key: str, value: object, why: str, nearest: str = "") -> Limit:
+    """Return the limit that a key has one value. `nearest` is by default the key with the value."""
+    near = nearest or f"{key}={as_written(value)}"
+    return Limit(
+        key=key, holds=lambda config: value_of(config, key) == value, why=why, nearest=near
+    )
+
+
+def never(key: str, value: object, why: str, nearest: str) -> Limit:
+    """Return the limit that a key does not have a value."""
+    return Limit(
+        key=key, holds=lambda config: value_of(config, key) != value, why=why, nearest=nearest
+    )
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return reduce(getattr, key.split("."), config)

@@ -1,0 +1,373 @@
+"""Rules about the model: its shape, its first weights, its architecture, and muP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from trainctl.config.schema import AttentionKind, WeightsKind
+from trainctl.options import model as families
+from trainctl.options import tokenizer as tokenizers
+from trainctl.options.optimizer import spec_of
+from trainctl.plan.mup import base_heads, width_factor
+from trainctl.plan.nearest import choices, nearest_multiples
+from trainctl.plan.shapes import anatomy, head_dim, key_value_heads
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.rule import WARNING, Problem, rule
+
+
+@rule(
+    "TC070",
+    "model.path",
+    situation="`model.family=hf` without a directory",
+    message="model.family=hf needs model.path, a transformers directory with config.json",
+)
+def model_has_its_directory(draft: Draft) -> Iterator[Problem]:
+    """The family hf has a model directory.
+
+    The family hf takes its shape, and mostly its weights, from a directory of transformers.
+
+    Fix: Set model.path=DIR, where DIR has config.json.
+    """
+    model = draft.config.model
+    if model.is_directory and model.path is None:
+        yield Problem(
+            f"model.family={model.family} needs model.path, a transformers directory with "
+            "config.json",
+            "model.path=/path/to/model",
+        )
+
+
+@rule("TC144", "model.weights", example="recipe=tiny adapter=lora")
+def weights_have_one_source(draft: Draft) -> Iterator[Problem]:
+    """The initial weights have exactly one source.
+
+    `model.weights` says whether a model starts from trained or from random weights, and
+    `model.initial_weights` from which. Either they contradict each other, or an adapter,
+    conversations, pairs of answers or a recipe that fine-tunes would train a random model. Planning
+    needs no weights.
+
+    Fix: Set model=hf model.path=DIR or model.initial_weights=DIR; model.weights=random where random
+    weights are meant.
+    """
+    kind, folder = draft.config.model.weights, draft.config.model.initial_weights
+    if kind is WeightsKind.random and folder is not None:
+        yield Problem(
+            f"model.weights=random, and model.initial_weights={folder} names others",
+            "leave one of them out",
+        )
+
+
+@rule("TC094", "model.*", example="recipe=tiny model.num_layers=0")
+def model_has_a_shape(draft: Draft) -> Iterator[Problem]:
+    """Every size of the model is known and above 0.
+
+    A size of 0 stands for one that a directory or your own function will give. Here nobody does.
+
+    Fix: Set the size, or use model=hf with a directory.
+    """
+    config = draft.config
+    if not config.model.has_closed_form:
+        return
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+        if getattr(config.model, name) == 0:
+            yield Problem(
+                f"model.{name}=0: no model has that",
+                f"model.{name}=1 at least",
+                key=f"model.{name}",
+            )
+
+
+@rule(
+    "TC071",
+    "model.num_key_value_heads",
+    "model.hidden_size",
+    "model.head_dim",
+    example="recipe=tiny model.num_key_value_heads=3",
+)
+def heads_share_the_width(draft: Draft) -> Iterator[Problem]:
+    """Heads divide the width, and key-value heads divide the query heads.
+
+    Heads share the width evenly, and query heads share key-value heads evenly.
+
+    Fix: Use the nearest sizes that the message names, or model.head_dim, which frees the width.
+    """
+    model = draft.config.model
+    if model.factory is not None:
+        return  # the user's function divides the width
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if model.head_dim is None and model.hidden_size % heads:
+        yield Problem(
+            f"model.hidden_size={model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={heads}",
+            f"{choices(nearest_multiples(model.hidden_size, heads), 'model.hidden_size')}, "
+            "or set model.head_dim",
+            key="model.hidden_size",
+        )
+    if kv_heads is not None and heads % kv_heads:
+        yield Problem(
+            f"model.num_key_value_heads={kv_heads} does not divide "
+            f"model.num_attention_heads={heads}",
+            f"model.num_key_value_heads={heads}",
+        )
+    if not families.spec_of(model).has_equal_heads:
+        return
+    if kv_heads not in (None, heads):
+        yield Problem(
+            f"model.num_key_value_heads={kv_heads}: {model.family} has no grouped-query attention",
+            "leave it out",
+        )
+    if model.head_dim not in (None, model.hidden_size // heads):
+        yield Problem(
+            f"model.head_dim={model.head_dim}: {model.family}'s heads share model.hidden_size="
+            f"{model.hidden_size} evenly",
+            f"model.head_dim={model.hidden_size // heads}, or leave it out",
+            key="model.head_dim",
+        )
+
+
+@rule("TC072", "model.vocab_size", example="recipe=tiny model.vocab_size=256")
+def vocabulary_holds_the_tokenizer(draft: Draft) -> Iterator[Problem]:
+    """The embedding has a row for every token id of the tokenizer.
+
+    An id without a row in the embedding is an index error in the first batch that has it.
+
+    Fix: Make model.vocab_size at least the ids of the tokenizer; a multiple of 64 is faster on
+    GPUs.
+    """
+    rows, tokenizer = draft.config.model.vocab_size, draft.config.tokenizer
+    spec = tokenizers.spec_of(tokenizer)
+    ids = spec.facts(tokenizer).vocab_size if spec.file is None else 0
+    if 0 < rows < ids:
+        yield Problem(
+            f"model.vocab_size={rows} is smaller than the {spec.name} tokenizer's {ids} ids",
+            f"model.vocab_size={ids} or more",
+        )
+
+
+@rule(
+    "TC153",
+    "model.attention",
+    situation="A directory of a model whose attention caps its scores, with `model.attention=sdpa`",
+    message="model.attention=sdpa: transformers has none for theirs (its attention caps or "
+    "extends the scores)",
+)
+def architecture_has_the_attention(draft: Draft) -> Iterator[Problem]:
+    """transformers implements model.attention for the architecture.
+
+    Of each architecture transformers has some kinds of attention only: scores that are capped or
+    extended have no sdpa.
+
+    Fix: Choose the kind that the message names; eager is always there, and slowest.
+    """
+    model = draft.config.model
+    read = None if model.is_unread or model.factory is not None else anatomy(model)
+    if read is None or model.attention.value in read.attentions:
+        return
+    on_gpus = {AttentionKind.flash_attention_2.value: " (on GPUs)"}
+    yield Problem(
+        f"model.attention={model.attention.value}: transformers has none for {model.model_type} "
+        "(its attention caps or extends the scores)",
+        "model.attention="
+        + " or ".join(f"{name}{on_gpus.get(name, '')}" for name in read.attentions),
+    )
+
+
+@rule(
+    "TC401",
+    "model.initial_weights",
+    situation="A directory whose code draws a tensor as a whole, without weights",
+    message="the code of theirs starts model.layers.0.mixer.A_log by what cannot be done for a "
+    "rank's part of it",
+)
+def first_weights_can_be_drawn(draft: Draft) -> Iterator[Problem]:
+    """Each element of the initial weights can be drawn on its own.
+
+    First weights are a function of seed and name, drawn by each rank for its own part. Some models'
+    code draws a whole tensor by a rule that has no parts.
+
+    Fix: Set model.initial_weights=DIR with weights, or use one rank.
+    """
+    config = draft.config
+    if config.model.initial_weights is not None or not config.trains_itself:
+        return
+    read = None if config.model.is_unread else anatomy(config.model)
+    if read is not None and read.unsharded_init:
+        yield Problem(
+            f"the code of {config.model.model_type} starts {read.unsharded_init} by what cannot be "
+            "done for a rank's part of it",
+            "model.initial_weights=DIR, a directory with weights",
+        )
+
+
+@rule(
+    "TC370",
+    "data.mask_documents",
+    situation="A directory of a recurrent model, with `data.mask_documents=true`",
+    message="data.mask_documents=true: theirs carries a state from token to token, which nothing "
+    "resets where a document ends",
+)
+def state_ends_with_its_document(draft: Draft) -> Iterator[Problem]:
+    """A recurrent state is not expected to end with its document.
+
+    A recurrent layer (Mamba and its like) carries a state from token to token. Attention can be
+    masked at the end of a document; the state goes on into the next.
+
+    Fix: Set data.mask_documents=false, or use a model without such layers.
+    """
+    config = draft.config
+    read = None if config.model.is_unread else anatomy(config.model)
+    if read is not None and read.is_recurrent and config.data.mask_documents:
+        yield Problem(
+            f"data.mask_documents=true: {config.model.model_type} carries a state from token to "
+            "token, which nothing resets where a document ends",
+            "data.mask_documents=false",
+        )
+
+
+@rule("TC015", "model.mup_base_width", example="recipe=tiny model.mup=true")
+def mup_has_a_base(draft: Draft) -> Iterator[Problem]:
+    """muP has a base width, and the model has the proportions of the base.
+
+    muP scales from a narrow model on which the learning rate was tuned. Without its width all
+    factors would be 1, and the setting would do nothing.
+
+    Fix: Set model.mup_base_width to the hidden size of the model that was tuned.
+    """
+    model = draft.config.model
+    if not model.mup or not draft.config.trains_itself:
+        return
+    if model.mup_base_width is None:
+        yield Problem(
+            "model.mup=true says nothing without the width that the learning rate was tuned on",
+            "model.mup_base_width=256, say",
+        )
+        return
+    if all(heads >= 1 and heads.is_integer() for heads in base_heads(model)):
+        return
+    heads, kv_heads = base_heads(model)
+    wanted = f"{heads:g} heads, {kv_heads:g} of them for keys and values"
+    yield Problem(
+        f"a model of model.mup_base_width={model.mup_base_width} with the proportions of this one "
+        f"({model.num_attention_heads} and {key_value_heads(model)} heads in {model.hidden_size}) "
+        f"would have {wanted}: muP holds where the numbers of heads grow with the width",
+        _possible_base(draft, model.mup_base_width),
+    )
+
+
+def _possible_base(draft: Draft, wanted: int) -> str:
+    """Return the base width setting nearest to `wanted` with whole numbers of heads; empty if
+    none.
+    """
+    model = draft.config.model
+    common = gcd(model.num_attention_heads, key_value_heads(model))
+    # The base has k of the `common` equal parts that this model's heads make.
+    own = model.hidden_size * (model.mup_base_head_dim or head_dim(model))
+    parts = common * head_dim(model)
+    widths = [own * k // parts for k in range(1, 8 * common) if own * k % parts == 0]
+    if not widths:
+        return ""
+    nearest = min(widths, key=lambda width: abs(width - wanted))
+    return f"model.mup_base_width={nearest}"
+
+
+@rule(
+    "TC016",
+    "model.mup",
+    "model.initial_weights",
+    situation="`model=hf` on a directory of bloom, with `model.mup=true model.mup_base_width=64`",
+    message="model.mup=true with model.family=hf (bloom): which of its tensors grow with the "
+    "width is not known",
+)
+def mup_knows_the_model(draft: Draft) -> Iterator[Problem]:
+    """muP knows which tensors of the model grow with its width, and trains from step 0.
+
+    Which tensor grows with the width in which dimension has to be known to scale its first weights
+    and its learning rate.
+
+    Fix: Train a model of the listed families from the beginning, or set model.mup=false.
+    """
+    model = draft.config.model
+    if not model.mup or not draft.config.trains_itself:
+        return
+    if model.factory is not None or not families.spec_of(model).has_mup:
+        type_ = f" ({model.model_type})" if model.is_directory else ""
+        what = (
+            f"model.factory={model.factory}"
+            if model.factory is not None
+            else f"model.family={model.family}{type_}"
+        )
+        known = ", ".join(spec.name for spec in families.families() if spec.has_mup)
+        yield Problem(
+            f"model.mup=true with {what}: which of its tensors grow with the width is not known",
+            f"model.mup=false, or a model of {known}",
+        )
+    if model.initial_weights is not None:
+        yield Problem(
+            "model.mup=true says how weights are drawn, and model.initial_weights has them already",
+            "model.mup=false to train on from an export; `trainctl resume` to go on with a muP run",
+            key="model.initial_weights",
+        )
+
+
+@rule(
+    "TC017",
+    "model.mup",
+    "optimizer.weight_decay",
+    example="recipe=tiny optimizer=lamb model.mup=true model.mup_base_width=64",
+)
+def mup_knows_the_optimizer(draft: Draft) -> Iterator[Problem]:
+    """muP has rules for the optimizer.
+
+    The rules are derived for one kind of update. A step that is normalised by each tensor (LAMB,
+    Adafactor) is of another size already, and no transfer has been shown.
+
+    Fix: Use optimizer=adamw, or another optimizer that the table of optimizers marks.
+    """
+    model, optimizer = draft.config.model, draft.config.optimizer
+    if not model.mup or not draft.config.trains_itself or width_factor(model) == 1:
+        return
+    spec = spec_of(optimizer)
+    if spec.width_rule is None:
+        yield Problem(
+            f"model.mup=true with optimizer.kind={spec.name}: its step follows each tensor's own "
+            "norm, and no rule for its learning rates is known to transfer",
+            "optimizer=adamw",
+        )
+    if spec.decays_gradient and optimizer.weight_decay > 0:
+        yield Problem(
+            f"model.mup=true with optimizer.kind={spec.name} and optimizer.weight_decay="
+            f"{optimizer.weight_decay:g}: a decay inside the gradient, which Adam then normalises, "
+            "has another strength at each width",
+            "optimizer.weight_decay=0, or optimizer=adamw",
+            key="optimizer.weight_decay",
+        )
+
+
+@rule(
+    "TC018",
+    "gradients.*",
+    severity=WARNING,
+    example="recipe=tiny model.mup=true model.mup_base_width=64 gradients.clip_value=0.1",
+)
+def elements_have_the_size_of_the_base(draft: Draft) -> Iterator[Problem]:
+    """Settings for single gradient elements are not transferred between widths by muP.
+
+    At width m times the base's, single elements of a gradient are 1/m as large. A limit or a noise
+    that is set for elements was right for one width only.
+
+    Fix: Divide the value that was right on the base by the ratio of the widths.
+    """
+    config, m = draft.config, width_factor(draft.config.model)
+    if m == 1 or not config.trains_itself:
+        return
+    gradients = config.gradients
+    for name, power in (("clip_value", 1), ("noise", 2)):
+        value = getattr(gradients, name)
+        if value > 0:
+            yield Problem(
+                f"gradients.{name}={value:g} with model.mup=true: elements of the gradient are "
+                f"1 / {m:g} of the base's, and this is not scaled with them",
+                f"gradients.{name}={value / m**power:g}, if {value:g} was right for the base",
+                key=f"gradients.{name}",
+            )
