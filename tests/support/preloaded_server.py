@@ -28,7 +28,7 @@ from trainctl.launch.rank_command import FORK_VARIABLE
 from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 PRELOADED = (
-    "trainctl.train.rank",
+    "trainctl.train.loop",
     "trainctl.train.models.anatomy",
     "trainctl.train.models.trace",
     "trainctl.engines.deepspeed.entry",

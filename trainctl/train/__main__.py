@@ -1,6 +1,8 @@
 """Entry point of a rank: `python -m trainctl.train RUN_DIR --attempt N`, started by the agent.
 
-With `--fork` the process is the fork server of a node's ranks, and each fork goes on as a rank.
+With `--fork` the process is the fork server of a node's ranks, and each fork goes on as a rank. The
+server computes nothing, joins no process group and starts no thread of its own, so a fork inherits
+only what imports leave behind. `trainctl.launch.agent.ranks` starts it.
 """
 
 from __future__ import annotations
@@ -8,9 +10,13 @@ from __future__ import annotations
 import argparse
 import atexit
 import faulthandler
+import json
 import os
 import signal
 import sys
+import time
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +25,12 @@ from trainctl.runs.heartbeats import Heartbeat
 from trainctl.runs.imports import gc_disabled
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent
-from trainctl.runs.rank_entry import ignore_scheduler_sigterm
+from trainctl.runs.rank_entry import begin, ignore_scheduler_sigterm
 
 if TYPE_CHECKING:
     from trainctl.plan.types import RunPlan
+
+_POLL_SECONDS = 0.001
 
 
 def main() -> int:
@@ -38,8 +46,6 @@ def main() -> int:
     run = RunPaths(arguments.run.resolve())
     if arguments.is_forked:
         ignore_scheduler_sigterm()
-        from trainctl.train.fork_ranks import become_ranks
-
         become_ranks(_plan(run, arguments.attempt))
     # Before the first beat: the agent sends SIGUSR1 to a silent rank to get its stacks.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -56,7 +62,7 @@ def main() -> int:
             make_importable(Path.cwd())
             return run_trainer(plan, run, attempt)
         with gc_disabled():
-            from trainctl.train.rank import train_rank
+            from trainctl.train.loop import train_rank
         if plan.config.model.factory is not None:
             from trainctl.data.user_functions import make_importable
 
@@ -69,6 +75,56 @@ def main() -> int:
             print(f"hint: {error.hint}", file=sys.stderr)
         return int(error.exit_code)
     return 0
+
+
+def become_ranks(plan: RunPlan) -> None:
+    """Import what the plan's ranks need, wait for the agent's order, fork. Returns in each rank.
+
+    The fork server itself exits here. When this returns, the rank's environment variables are set
+    and its parent is the agent.
+    """
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep what imports print out of the answer
+    _import_for_ranks(plan)
+    order = b""
+    while not order.endswith(b"\n"):
+        part = os.read(sys.stdin.fileno(), 1 << 16)
+        if not part:  # the agent has gone
+            os._exit(1)
+        order += part
+    here = os.getpid()
+    pids = []
+    for variables in json.loads(order):
+        with warnings.catch_warnings():
+            # Python warns of forks with threads running; numpy's threads stop for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            os.close(answer)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+            os.setsid()
+            os.environ.update(variables)
+            # Wait until the agent is the parent: `begin` ties this process to it.
+            while os.getppid() == here:
+                time.sleep(_POLL_SECONDS)
+            begin()
+            return
+        pids.append(pid)
+    os.write(answer, json.dumps(pids).encode() + b"\n")
+    os._exit(0)
+
+
+def _import_for_ranks(plan: RunPlan) -> None:
+    """Import what a rank imports before its first step; errors are left for the rank to report."""
+    from trainctl.errors import TrainctlError
+
+    with suppress(TrainctlError), gc_disabled():
+        import trainctl.train.loop  # noqa: F401
+        from trainctl.engines import patch_checks
+        from trainctl.engines.protocol import engine_backend
+
+        engine_backend(plan)
+        patch_checks.require_unchanged(plan.config)
 
 
 def _plan(run: RunPaths, attempt: int) -> RunPlan:

@@ -1,25 +1,32 @@
-"""The training loop: steps, and the callbacks between them."""
+"""Training of a rank: its lifecycle, and the loop of steps with the callbacks between them."""
 
 from __future__ import annotations
 
 import socket
 import time
+import warnings
 from contextlib import suppress
 from functools import partial
 
 from trainctl.data.corpora import bad_text, unigram_entropy
 from trainctl.data.packing import load_bins
+from trainctl.engines import patch_checks
+from trainctl.engines.process import not_deterministic, stop_process
+from trainctl.engines.protocol import engine_backend
 from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
+from trainctl.plan.types import RunPlan
 from trainctl.readers.remote import say
 from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.imports import gc_disabled
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.callbacks.order import callbacks_of_run
 from trainctl.train.objectives.reference import attach_reference
 from trainctl.train.prefetch import BatchPrefetcher
-from trainctl.train.session import Session
+from trainctl.train.session import Session, assemble
 from trainctl.train.step import Stepper
 
 
@@ -197,3 +204,32 @@ class Trainer:
             **({"conversations": chats} if chats else {}),
             **({"bad_text": bad} if bad else {}),
         }
+
+
+def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
+    """Train this rank as the plan says.
+
+    Raises:
+        TrainctlError: The user can act on it; any other exception is a bug or a failing device.
+    """
+    # DeepSpeed calls collectives by deprecated names, of which newer torch warns at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    heartbeat.beat(Phase.start, doing="joining the other ranks")
+    with gc_disabled():  # this imports the engine
+        patch_checks.require_unchanged(plan.config)
+    process = engine_backend(plan).start_process(plan)
+    heartbeat.beat(Phase.start, doing="building the model and its engine")
+    try:
+        session = assemble(plan, run, process)
+        events = EventWriter(run.events, attempt) if process.is_first else None
+        Trainer(session, events, heartbeat, attempt=attempt).train()
+    except RuntimeError as error:
+        explained = not_deterministic(error)
+        if explained is None:
+            raise
+        raise explained from error
+    heartbeat.beat(Phase.end)
+    # In this order: DeepSpeed's threads use the process groups, and exiting with them alive aborts.
+    process.barrier()
+    session.engine.close()
+    stop_process()

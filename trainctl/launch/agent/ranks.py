@@ -1,8 +1,8 @@
 """Ranks of a node: started with torchrun's variables, watched, and ended together.
 
-A rank is forked by the fork server (`trainctl.train.fork_ranks`) where that is possible: importing
-torch, transformers and DeepSpeed costs some seconds of CPU time, and the server imports once for
-all ranks of a node while the agent prepares the corpus. Else it is started as a command.
+Where possible, ranks are forked by a fork server (`trainctl.train.__main__`). Importing torch,
+transformers and DeepSpeed costs some seconds of CPU time, and the server imports once for all ranks
+of a node, while the agent prepares the corpus. Else each rank is started as a command.
 
 When one fails, all others are ended within one grace period. A rank that ended stays a zombie, so
 that its pid is not reused while the others are asked for their stacks.
