@@ -82,11 +82,10 @@ def _lines(found: Meaning) -> Iterator[str]:
     if found.cause:
         yield _text("why: " if found.kind.startswith(RULE) else "cause: ", found.cause)
     for name, meaning in (found.fields or {}).items():
-        yield fill(
-            meaning,
-            _WIDTH,
-            initial_indent=f"    {name:<20} ",
-            subsequent_indent=" " * 25,
+        indent = f"    {name:<20} "
+        yield (
+            fill(meaning, _WIDTH, initial_indent=indent, subsequent_indent=" " * 25)
+            or f"    {name}"
         )
     if found.example:
         yield "  example:"

@@ -18,7 +18,7 @@ from pathlib import Path
 SITE = "TRAINCTL_DOCS_URL"
 """Environment variable with the address of a copy of the documentation's site."""
 
-RULE, RECORD, EXIT_CODE = "rule", "kind of record in events.jsonl", "exit code"
+RULE, RECORD, EXIT_CODE = "rule", "kind of record", "exit code"
 FAILURE, INTERVENTION, POLICY = "cause of a failure", "reason of an intervention", "policy"
 
 PLAN_PAGE, READING_PAGE, JSON_PAGE, FAILURES, EXIT_CODES = (
@@ -46,7 +46,7 @@ _KINDS = {
 _HEADING = re.compile(r"^(##+) (?:Exit code )?(.+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```$|^(\S.*?)(?=\n\n|\n```|\n?\Z)", re.DOTALL | re.MULTILINE)
 _TITLE = re.compile(r"\*\*(.+?)\*\*(?: \((.+)\))?")
-_ROW = re.compile(r"\| `(\w+)` \| (.*) \|")
+_ITEM = re.compile(r"- (`\w+`(?:, `\w+`)*)(?:: (.*))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def _of_page(page: str) -> Iterator[_Section]:
 
 
 def _meaning(section: _Section) -> Meaning:
-    """Return the meaning that a section gives: paragraphs, code and a table."""
+    """Return the meaning that a section gives: paragraphs, code and a list."""
     found = Meaning(word=section.word, kind=section.kind, page=section.page, meaning="")
     path = ""
     for block in _BLOCK.finditer(section.text):
@@ -194,16 +194,17 @@ def _meaning(section: _Section) -> Meaning:
             found = replace(found, situation=rest.removesuffix(":"))
         elif label == "*What to do":
             found = replace(found, cure=_plain(rest))
-        elif prose.startswith("| field |"):
-            found = replace(found, fields=_table(prose.splitlines()))
+        elif prose.startswith("- `"):
+            found = replace(found, fields=_fields(prose.splitlines()))
         else:
             found = replace(found, meaning=_plain(prose))
     return replace(found, kind=f"{RULE}, {found.severity}") if found.kind == RULE else found
 
 
-def _table(lines: Iterable[str]) -> dict[str, str]:
-    rows = map(_ROW.fullmatch, lines)
-    return {row[1]: _plain(row[2]) for row in rows if row}
+def _fields(lines: Iterable[str]) -> dict[str, str]:
+    """Return the fields that a list names, several of them in an item, with their meaning."""
+    items = filter(None, map(_ITEM.fullmatch, lines))
+    return {name: _plain(item[2] or "") for item in items for name in re.findall(r"\w+", item[1])}
 
 
 def _plain(text: str) -> str:

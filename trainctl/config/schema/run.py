@@ -417,7 +417,7 @@ class LoggingConfig:
 
     to: list[str] = option(
         ["tensorboard"],
-        "Loggers that receive the metrics, in addition to `events.jsonl`.",
+        "Loggers that receive the metrics, in addition to the run's records.",
         example="[tensorboard,csv]",
         units="logger",
     )
