@@ -80,9 +80,9 @@ def test_a_signals_handler_may_write_the_same_file_meanwhile(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trainctl.runs import atomic
-atomic.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-atomic.write_text(Path(sys.argv[1]), "new")
+from trainctl.runs import files
+files.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+files.write_text(Path(sys.argv[1]), "new")
 """
 
 
