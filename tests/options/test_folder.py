@@ -65,6 +65,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def callback(folder: Path) -> Path:
+    """Code of a callback in the folder, beside the optimizer."""
+    code, values = (folder / name / "callbacks" for name in ("options", "conf"))
+    code.mkdir()
+    values.mkdir()
+    shutil.copy(PACKAGE / "callbacks" / "smoothed.yaml", values)
+    return Path(shutil.copy(PACKAGE / "callbacks" / "smoothed.py", code))
+
+
+@pytest.fixture
 def trainctl(folder: Path):
     """Run the command beside the folder; its result."""
 
@@ -171,6 +181,18 @@ def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) 
     assert user_code_files(RunConfig(), Path.cwd()) == []
 
 
+def test_a_callback_of_the_folder_is_found(trainctl, trusted: Path, callback: Path) -> None:
+    config = RunConfig(callbacks={"smoothed": {}})
+    assert user_code_files(config, Path.cwd()) == [callback]
+    chosen = ("validate", "--config-dir", "own", "recipe=tiny", "callbacks=[smoothed]")
+    refused = trainctl(*chosen, expect=2, TRAINCTL_OPTIONS="")
+    assert f"{callback} is code" in refused.stderr
+    trainctl("--trust-code", *chosen, "callbacks.smoothed.decay=0.1")
+    callback.write_text("import nothing_of_that_name\n")
+    broken = trainctl("--trust-code", *chosen, expect=4)
+    assert "smoothed.py cannot be used: ModuleNotFound" in broken.stderr
+
+
 def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:
     with pytest.raises(TrainctlError, match="optimizer has no kind 'signum' here") as raised:
         load("optimizer", "signum")
@@ -189,9 +211,9 @@ def test_a_sweep_that_goes_on_has_to_be_trusted_again(trainctl, folder: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
-def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, folder: Path) -> None:
+def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, folder: Path, callback: Path) -> None:
     trust, own = ("--trust-code",), ("--config-dir", "own")
-    first = ("training.stop_after_steps=2", "--run-dir", "run")
+    first = ("callbacks=[smoothed]", "training.stop_after_steps=2", "--run-dir", "run")
     trainctl(*trust, "launch", *own, *SHORT, *first)
     later = ("run", "training.stop_after_steps=null")
     assert "--trust-code" in trainctl("resume", *later, expect=4).stderr

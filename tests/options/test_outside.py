@@ -27,6 +27,7 @@ OWN = (
     "logging.board.digits=5",
     "data=fortunes",
     "data.paths=[texts]",
+    "callbacks=[smoothed]",
     "launcher=fleet",
     "launcher.fleet_size=3",
     "model=granite",
@@ -194,6 +195,37 @@ def test_its_state_is_saved_and_is_its_own(trained: Trained) -> None:
 def test_a_logger_is_sent_every_step(trained: Trained) -> None:
     board = (trained.run / "board" / "board.txt").read_text().splitlines()
     assert board == [f"{step} {loss:.5f}" for step, loss in steps(trained.run).items()]
+
+
+def test_a_callback_has_keys_and_checks_of_its_own(trainctl) -> None:
+    chosen = ("recipe=tiny", "callbacks=[smoothed]")
+    wrong = trainctl("validate", "recipe=tiny", "callbacks=[smothed]", expect=2)
+    assert "did you mean callbacks=[smoothed]?" in wrong.stderr
+    schema = json.loads(trainctl("config", "schema", "callbacks").stdout)
+    (own,) = (each for each in schema["anyOf"] if each.get("title") == "smoothed")
+    assert own["properties"]["decay"]["default"] == 0.9
+    why = trainctl("config", "why", "callbacks.smoothed.decay", *chosen).stdout
+    assert "callbacks.smoothed.decay = 0.5" in why and "callbacks/smoothed.yaml:2" in why
+    assert "Decay of the mean." in why
+    too_large = trainctl("validate", *chosen, "callbacks.smoothed.decay=2", expect=2)
+    assert "nearest legal value: 0.999" in too_large.stderr
+    unknown = trainctl("validate", *chosen, "callbacks.smoothed.decai=0.1", expect=2)
+    assert "did you mean callbacks.smoothed.decay?" in unknown.stderr
+    shown = trainctl("config", "show", *chosen, "callbacks.smoothed.decay=0.1").stdout
+    assert "callbacks:\n  smoothed:\n    decay: 0.1\n" in shown
+    assert "callbacks" not in trainctl("config", "show", *chosen, "callbacks=[]").stdout
+
+
+def test_a_callback_is_called_and_keeps_its_state(trained: Trained) -> None:
+    means = {}
+    for run in (trained.run, trained.whole):
+        records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        found = [each for each in records if each["event"] == "callback"]
+        means[run] = [(each["step"], each["values"]["loss"]) for each in found]
+    assert [step for step, _ in means[trained.run]] == [1, 2, 3, 4]
+    assert means[trained.run] == means[trained.whole]
+    plan = json.loads((trained.run / "attempts" / "1" / "plan.json").read_text())
+    assert plan["config"]["callbacks"] == {"smoothed": {"decay": 0.5}}
 
 
 def write_texts(folder: Path) -> Path:

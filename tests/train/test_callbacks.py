@@ -103,6 +103,18 @@ def test_gradients_are_those_of_a_plain_computation(tmp_path: Path, stage: int) 
         assert total == pytest.approx(curve(run)[record["step"]][1], rel=1e-6)
 
 
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (OWN.parents[2] / "docs" / "callbacks.md").read_text()
+    file = tmp_path / "options" / "callbacks" / "per_parameter.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.setenv(registry.FOLDER_VARIABLE, str(tmp_path / "options"))
+    run = run_of(tmp_path / "run", config_of({"per_parameter": {"every_steps": 1}}, steps=1))
+    (norms,) = recorded(run, "gradient_norm")
+    total = sum(value**2 for name, value in norms.items() if name != "step") ** 0.5
+    assert total == pytest.approx(curve(run)[1][1], rel=1e-6)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_callbacks_change_nothing(tmp_path: Path, stage: int) -> None:
     """The curve is the one without them, bit for bit."""
@@ -115,12 +127,16 @@ def test_callbacks_change_nothing(tmp_path: Path, stage: int) -> None:
 
 
 def test_state_goes_through_a_resume(tmp_path: Path) -> None:
-    plan = tiny_plan(config_of({"noting": {}}), 2)
+    """The first attempt ends one step after its checkpoint, as if it was killed there."""
+    config = config_of({"noting": {}}, checkpoint__every_steps=HALF, checkpoint__at_end=False)
+    plan = tiny_plan(config, 2)
     whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
     train_cases(2, [Case(plan, whole)])
-    train_cases(2, [Case(with_stop(plan, HALF), parts)])
+    train_cases(2, [Case(with_stop(plan, HALF + 1), parts)])
     train_cases(2, [Case(plan, parts, attempt=2)])
-    assert recorded(parts, "mean") == recorded(whole, "mean")
+    means = recorded(parts, "mean")
+    assert means[:HALF] + means[HALF + 1 :] == recorded(whole, "mean")
+    assert means[HALF] == means[HALF + 1]  # the step that was made twice
     manifests = [
         read_manifest(run.checkpoints / f"step-{STEPS:08}")["callbacks"] for run in (whole, parts)
     ]

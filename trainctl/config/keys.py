@@ -140,6 +140,17 @@ def leaf_of(path: tuple[str, ...]) -> Leaf | None:
     return None
 
 
+def described_leaf(path: tuple[str, ...]) -> Leaf | None:
+    """Return the key at a path as `leaf_of`, or the key of an option's own section there."""
+    leaf = leaf_of(path)
+    group = leaf.metadata.get("each") if leaf is not None else None
+    if leaf is None or not group:
+        return leaf
+    name, *inside = path[leaf.key.count(".") + 1 :] or ("",)
+    own = option_leaves(group, name) if inside and name in names(group) else {}
+    return own.get(inside[0], leaf) if inside else leaf
+
+
 @cache
 def part_leaves(part: type) -> dict[str, Leaf]:
     """Return the keys of a named section, such as `data.sources.NAME`, over all its kinds."""

@@ -31,6 +31,7 @@ NO_SCRIPT, NO_FUNCTION, NOT_TOGETHER, NOT_APPLIED = "TC116", "TC117", "TC118", "
 WORDS = "the words after --"
 
 TRAINERS_OWN = (
+    "callbacks",
     "checkpoint",
     "data",
     "gradients",

@@ -9,6 +9,7 @@ from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
+from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.plan.deepspeed import render, user_settings
 from trainctl.plan.derive import (
@@ -55,7 +56,11 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     An impossible derivation gives ``None`` and is reported by the rules. Derivations and rules that
     do not depend on it still run, so that all problems are reported together. Pure: reads nothing
     else.
+
+    Raises:
+        TrainctlError: A callback is not installed here, or its folder is not trusted.
     """
+    callbacks_of(config)  # raises for a callback that is not installed or trusted here
     mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
     batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
     batches, ramp_reasons = derive_ramp(config.training, batch)

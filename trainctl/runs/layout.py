@@ -14,6 +14,7 @@ RUN/
   checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`
   loggers/               NAME.json: progress of each logger of `logging.to`; NAME.log: its output
   NAME/                  files of the logger of that name
+  callbacks/             NAME/: files of the callback of that name, if it has any
   requests/              requests to a running launch, for its next step
   attempts/N/            one launch or resume, N from 1
     plan.json            frozen plan

@@ -10,7 +10,15 @@ from typing import Any, get_args
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import Composed
 from trainctl.config.derived import Derived
-from trainctl.config.keys import Leaf, ValueProblem, accept, leaf_of, leaves, sections
+from trainctl.config.keys import (
+    Leaf,
+    ValueProblem,
+    accept,
+    described_leaf,
+    leaf_of,
+    leaves,
+    sections,
+)
 from trainctl.config.registry import kind_of
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
@@ -110,7 +118,8 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
             reason=own.reason,
             sources=_sources(own, composed, plan),
         )
-    assert leaf is not None
+    described = described_leaf(tuple(key.split(".")))
+    assert leaf is not None and described is not None
     layers = tuple(
         {"source": each.source, "value": to_plain(each.value)}
         for each in composed.layers.get(key, ())
@@ -120,10 +129,10 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
         value=to_plain(own.value) if own else _value(composed.config, key),
         reason=own.reason if own else "",
         layers=layers,
-        default=leaf.default,
+        default=described.default,
         is_key=True,
         became=_became(leaf.key, plan) if plan is not None and key in leaves() else {},
-        doc=leaf.metadata["doc"],
+        doc=described.metadata["doc"],
     )
 
 

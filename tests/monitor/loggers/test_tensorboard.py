@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import read_events
+from trainctl.runs.records import EventWriter, read_events
 
 
 def read(run: RunPaths, tag: str) -> list[tuple[int, float]]:
@@ -53,6 +53,19 @@ def test_tensorboard_reads_the_run_as_it_stands(tmp_path: Path) -> None:
     check(run)
     learning_rates = read(run, "train/learning_rate/1")
     assert len(learning_rates) == 300 and {rate for _, rate in learning_rates} == {0.25}
+
+
+def test_records_of_callbacks_are_series_of_their_own(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with EventWriter(run.events, 1) as writer:
+        for step in (1, 2, 3, 2):  # the run goes back once
+            writer.write("step", step=step, loss=1.0)
+            for name in ("norms", "rates"):
+                values = {"mean": 10.0 * step, "text": "none"}
+                writer.write("callback", step=step, callback="mine", name=name, values=values)
+    assert send(run, "tensorboard") == (0, "")
+    for name in ("norms", "rates"):
+        assert read(run, f"mine/{name}/mean") == [(1, 10.0), (2, 20.0)]
 
 
 @pytest.mark.slow

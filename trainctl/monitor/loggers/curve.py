@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainctl.monitor.loggers.points import KINDS, point_of
+from trainctl.monitor.loggers.points import CALLBACK, KINDS, point_of
 from trainctl.options.logger import Point
 from trainctl.runs.records import Event, iter_events
 
@@ -47,7 +48,7 @@ def curve(records: Path, points: int) -> Iterator[Point]:
     Raises:
         TrainctlError: The records cannot be read (exit code 5).
     """
-    kept: dict[str, list[tuple[int, int]]] = {kind: [] for kind, _ in KINDS.values()}
+    kept: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for point, goes_back in _first(records, points):
         for kind, stack in kept.items():
             while (goes_back or kind == point.kind) and stack and stack[-1][0] >= point.step:
@@ -62,7 +63,7 @@ def curve(records: Path, points: int) -> Iterator[Point]:
 
 
 def _first(records: Path, points: int) -> Iterator[tuple[Point, bool]]:
-    for point, goes_back in CurveReader().points_of(iter_events(records, *KINDS)):
+    for point, goes_back in CurveReader().points_of(iter_events(records, *KINDS, CALLBACK)):
         if point.number > points:
             return
         yield point, goes_back

@@ -40,6 +40,9 @@ the metrics. A field that is a mapping or a list gives one metric per entry, suc
 `seconds/total`.
 """
 
+CALLBACK = "callback"
+"""Kind of the records of callbacks, whose metrics are `CALLBACK/NAME/KEY`."""
+
 
 def point_of(event: Event, place: int) -> Point | None:
     """Return the point with the metrics of a record; None if it has no metrics.
@@ -47,9 +50,15 @@ def point_of(event: Event, place: int) -> Point | None:
     Args:
         place: Number of the point.
     """
-    if event["event"] not in KINDS or not isinstance(event.get("step"), int):
+    if not isinstance(event.get("step"), int):
         return None
-    kind, names = KINDS[event["event"]]
+    if event["event"] == CALLBACK:  # each name is a series of its own
+        kind = f"{event['callback']}/{event['name']}"
+        names = {"values": kind}
+    elif event["event"] in KINDS:
+        kind, names = KINDS[event["event"]]
+    else:
+        return None
     values = {
         name: value
         for field, prefix in names.items()

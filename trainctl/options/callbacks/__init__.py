@@ -7,7 +7,7 @@ the ranks, in a declared order: trainctl's own callbacks first, then the user's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -216,12 +216,13 @@ class CallbackConfig:
 class CallbackSpec(Spec):
     """Specification of one callback.
 
-    `build` is called with the callback's section on each of its ranks and returns a `Callback`.
+    `build` is called with the callback's section on each of its ranks and returns a `Callback`: the
+    class itself, or `module:function` where the class needs torch at its import.
     """
 
     keys: type = CallbackConfig
     """Dataclass of the callback's own keys."""
-    build: str
+    build: str | Callable[[Any], Callback]
     ranks: Ranks = Ranks.all
     """Ranks on which it runs."""
     collectives: bool = False

@@ -109,19 +109,19 @@ def _users(plan: RunPlan, process: Process) -> Iterator[CallbackEntry]:
         except Exception as error:
             raise TrainctlError(
                 f"the callback {name} cannot be built: {in_words(error)}",
-                hint=f"repair {spec.build}, or leave {name} out of `callbacks`",
+                hint=f"repair it, or leave {name} out of `callbacks`",
                 exit_code=ExitCode.training_failed,
             ) from error
-        _check_hooks(name, spec.build, callback)
+        _check_hooks(name, callback)
         declared = {"ranks": spec.ranks, "collectives": spec.collectives}
         yield CallbackEntry(name=name, callback=callback, is_users=True, **declared)
 
 
-def _check_hooks(name: str, build: str, callback: object) -> None:
+def _check_hooks(name: str, callback: object) -> None:
     """Refuse an object that is no callback, and methods that are hooks but for a typo."""
     if not isinstance(callback, Callback):
         raise TrainctlError(
-            f"{build} returned {type(callback).__name__} for the callback {name}, which is no "
+            f"`build` of the callback {name} returned {type(callback).__name__}, which is no "
             "subclass of trainctl.options.callbacks.Callback",
         )
     for method in dir(type(callback)):

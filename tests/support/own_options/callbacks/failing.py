@@ -15,14 +15,6 @@ class FailingConfig(CallbackConfig):
     wrong: str = option("raises", "What it does wrong.")
 
 
-SPEC = CallbackSpec(
-    name="failing",
-    keys=FailingConfig,
-    build=f"{__name__}:build",
-    ranks=Ranks.first,
-)
-
-
 def build(keys: FailingConfig) -> Callback:
     return {"raises": Raises, "collects": Collects, "agrees": Agrees, "typo": Typo}[keys.wrong]()
 
@@ -46,3 +38,11 @@ class Agrees(Callback):
 class Typo(Callback):
     def after_steps(self, context: Context) -> None:
         pass
+
+
+SPEC = CallbackSpec(
+    name="failing",
+    keys=FailingConfig,
+    build=build,
+    ranks=Ranks.first,
+)

@@ -15,14 +15,6 @@ class GradientsConfig(CallbackConfig):
     every_steps: int = option(1, "Interval.", unit="optimizer steps", minimum=1)
 
 
-SPEC = CallbackSpec(
-    name="gradients",
-    keys=GradientsConfig,
-    build=f"{__name__}:Gradients",
-    collectives=True,
-)
-
-
 class Gradients(Callback):
     """Compares sums over parts with the gradient norm; writes `RUN/callbacks/gradients/1.pt`."""
 
@@ -49,3 +41,11 @@ class Gradients(Callback):
             if context.rank == 0:
                 context.folder.mkdir(parents=True)
                 torch.save(both, context.folder / "1.pt")
+
+
+SPEC = CallbackSpec(
+    name="gradients",
+    keys=GradientsConfig,
+    build=Gradients,
+    collectives=True,
+)

@@ -19,9 +19,6 @@ class NotingConfig(CallbackConfig):
     stop_at: int | None = option(None, "Step after which rank 1 asks to stop.")
 
 
-SPEC = CallbackSpec(name="noting", keys=NotingConfig, build=f"{__name__}:Noting")
-
-
 class Noting(Callback):
     """Adds the hooks to `RUN/callbacks/noting/RANK.jsonl`."""
 
@@ -80,3 +77,6 @@ class Noting(Callback):
             path = self._context.folder / f"{self._context.rank}.jsonl"
             with path.open("a") as stream:
                 stream.write(json.dumps([self._context.step, hook]) + "\n")
+
+
+SPEC = CallbackSpec(name="noting", keys=NotingConfig, build=Noting)

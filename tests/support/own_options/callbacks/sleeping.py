@@ -6,8 +6,6 @@ import time
 
 from trainctl.options.callbacks import Callback, CallbackConfig, CallbackSpec, Context, Ranks
 
-SPEC = CallbackSpec(name="sleeping", build=f"{__name__}:Sleeping", ranks=Ranks.first)
-
 
 class Sleeping(Callback):
     def __init__(self, keys: CallbackConfig) -> None:
@@ -16,3 +14,6 @@ class Sleeping(Callback):
     def before_step(self, context: Context) -> None:
         assert context.rank == 0
         time.sleep(0.05)
+
+
+SPEC = CallbackSpec(name="sleeping", build=Sleeping, ranks=Ranks.first)
