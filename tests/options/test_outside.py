@@ -210,7 +210,8 @@ def test_a_callback_has_keys_and_checks_of_its_own(trainctl) -> None:
     too_large = trainctl("validate", *chosen, "callbacks.smoothed.decay=2", expect=2)
     assert "nearest legal value: 0.999" in too_large.stderr
     unknown = trainctl("validate", *chosen, "callbacks.smoothed.decai=0.1", expect=2)
-    assert "did you mean callbacks.smoothed.decay?" in unknown.stderr
+    assert "the callback smoothed has no key decai" in unknown.stderr
+    assert "did you mean decay?" in unknown.stderr
     shown = trainctl("config", "show", *chosen, "callbacks.smoothed.decay=0.1").stdout
     assert "callbacks:\n  smoothed:\n    decay: 0.1\n" in shown
     assert "callbacks" not in trainctl("config", "show", *chosen, "callbacks=[]").stdout

@@ -474,10 +474,11 @@ def _accept_each(leaf: Leaf, value: Any) -> dict[str, Any]:
 
 def _accept_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
     """Check the keys that are set in one option's section; None removes the section."""
+    what = group.removesuffix("s")
     if name not in names(group):
         close, legal = nearest(name, names(group)), f"there are {', '.join(names(group))}"
         hint = f"did you mean {close[0]}? {legal.capitalize()}" if close else legal
-        raise ValueProblem(f"there is no {group} {name}", hint)
+        raise ValueProblem(f"there is no {what} {name}", hint)
     if value is None:
         return None
     own = option_leaves(group, name)
@@ -490,7 +491,7 @@ def _accept_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
             having = [each for each in names(group) if key in option_leaves(group, each)]
             hint = f"did you mean {close[0]}? " if close else f"its keys: {', '.join(own)}. "
             hint += f"{' or '.join(having)} has it" if having else ""
-            raise ValueProblem(f"the {group} {name} has no key {key}", hint.strip())
+            raise ValueProblem(f"the {what} {name} has no key {key}", hint.strip())
     return {key: accept(own[key], item) for key, item in value.items()}
 
 
