@@ -29,7 +29,7 @@ from trainctl.engines.process import Process
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.train.checkpoint.optimizer_state import MASTER
-from trainctl.train.checkpoint.saver import Saver
+from trainctl.train.checkpoint.save import Saver
 
 STATES = ("exp_avg", "exp_avg_sq")
 TENSORS = 8

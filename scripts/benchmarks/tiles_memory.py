@@ -55,8 +55,8 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
 
     from trainctl.config.registry import new_section
     from trainctl.config.schema import CrossEntropyKind, KernelsConfig
+    from trainctl.train.models.kernels import tile_feed_forward
     from trainctl.train.models.recompute import wrap_blocks
-    from trainctl.train.models.tiles import tile_feed_forward
     from trainctl.train.objectives.loss import LanguageModel
 
     setting, width = SETTINGS[options.one], options.width

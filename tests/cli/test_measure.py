@@ -17,7 +17,7 @@ import pytest
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.hardware.calibration import read_calibration
+from trainctl.hardware.resolve import read_calibration
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainctl.config.schema import RunConfig
-from trainctl.config.user_files import user_code_files
+from trainctl.config.user_code import user_code_files
 
 FILES = {
     "own.py": "import json, torch\nimport helper\nfrom pkg.inner import work as w\nimport nowhere",

@@ -6,7 +6,7 @@ import pytest
 
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose, recompose
-from trainctl.config.environment_references import references
+from trainctl.config.literal_secrets import references
 from trainctl.config.secrets import (
     is_plain_variable,
     is_secret_name,

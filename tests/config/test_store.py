@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.diff import Change, diff
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
-from trainctl.config.store import dump_config, load_config
+from trainctl.config.store import Change, diff, dump_config, load_config
 from trainctl.errors import ExitCode, TrainctlError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainctl.config.compose import compose
-from trainctl.config.sweep import expand_sweep
+from trainctl.config.overrides import expand_sweep
 from trainctl.errors import TrainctlError
 
 

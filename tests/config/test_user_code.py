@@ -8,8 +8,12 @@ import pytest
 
 from trainctl.config.catalog import shipped_root
 from trainctl.config.compose import Composed, compose
-from trainctl.config.user_code import check_user_code, not_applied, with_script_arguments
-from trainctl.config.user_files import user_code_files
+from trainctl.config.user_code import (
+    check_user_code,
+    not_applied,
+    user_code_files,
+    with_script_arguments,
+)
 from trainctl.rules.named_files import missing_files
 
 

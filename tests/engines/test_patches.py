@@ -26,7 +26,7 @@ from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.models.trace_entry import _answer
+from trainctl.train.models.inspection_entry import _inspect
 
 ALL = [(table, use) for table in declared.TABLES for use in table.uses]
 CHANGED = {
@@ -194,7 +194,7 @@ def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(declared, "differences", differences)
     monkeypatch.setattr("logging.disable", lambda level: None)
     asked = {"question": "trace", "config": to_plain(config), "folder": str(tmp_path)}
-    error = _answer(asked)["error"]
+    error = _inspect(asked)["error"]
     assert (error["message"], error["hint"]) == ("it", "that")
     assert error["exit_code"] == ExitCode.environment
     assert looked == [{At.trace}]

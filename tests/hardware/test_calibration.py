@@ -13,7 +13,7 @@ from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.builds import build_folders
-from trainctl.hardware.calibration import (
+from trainctl.hardware.resolve import (
     Calibration,
     calibration_file,
     device_name,

@@ -22,16 +22,7 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.hardware import (
-    builds,
-    detect,
-    devices,
-    health,
-    limits,
-    network,
-    packages,
-    storage,
-)
+from trainctl.hardware import builds, detect, devices, health, host_checks, packages, storage
 from trainctl.hardware.facts import Hardware
 from trainctl.launch.planning import compose
 from trainctl.options import logger
@@ -489,15 +480,15 @@ def test_the_toolkit_and_torch(
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     space = shutil.disk_usage("/")
     small = space._replace(total=64 * 2**20, free=60 * 2**20)
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: small)
-    finding = only(limits.shared_memory_is_large(config(), CPU))
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: small)
+    finding = only(host_checks.shared_memory_is_large(config(), CPU))
     assert finding.rule == "TC129" and not finding.is_error
     assert "60 of 64 MiB free; 2 processes may need 128" in finding.message
     alone = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=1)
-    assert list(limits.shared_memory_is_large(config(), alone)) == []
+    assert list(host_checks.shared_memory_is_large(config(), alone)) == []
     monkeypatch.undo()
-    monkeypatch.setattr(limits, "SHARED_MEMORY", tmp_path / "none")
-    assert only(limits.shared_memory_is_large(config(), CPU)).is_error
+    monkeypatch.setattr(host_checks, "SHARED_MEMORY", tmp_path / "none")
+    assert only(host_checks.shared_memory_is_large(config(), CPU)).is_error
 
 
 def test_locked_memory() -> None:
@@ -505,10 +496,10 @@ def test_locked_memory() -> None:
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 * 2**20, before[1]))
     try:
-        assert list(limits.memory_can_be_locked(config(), CPU)) == []
-        finding = only(limits.memory_can_be_locked(nvme, CPU))
+        assert list(host_checks.memory_can_be_locked(config(), CPU)) == []
+        finding = only(host_checks.memory_can_be_locked(nvme, CPU))
         assert finding.rule == "TC130" and "at most 4.0 MiB" in finding.message
-        assert "InfiniBand" in only(limits.memory_can_be_locked(config(), NODES)).message
+        assert "InfiniBand" in only(host_checks.memory_can_be_locked(config(), NODES)).message
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
@@ -523,7 +514,7 @@ def test_host_memory() -> None:
             devices_per_node=1,
             host_memory_bytes=planned,
         )
-        assert rules(limits.host_memory_suffices(config(), hardware)) == rule
+        assert rules(host_checks.host_memory_suffices(config(), hardware)) == rule
 
 
 # ---------------------------------------------------------------- storage
@@ -593,11 +584,11 @@ def test_a_full_disk_is_no_place(tmp_path: Path) -> None:
 def test_interfaces(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_well: bool
 ) -> None:
-    for name in network.VARIABLES:
+    for name in host_checks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert list(network.interfaces_exist(config(), CPU)) == []
+    assert list(host_checks.interfaces_exist(config(), CPU)) == []
     monkeypatch.setenv(variable, value)
-    found = list(network.interfaces_exist(config(), NODES))
+    found = list(host_checks.interfaces_exist(config(), NODES))
     assert rules(found) == ([] if is_well else ["TC135"])
     if not is_well:
         assert "one of " in only(found).hint and "lo" in only(found).hint
@@ -609,7 +600,7 @@ def test_interfaces(
 def test_the_name_of_this_host(
     monkeypatch: pytest.MonkeyPatch, address: str | None, is_well: bool
 ) -> None:
-    for name in network.VARIABLES:
+    for name in host_checks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
     def look_up(host: str) -> str:
@@ -617,7 +608,7 @@ def test_the_name_of_this_host(
             raise OSError("no such name")
         return address
 
-    monkeypatch.setattr(network.socket, "gethostbyname", look_up)
-    found = list(network.interfaces_exist(config(), NODES))
+    monkeypatch.setattr(host_checks.socket, "gethostbyname", look_up)
+    found = list(host_checks.interfaces_exist(config(), NODES))
     assert rules(found) == ([] if is_well else ["TC135"])
     assert os.environ.get("GLOO_SOCKET_IFNAME") is None

@@ -68,7 +68,7 @@ def traced_bytes_per_token(
     if change is not None:
         shared += change(block)
     if tiles > 1:
-        from trainctl.train.models.tiles import tile_feed_forward
+        from trainctl.train.models.kernels import tile_feed_forward
 
         tile_feed_forward(block, tiles)
     ignored = {tensor.untyped_storage().data_ptr() for tensor in shared}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.config import registry
+from trainctl.config.overrides import expand_sweep
 from trainctl.config.registry import (
     FOLDER_VARIABLE,
     load,
@@ -20,8 +21,7 @@ from trainctl.config.registry import (
     trusted_folder_variable,
 )
 from trainctl.config.schema import RunConfig
-from trainctl.config.sweep import expand_sweep
-from trainctl.config.user_files import user_code_files
+from trainctl.config.user_code import user_code_files
 from trainctl.errors import TrainctlError
 from trainctl.runs.records import read_events
 from trainctl.runs.sweeps import new_sweep

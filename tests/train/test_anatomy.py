@@ -17,9 +17,8 @@ from trainctl.models.anatomy import Role, anatomy_of
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
 from trainctl.train.models.anatomy import anatomy, structure
-from trainctl.train.models.fake import failure_hint
-from trainctl.train.models.initial import SkipInit
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.model import failure_hint, skeleton
+from trainctl.train.models.weights import SkipInit
 
 SHAPE = {
     "vocab_size": 300,

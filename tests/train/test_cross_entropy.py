@@ -12,8 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.runs.layout import RunPaths
-from trainctl.train.objectives.cross_entropy import chunked_cross_entropy
-from trainctl.train.objectives.loss import LanguageModel, summed_cross_entropy
+from trainctl.train.objectives.loss import (
+    LanguageModel,
+    chunked_cross_entropy,
+    summed_cross_entropy,
+)
 
 VOCABULARY, WIDTH, TOKENS = 257, 16, 2 * 24
 

@@ -21,7 +21,7 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import ExitCode
 from trainctl.hardware import Hardware
-from trainctl.hardware.kernels import kernels_are_installed
+from trainctl.hardware.packages import kernels_are_installed
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.kernels import apply_kernels
 from trainctl.train.models.model import blocks

@@ -29,10 +29,9 @@ from trainctl.train.checkpoint.tensor_file import write_tensors
 from trainctl.train.groups import parameter_groups as rank_groups
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.build import materialise, whole_pieces
-from trainctl.train.models.initial import parameter_initializers
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.tensors import persistent_buffers
-from trainctl.train.models.weights import SafetensorsWeights, SeedWeights
+from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, parameter_initializers
 
 CPU = torch.device("cpu")
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"

@@ -25,11 +25,10 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
-from trainctl.train.adapters import codecs, quantized
-from trainctl.train.adapters.codecs import codec_of
+from trainctl.train.adapters import quantized
 from trainctl.train.adapters.export import export_adapter
 from trainctl.train.adapters.layers import initial_adapter
-from trainctl.train.adapters.quantized import Dequantized, Quantized
+from trainctl.train.adapters.quantized import Dequantized, Quantized, codec_of
 from trainctl.train.checkpoint.export import export
 from trainctl.train.data import TrainingData
 from trainctl.train.models.loaded import load
@@ -110,7 +109,7 @@ def test_layers_of_four_bits_are_bitsandbytes_own(double: bool) -> None:
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(TrainctlError, match=r"missing \(bitsandbytes\)") as caught:
         codec_of(BaseWeights.nf4, LAYER)
     assert caught.value.exit_code == ExitCode.environment and "[qlora]" in caught.value.hint

@@ -16,8 +16,8 @@ from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint.restore import newest_valid_checkpoint, weights_of
-from trainctl.train.checkpoint.saver import Saver
+from trainctl.train.checkpoint.content import newest_valid_checkpoint, weights_of
+from trainctl.train.checkpoint.save import Saver
 from trainctl.train.models.frozen_base import FullModel, initial_base, recorded_base, whole_weights
 from trainctl.train.replay import Replay
 

@@ -17,10 +17,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
-from trainctl.train.checkpoint import saver as saver_module
+from trainctl.train.checkpoint import save as saver_module
 from trainctl.train.checkpoint.content import Checkpoint
-from trainctl.train.checkpoint.save import write_checkpoint
-from trainctl.train.checkpoint.saver import Saver
+from trainctl.train.checkpoint.save import Saver, write_checkpoint
 from trainctl.train.faults import FAULT_VARIABLE
 
 BEHIND = CheckpointConfig(keep=1, asynchronous=True)

@@ -14,9 +14,9 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import CrossEntropyKind, DataType, KernelsConfig
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
+from trainctl.train.models.kernels import tile_feed_forward
 from trainctl.train.models.model import blocks
 from trainctl.train.models.recompute import wrap_blocks
-from trainctl.train.models.tiles import tile_feed_forward
 from trainctl.train.objectives.loss import LanguageModel
 
 CHUNKED = KernelsConfig(cross_entropy=CrossEntropyKind.chunked, chunk_tokens=10)

@@ -12,9 +12,9 @@ import typer
 from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir, split_target
 from trainctl.cli.console import print_json, print_table, put, say, tolerate_broken_pipe
 from trainctl.config.compose import Composed, recompose
+from trainctl.config.overrides import SweepPoint, expand_sweep
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import REDACTED
-from trainctl.config.sweep import SweepPoint, expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.launchers import check
 from trainctl.launch.planning import compose

@@ -35,12 +35,11 @@ from trainctl.config.model_directory import (
     OVERRIDABLE_FIELDS,
     fill_from_directory,
 )
-from trainctl.config.named_sections import complete_named_sections
-from trainctl.config.option_keys import drop_foreign_keys
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.registry import load
 from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig, TokenizerFromPath
 from trainctl.config.secrets import redact_setting
+from trainctl.config.sections import complete_named_sections, drop_foreign_keys
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.models.anatomy import expert_counts

@@ -1,6 +1,7 @@
-"""Check for secrets written literally in a configuration.
+"""Secrets written literally in a configuration, and the environment variables that replace them.
 
-They are refused, because the files of a run are read by others.
+Literal secrets are refused, because the files of a run are read by others. References are resolved
+by a launch only, and their values are never written with a run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from trainctl.config.secrets import (
     is_env_reference_list,
     is_plain_variable,
     is_secret_name,
+    names_in,
     redact_text,
     secret_words,
 )
@@ -132,3 +134,12 @@ def _secret_keys(tree: Any, key: str) -> Iterator[str]:
             yield from _secret_keys(value, inner)
         elif value and isinstance(name, str) and is_secret_name(name):
             yield inner
+
+
+def references(config: RunConfig) -> list[str]:
+    """Return the names of all variables that a launch must resolve, sorted."""
+    words = config.script_arguments
+    texts = [word for word, used in zip(words, secret_words(words), strict=True) if used]
+    texts += config.launcher.environment.values()
+    texts += config.logging.alerts.urls
+    return sorted({name for text in texts if is_env_reference(text) for name in names_in(text)})

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
-from trainctl.config.named_sections import kind_of_paths
 from trainctl.config.registry import load, new_section
 from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords, Dedup
+from trainctl.config.sections import kind_of_paths
 from trainctl.config.user_code import find_module
 from trainctl.errors import TrainctlError
 

@@ -1,14 +1,16 @@
-"""Storage of a configuration as `config.yaml` of a run; needs neither Hydra nor OmegaConf."""
+"""`config.yaml` of a run: written, read and compared, without Hydra and OmegaConf."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_bytes
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import RunConfig, walk
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import compose_bounded
 from trainctl.errors import ExitCode, TrainctlError
@@ -52,3 +54,25 @@ def _unusable(path: Path, what: str) -> TrainctlError:
         hint="give a run directory that trainctl made, or start a new run",
         exit_code=ExitCode.run_state,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key with its values in both configurations."""
+
+    key: str
+    left: Any
+    right: Any
+
+
+def diff(a: RunConfig, b: RunConfig) -> list[Change]:
+    """Return every key whose value differs, in the schema's order.
+
+    A key that one configuration's kind does not have is None there.
+    """
+    left, right = ({key: value for key, _, value in walk(each)} for each in (a, b))
+    return [
+        Change(key, left.get(key), right.get(key))
+        for key in dict.fromkeys([*left, *right])
+        if left.get(key) != right.get(key)
+    ]

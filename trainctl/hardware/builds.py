@@ -24,8 +24,7 @@ import psutil
 
 from trainctl.config.schema import Accelerator, OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import problem
+from trainctl.hardware.facts import Hardware, problem
 from trainctl.hardware.packages import packaged_text, torch_build
 from trainctl.hardware.storage import REMOTE, filesystem
 from trainctl.options.engine import engine_of

@@ -13,8 +13,7 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.detect import Device, all_devices, host_memory_limit, visible_devices
-from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import problem, warning_finding
+from trainctl.hardware.facts import Hardware, problem, warning_finding
 from trainctl.hardware.resolve import falls_short
 from trainctl.options.precision import precision_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema import Accelerator
+from trainctl.errors import ExitCode, Finding, Severity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +64,20 @@ class Hardware:
         """Return the dense throughput of a device in a number format, TFLOP/s; None if unknown."""
         peak: float | None = getattr(self, f"peak_tflops_{compute}", None)
         return peak
+
+
+def problem(rule: str, key: str, message: str, hint: str = "") -> Finding:
+    """Return an error: the run cannot start, or would not be what the plan says."""
+    return Finding(rule=rule, key=key, message=message, hint=hint, exit_code=ExitCode.environment)
+
+
+def warning_finding(rule: str, key: str, message: str, hint: str) -> Finding:
+    """Return a warning: something may fail or be slow."""
+    return Finding(
+        rule=rule,
+        key=key,
+        message=message,
+        hint=hint,
+        severity=Severity.warning,
+        exit_code=ExitCode.environment,
+    )

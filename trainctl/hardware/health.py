@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware import builds, devices, limits, network, packages, storage
+from trainctl.hardware import builds, devices, host_checks, packages, storage
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.kernels import kernels_are_installed
+from trainctl.hardware.packages import kernels_are_installed
 
 Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
 """A check yields a text for what is well, and a finding for what is wrong."""
@@ -30,12 +30,12 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("libaio", builds.libaio_is_installed),
     ("unfinished builds", builds.no_stale_build_locks),
     ("CUDA toolkit", builds.toolkit_matches_torch),
-    ("shared memory", limits.shared_memory_is_large),
-    ("locked memory", limits.memory_can_be_locked),
-    ("host memory", limits.host_memory_suffices),
+    ("shared memory", host_checks.shared_memory_is_large),
+    ("locked memory", host_checks.memory_can_be_locked),
+    ("host memory", host_checks.host_memory_suffices),
     ("NVMe", storage.nvme_reads_back_writes),
     ("caches", storage.root_caches_are_protected),
-    ("network", network.interfaces_exist),
+    ("network", host_checks.interfaces_exist),
 )
 """Names and checks in the order of their output."""
 

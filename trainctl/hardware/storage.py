@@ -15,8 +15,7 @@ import psutil
 from trainctl.config.quantities import disk_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import problem, warning_finding
+from trainctl.hardware.facts import Hardware, problem, warning_finding
 
 PROBE_BYTES = 1 << 20
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from trainctl.config.environment_references import references
 from trainctl.config.hosts import HOST_NAME_HINT, chosen_hosts, is_host_name
+from trainctl.config.literal_secrets import references
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import names_in

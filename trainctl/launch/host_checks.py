@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainctl.config.hosts import Host, chosen_hosts
-from trainctl.config.user_files import user_code_files
+from trainctl.config.user_code import user_code_files
 from trainctl.errors import Finding
 from trainctl.hardware.devices import Machine, lacking_devices
-from trainctl.hardware.finding import problem
-from trainctl.hardware.limits import lacking_memory
+from trainctl.hardware.facts import problem
+from trainctl.hardware.host_checks import lacking_memory
 from trainctl.hardware.storage import lacking_space
 from trainctl.launch.host_probe import HostReport, probe_hosts
 from trainctl.launch.probe import PACKAGES, code_digest

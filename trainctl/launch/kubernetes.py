@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainctl.config.environment_references import references
+from trainctl.config.literal_secrets import references
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainctl.config.keys import leaves
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.hardware.calibration import (
+from trainctl.hardware.resolve import (
     Calibration,
     calibration_file,
     device_name,

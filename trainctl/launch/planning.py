@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_leniently, recompose
 from trainctl.config.layers import Layer
-from trainctl.config.sweep import expand_sweep
+from trainctl.config.overrides import expand_sweep
 from trainctl.config.user_code import check_user_code
 from trainctl.data.epoch_length import count_epoch
 from trainctl.data.source_lengths import preview_data_plan

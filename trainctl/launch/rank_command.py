@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainctl.config.environment_references import references
+from trainctl.config.literal_secrets import references
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator, CpuBinding, RunConfig
 from trainctl.config.secrets import is_plain_variable, resolve_variables

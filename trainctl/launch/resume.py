@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.compose import Composed
-from trainctl.config.diff import Change, diff
 from trainctl.config.schema import RunConfig
+from trainctl.config.store import Change, diff
 from trainctl.data.source_lengths import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.planning import Planned, plan

@@ -1,4 +1,4 @@
-"""Vocabulary size and end-of-document token of a tokenizer, read from its JSON files.
+"""Facts in the JSON files of a tokenizer: vocabulary size, special tokens, chat template.
 
 The end-of-document token is the first of these that exists:
 
@@ -6,6 +6,10 @@ The end-of-document token is the first of these that exists:
 2. `eos_token_id` of `generation_config.json`, then of `config.json`, next to it (the first of
    several);
 3. a token of the vocabulary with one of the names in `END_NAMES`.
+
+The chat template is `chat_template.jinja` next to the tokenizer, or `chat_template` of
+`tokenizer_config.json` (the one named `default` if there are several). One can also be chosen by
+name, from that list or from the files in `additional_chat_templates`.
 """
 
 from __future__ import annotations

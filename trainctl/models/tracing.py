@@ -139,7 +139,7 @@ def _ask_process(question: Question, config: Config, folder: Path) -> Any:
     _say(f"{what} {name} by its own code, once: torch and transformers are imported")
     asked = {"question": question.value, "config": config, "folder": str(folder)}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "trainctl.train.models.trace_entry"],
+        [sys.executable, "-P", "-m", "trainctl.train.models.inspection_entry"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainctl.config.diff import Change, diff
 from trainctl.config.schema import RunConfig
-from trainctl.config.store import load_config
+from trainctl.config.store import Change, diff, load_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.causes import Cause
 from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan

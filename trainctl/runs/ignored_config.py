@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.diff import Change, diff
 from trainctl.config.secrets import redact_setting
+from trainctl.config.store import Change, diff
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.runs.attempts import Standing, config_of, edited_by_hand
 from trainctl.runs.layout import RunPaths

@@ -11,8 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.overrides import SweepPoint
 from trainctl.config.reading import read_json
-from trainctl.config.sweep import SweepPoint
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.causes import Cause

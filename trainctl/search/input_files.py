@@ -223,9 +223,9 @@ def _names(name: str) -> Iterator[str]:
 
 def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
     """Return problems and unused tensors after transformers' renaming, from a child process."""
-    asked = {"model": to_plain(model), "folder": str(folder)}
+    asked = {"model": to_plain(model), "weights": str(folder)}
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "trainctl.train.models.hf_weights_entry"],
+        [sys.executable, "-P", "-m", "trainctl.train.models.inspection_entry"],
         input=json.dumps(asked),
         capture_output=True,
         text=True,

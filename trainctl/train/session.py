@@ -30,9 +30,8 @@ from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import apply_adapter, initial_adapter
 from trainctl.train.adapters.quantized import dequantized, quantize, quantized
 from trainctl.train.checkpoint.average import WeightAverage
-from trainctl.train.checkpoint.content import Checkpoint, RunProgress
+from trainctl.train.checkpoint.content import Checkpoint, RunProgress, newest_valid_checkpoint
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
-from trainctl.train.checkpoint.restore import newest_valid_checkpoint
 from trainctl.train.clipping import NormHistory
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
 from trainctl.train.gradient_changes import centralize

@@ -23,8 +23,7 @@ from trainctl.runs.interventions import document_account, not_finite_account
 from trainctl.runs.records import short
 from trainctl.train.callbacks.context import StepState
 from trainctl.train.callbacks.runner import Callbacks
-from trainctl.train.checkpoint.content import Checkpoint
-from trainctl.train.checkpoint.restore import newest_valid_checkpoint
+from trainctl.train.checkpoint.content import Checkpoint, newest_valid_checkpoint
 from trainctl.train.clipping import clipped_groups
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms

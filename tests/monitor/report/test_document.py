@@ -15,7 +15,7 @@ import pytest
 from made_runs import append, drawn, new_run, other, step
 
 from trainctl.cli.main import run as command
-from trainctl.config.sweep import SweepPoint
+from trainctl.config.overrides import SweepPoint
 from trainctl.errors import ExitCode
 from trainctl.monitor.report.document import report_document, rows
 from trainctl.monitor.report.history import History

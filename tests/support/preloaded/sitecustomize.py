@@ -16,8 +16,7 @@ MODULES = (
     "trainctl.monitor.loggers",
     "trainctl.train",
     "trainctl.train.offline",
-    "trainctl.train.models.hf_weights_entry",
-    "trainctl.train.models.trace_entry",
+    "trainctl.train.models.inspection_entry",
 )
 
 

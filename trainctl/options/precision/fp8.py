@@ -21,7 +21,7 @@ class Fp8Config(PrecisionConfig):
 SPEC = Precision(
     name="fp8",
     keys=Fp8Config,
-    build="trainctl.train.models.precision:convert_to_fp8",
+    build="trainctl.train.models.kernels:convert_to_fp8",
     extra="fp8",
     format=DataType.bf16,
     ability="supports_fp8",

@@ -23,9 +23,15 @@ from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
-from trainctl.train.models.initial import ZERO, InitializedRange, Initializer, Initializers
 from trainctl.train.models.model import TORCH_TYPES
-from trainctl.train.models.weights import SeedWeights, WeightSource
+from trainctl.train.models.weights import (
+    ZERO,
+    InitializedRange,
+    Initializer,
+    Initializers,
+    SeedWeights,
+    WeightSource,
+)
 
 
 class LoraLayer(nn.Module):

@@ -18,7 +18,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Phase
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.callbacks.context import Journal, StepState
-from trainctl.train.checkpoint.saver import Saver
+from trainctl.train.checkpoint.save import Saver
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.session import Session
 

@@ -40,9 +40,15 @@ from trainctl.models.anatomy import (
     block_of,
     shape_in,
 )
-from trainctl.train.models.fake import failure_hint, has_own_code, in_words
-from trainctl.train.models.initial import NonShardableInit, parameter_initializers
-from trainctl.train.models.model import blocks, transformers_config, users_model
+from trainctl.train.models.model import (
+    blocks,
+    failure_hint,
+    has_own_code,
+    in_words,
+    transformers_config,
+    users_model,
+)
+from trainctl.train.models.weights import NonShardableInit, parameter_initializers
 from trainctl.train.parallel.experts import expert_modules, routers_of
 from trainctl.train.parallel.shard_plan import tensor_parallel_shares
 

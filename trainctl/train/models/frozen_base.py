@@ -33,8 +33,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
 from trainctl.train.adapters.layers import Merged
 from trainctl.train.adapters.quantized import dequantized
-from trainctl.train.checkpoint.content import Checkpoint
-from trainctl.train.checkpoint.restore import weights_of
+from trainctl.train.checkpoint.content import Checkpoint, weights_of
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, WeightSource
 
 Shapes = Mapping[str, list[int]]

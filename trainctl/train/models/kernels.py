@@ -1,4 +1,4 @@
-"""Optional implementations of the same computation: Liger kernels, tiles and compiled blocks."""
+"""Optional implementations of the same computation: Liger kernels, tiles, fp8, compiled blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import CompileKind, KernelsConfig
+from trainctl.config.schema import CompileKind, KernelsConfig, PrecisionConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.precision import is_emulated
+from trainctl.plan.shapes import FEED_FORWARD
+from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
-from trainctl.train.models.tiles import tile_feed_forward
 
 
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
@@ -64,3 +68,102 @@ def _use_liger(model: PreTrainedModel) -> None:
 
     patch = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")
     patch(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+
+
+def tile_feed_forward(model: nn.Module, tiles: int) -> int:
+    """Let the feed-forward layer of every block work in tiles; return the number of these layers.
+
+    Args:
+        model: The model, or the part of it on a pipeline stage.
+        tiles: Number of tiles per micro-batch, the same on every rank: where weights are
+            partitioned (ZeRO-3), each tile gathers them.
+
+    Raises:
+        TrainctlError: A block has no feed-forward layer that is a module of its own.
+    """
+    layers = blocks(model)
+    for layer in layers:
+        named = dict(layer.named_children())
+        found = [named[name] for name in FEED_FORWARD if name in named]
+        if len(found) != 1:
+            raise TrainctlError(
+                f"kernels.mlp_tiles={tiles}, but {type(layer).__name__} has no feed-forward layer "
+                "that is a module of its own",
+                hint="kernels.mlp_tiles=1",
+            )
+        # On the instance: the module's hooks, which gather and reduce, run once around all tiles.
+        (module,) = found
+        module.forward = _tiled(module, module.forward, tiles)
+    return len(layers)
+
+
+def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callable[..., Any]:
+    drops = any(_drops(part) for part in module.modules())
+
+    def in_tiles(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """Run `forward` on tiles. Every argument, and the result, has one row per token."""
+        if hidden.shape[:-1].numel() < tiles:  # such as the prompt of a sample
+            whole: torch.Tensor = forward(hidden, *others)
+            return whole
+        run = forward
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=drops)
+        cut = (_cut(tensor, tiles) for tensor in (hidden, *others))
+        results = [run(*tile) for tile in zip(*cut, strict=True)]
+        return torch.cat(results, dim=1).view(*hidden.shape[:-1], -1)
+
+    return in_tiles
+
+
+def _drops(part: nn.Module) -> bool:
+    """Return True if the module has dropout; an adapter may have its own."""
+    share = part.p if isinstance(part, nn.Dropout) else 0.0
+    return max(share, part.lora_dropout if isinstance(part, LoraLayer) else 0.0) > 0
+
+
+def _cut(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, ...]:
+    """Return the tiles, each (1, tokens of a tile, width).
+
+    Uses `split` rather than slices, so that the gradients are collected in one tensor.
+    """
+    tokens = tensor.flatten(0, -2)[None]
+    each, more = divmod(tokens.shape[1], tiles)
+    return tokens.split([each + (number < more) for number in range(tiles)], dim=1)
+
+
+def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
+    """Convert the linear layers of the decoder blocks to fp8 products; return the number converted.
+
+    Inputs, weights and gradients are rounded with one scale per tensor, computed on use
+    (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
+    ZeRO, checkpoints and exports see no difference. Embeddings, norms and the output projection
+    are left alone: the output projection decides the loss.
+
+    Args:
+        model: The model or its skeleton.
+        precision: Precision section with compute in fp8.
+
+    Raises:
+        TrainctlError: torchao is missing, or no layer can be converted.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+    except ImportError as error:
+        raise TrainctlError(
+            f"precision.compute=fp8 needs the package torchao ({error})",
+            hint="pip install 'trainctl[fp8]', or precision=bf16",
+            exit_code=ExitCode.environment,
+        ) from None
+    config = Float8LinearConfig(emulate=is_emulated(precision))
+    layers = blocks(model)
+    for layer in layers:
+        convert_to_float8_training(layer, config=config)
+    converted = sum(isinstance(module, Float8Linear) for module in model.modules())
+    if converted == 0:
+        raise TrainctlError(
+            f"precision.compute=fp8, but none of the {len(layers)} blocks of "
+            f"{type(model).__name__} has a linear layer",
+            hint="precision=bf16",
+        )
+    return converted

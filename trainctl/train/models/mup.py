@@ -12,10 +12,10 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig
-from trainctl.options.model import spec_of
+from trainctl.errors import TrainctlError
+from trainctl.options.model import Family, families, of_type, spec_of
 from trainctl.plan.mup import multipliers
 from trainctl.plan.shapes import final_norm_tensors, head_dim
-from trainctl.train.models.families import blocks_of, family_of
 
 
 def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -77,3 +77,27 @@ def folded(
     output = element // shape[-1] if is_by_row else element % shape[-1]
     is_query = output < model.num_attention_heads * head_dim(model)
     return torch.where(is_query, values * factors["attention"], values)
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """Return the family of a model, looked up by its `model_type` in transformers.
+
+    Raises:
+        TrainctlError: trainctl has no family for this architecture.
+    """
+    family = of_type(model.config.model_type)
+    if family is None:
+        known = ", ".join(spec.name for spec in families())
+        raise TrainctlError(
+            f"muP and the loss's kernels do not know the {model.config.model_type} architecture; "
+            f"they know {known}",
+        )
+    return family
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of the model's blocks."""
+    family = family_of(model)
+    found = getattr(getattr(model, family.decoder), family.blocks)
+    assert isinstance(found, nn.ModuleList)
+    return found

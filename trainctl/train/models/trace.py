@@ -42,8 +42,7 @@ from trainctl.train.models.anatomy import (
     skip_duplicate_blocks,
     structure,
 )
-from trainctl.train.models.fake import in_words
-from trainctl.train.models.model import TORCH_TYPES, transformers_config, users_model
+from trainctl.train.models.model import TORCH_TYPES, in_words, transformers_config, users_model
 from trainctl.train.models.recompute import SAVED_OPERATIONS
 
 

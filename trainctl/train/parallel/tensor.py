@@ -27,17 +27,19 @@ from trainctl.errors import TrainctlError
 from trainctl.options.model import Region
 from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE
 from trainctl.train.adapters.layers import LoraLayer, added_parameters
-from trainctl.train.parallel.collectives import (
+from trainctl.train.parallel.row_layers import (
     Copy,
     GatherSequence,
     GatherToRegion,
     GatherWidth,
     Reduce,
+    RowConv1D,
+    RowLinear,
     Scatter,
     gather,
+    row_class,
     sum_over,
 )
-from trainctl.train.parallel.row_layers import RowConv1D, RowLinear, row_class
 from trainctl.train.parallel.shard_plan import has_parts, shard_plan_of
 
 

@@ -1,7 +1,8 @@
-"""`python -m trainctl.train.models.trace_entry`: trace a configured model.
+"""`python -m trainctl.train.models.inspection_entry`: answer a question by a model's own code.
 
-`trainctl.models.tracing` starts it with the question on standard input and reads the answer from
-the last line of standard output.
+A planning command starts it (`trainctl.models.tracing`, `trainctl.search.input_files`), so that the
+command itself imports no torch. The question comes on standard input, and the answer is the last
+line of standard output.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import Finding, TrainctlError
+from trainctl.models.safetensors_files import stored_tensors
 from trainctl.models.tracing import NOT_TRACED, Question
 
 
 def main() -> None:
-    """Read the question and write the answer: the findings, or the error."""
+    """Read the question, and write the answer: what was found, or the error."""
     asked = json.load(sys.stdin)
     with redirect_stdout(sys.stderr):  # a directory's own code may print
-        answer = _answer(asked)
+        answer = _compare_weights(asked) if "weights" in asked else _inspect(asked)
     print(json.dumps(answer))
 
 
-def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+def _inspect(asked: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # warnings of libraries during import
     config = from_plain(RunConfig, asked["config"])
     try:
@@ -37,7 +39,7 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
         (found,) = error.findings or (
             Finding(
                 rule=NOT_TRACED,
-                key=_key(config),
+                key="model.path" if config.model.factory is None else "model.factory",
                 message=error.message,
                 hint=error.hint,
                 exit_code=error.exit_code,
@@ -65,8 +67,19 @@ def _look(question: Question, config: RunConfig, folder: Path) -> Any:
     return trace(config).to_json()
 
 
-def _key(config: RunConfig) -> str:
-    return "model.path" if config.model.factory is None else "model.factory"
+def _compare_weights(asked: dict[str, Any]) -> dict[str, list[str]]:
+    """Compare the files of a folder with the model, after transformers' renaming."""
+    logging.disable(logging.WARNING)  # warnings of libraries during import
+    import torch
+
+    from trainctl.train.models.hf_weights import StoredModel
+    from trainctl.train.models.model import skeleton, with_portable_attention
+
+    model = skeleton(
+        with_portable_attention(from_plain(ModelConfig, asked["model"])), torch.bfloat16
+    )
+    found = StoredModel(model, stored_tensors(Path(asked["weights"])))
+    return {"problems": found.problems, "unused": found.unused}
 
 
 if __name__ == "__main__":
