@@ -92,7 +92,7 @@ def test_a_new_launch_takes_no_request_of_an_old_one(tmp_path):
         assert not stop.is_stopping
     with StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(1e-9)) as stop:
         stop.check_time()
-        assert stop.asked == "the time limit" and pending_requests(run) == {Request.stop}
+        assert stop.save_reason == "the time limit" and pending_requests(run) == {Request.stop}
 
 
 def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
@@ -106,7 +106,7 @@ def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
     with StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
         assert pending_requests(run) == {Request.end}
         stop.check_time()
-        assert stop.received is signal.SIGTERM
+        assert stop.end_signal is signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_step_counts_from_the_moment_of_its_record(tmp_path, kinds, saves):
     ) as stop:
         stop.forward_to(agents, RunTag("id", run.root, 2))
         signal.raise_signal(signal.SIGHUP)
-        assert (stop.asked, bool(ended)) == (("SIGHUP", False) if saves else ("", True))
+        assert (stop.save_reason, bool(ended)) == (("SIGHUP", False) if saves else ("", True))
         assert pending_requests(run) == ({Request.stop} if saves else set())
 
 

@@ -217,7 +217,7 @@ def test_few_cores_are_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "rule"),
+    ("stderr", "code", "rule"),
     [
         ("Host key verification failed.", 255, "TC181"),
         ("root@n1: Permission denied (publickey).", 255, "TC182"),
@@ -227,10 +227,10 @@ def test_few_cores_are_a_warning() -> None:
         ("", None, "TC180"),
     ],
 )
-def test_why_a_host_gave_no_answer(said: str, code: int | None, rule: str) -> None:
-    report = HostReport(host=Host("n1"), return_code=code, said=said)
+def test_why_a_host_gave_no_answer(stderr: str, code: int | None, rule: str) -> None:
+    report = HostReport(host=Host("n1"), return_code=code, stderr=stderr)
     (problem,) = problems(two_nodes(), [report], {}, "", {}, None)
-    assert problem.rule == rule and said.strip() in problem.message
+    assert problem.rule == rule and stderr.strip() in problem.message
 
 
 @pytest.fixture

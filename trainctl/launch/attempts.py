@@ -67,8 +67,6 @@ def run_attempts(
     Call it in the main thread.
 
     Args:
-        render: Renders the commands of an attempt.
-        start: Starts the agents of an attempt.
         replan: Returns the plan of the next attempt; None keeps the plan.
         restarts_itself: Whether a failed attempt is replaced here; else only the first one is run.
 
@@ -94,7 +92,7 @@ def run_attempts(
                 outcome = run_with_restarts(launch, stop, run_one, replan)
             else:
                 outcome = run_one(launch.attempt, plan, stop)
-            loggers.finish(lambda: stop.received is not None)
+            loggers.finish(lambda: stop.end_signal is not None)
         return replace(outcome, is_cancelled=stop.is_cancelled)
 
 
@@ -115,7 +113,6 @@ def start_program(
     """Start the one program that starts all agents: srun, mpirun.
 
     Args:
-        name: Name of the program and of its log.
         death_signal: Signal that it gets when this process dies.
         agents: Class that watches the program.
     """
@@ -143,9 +140,6 @@ def run_with_restarts(
     a user's program are unknown here, so it is restarted up to the limit.
 
     Args:
-        launch: The launch, which holds its run's lock.
-        stop: Whether the launch is to end.
-        run_one: Runs an attempt to its end.
         replan: Returns the next attempt's plan from the last one's, for the nodes that are
             there then. It may wait for nodes, and raises TrainctlError if that is in vain. None
             keeps the launch's plan.
@@ -207,7 +201,6 @@ def supervise(
     """Start the agents, pass on records, and return when no process of the attempt is left here.
 
     Args:
-        on_event: Called with each record of the attempt.
         stop: Signals and time limit; its context is entered.
     """
     run, plan, number = attempt.request.run, attempt.request.plan, attempt.request.attempt.number
@@ -229,9 +222,9 @@ def supervise(
         code = agents.returncode
         assert code is not None
         records.poll()
-        if stop.received and not stuck:
+        if stop.end_signal and not stuck:
             clean_temporary(run)  # of a save that the signal interrupted
-        if code != 0 and not (records.failure or stop.received or stop.interrupted):
+        if code != 0 and not (records.failure or stop.end_signal or stop.interrupt_signal):
             _record_death(agents, records, writer, run)
         outcome = _outcome(code, stop, records, stuck)
         with suppress(OSError):  # on a full disk, the outcome's message must be enough
@@ -258,15 +251,17 @@ def _watch(
     while agents.poll() is None:
         records.poll()
         stop.check_time()
-        if stop.asked and not is_stop_recorded:
+        if stop.save_reason and not is_stop_recorded:
             is_stop_recorded = True
             with suppress(OSError):  # a full disk, which the ranks report
-                writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
+                writer.write(
+                    "stopping", reason=stop.save_reason, within_seconds=stop.patience_seconds
+                )
         if records.has_started and not is_running:
             with suppress(OSError):  # a file system that fails for a moment: try again
                 write_status(attempt.request.run, status.changed(State.running))
                 is_running = True
-        if stop.received or records.failure:
+        if stop.end_signal or records.failure:
             latest = time.monotonic() + grace_seconds + agents.margin_seconds
             deadline = min(deadline, latest)
         if time.monotonic() > deadline:
@@ -341,13 +336,14 @@ def _outcome(code: int, stop: StopHandler, records: _Records, stuck: set[int]) -
         end = records.end
         if end is None or end["reason"] != "stop_requested":
             return Outcome(exit_code=0, state=State.finished)
+        reason = stop.save_reason or "a request"
         return Outcome(
             exit_code=stop.code_when_saved,
             state=State.stopped,
-            message=f"saved and stopped after step {end['step']} for {stop.asked or 'a request'}",
+            message=f"saved and stopped after step {end['step']} for {reason}",
         )
     failure = records.failure
-    signalled = stop.received or _ended_by_signal(stop, failure)
+    signalled = stop.end_signal or _ended_by_signal(stop, failure)
     if signalled is not None:
         return Outcome(
             exit_code=128 + signalled,
@@ -373,7 +369,7 @@ def _ended_by_signal(stop: StopHandler, failure: Event | None) -> Signals | None
 
     It asked for the save, and reached the agents or the ranks as well as this launcher.
     """
-    if stop.interrupted is None:
+    if stop.interrupt_signal is None:
         return None
-    is_its_doing = failure is None or failure.get("signal") == stop.interrupted.name
-    return stop.interrupted if is_its_doing else None
+    is_its_doing = failure is None or failure.get("signal") == stop.interrupt_signal.name
+    return stop.interrupt_signal if is_its_doing else None

@@ -17,8 +17,8 @@ from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.search.assess import assess
 
-LOOK_SECONDS = 2.0
-"""Pause between two looks for missing nodes."""
+POLL_SECONDS = 2.0
+"""Pause between two probes for missing nodes."""
 
 
 class ElasticPlanner:
@@ -27,8 +27,6 @@ class ElasticPlanner:
     `group` has the hosts that the next attempt runs on.
 
     Args:
-        launch: The launch, with the plan for all nodes.
-        hosts: All hosts.
         group: The hosts as they answered before the start.
         on_wait: Called with the number of hosts that answer and the names of the missing ones, when
             waiting begins and when they change.
@@ -55,7 +53,7 @@ class ElasticPlanner:
                 was asked to end.
         """
         deadline = time.monotonic() + section_of(self._whole.config, SshConfig).node_wait_seconds
-        told: list[str] | None = None
+        reported: list[str] | None = None
         while True:
             checked = self._look(self._whole, self._hosts)
             if checked.group is not None:
@@ -65,12 +63,12 @@ class ElasticPlanner:
             if smaller is not None:
                 return smaller
             missing = [host.name for host in self._hosts if host not in checked.answering]
-            if missing != told:
-                told = missing
+            if missing != reported:
+                reported = missing
                 self._on_wait(len(checked.answering), missing)
             if stop.is_stopping or time.monotonic() > deadline:
-                raise TrainctlError(_in_vain(checked, missing, len(self._hosts)))
-            time.sleep(LOOK_SECONDS)
+                raise TrainctlError(_why_not(checked, missing, len(self._hosts)))
+            time.sleep(POLL_SECONDS)
 
     def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
         """Return a plan on the most hosts where it is legal and fits; None if there is none."""
@@ -93,7 +91,7 @@ class ElasticPlanner:
         return check_hosts(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
 
 
-def _in_vain(checked: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
+def _why_not(checked: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
     if missing:
         return f"{len(checked.answering)} of {nodes} nodes are there, {', '.join(missing)} not"
     reasons = [finding.message for finding in checked.findings if finding.is_error]
@@ -105,10 +103,6 @@ def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
 
     The global batch stays, and with it the schedule and the order of samples: more gradient
     accumulation, or a smaller micro-batch, makes up for the ranks that are gone.
-
-    Args:
-        plan: The plan for all nodes.
-        hosts: The hosts that are left.
     """
     config, batch, nodes = plan.config, plan.batch, len(hosts)
     launcher = section_of(config, SshConfig)

@@ -100,9 +100,7 @@ def check_hosts(
     """Probe the hosts, all at once.
 
     Args:
-        plan: The plan that is to run on them.
         folder: The run's folder, or its planned path: the part of it that exists is used.
-        checkpoint_bytes: Size of a checkpoint, if known.
         code_folder: Folder in which ranks run and find the user's code; None is the current folder.
     """
     folder = folder.absolute()
@@ -157,11 +155,9 @@ def problems(
     """Return every problem of every host.
 
     Args:
-        reports: Reports of the plan's hosts, in the order of the nodes.
         here: Versions of packages on this machine, which made the plan.
         code: Digest of trainctl's source on this machine.
         own: Checksums of the files of the user's code on this machine.
-        checkpoint_bytes: Size of a checkpoint, if known.
     """
     answered = [report for report in reports if report.facts is not None]
     return [
@@ -178,8 +174,8 @@ def problems(
 
 
 def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
-    host, lines = report.host.name, report.said.splitlines()
-    said = lines[-1].strip() if lines else ""
+    host, lines = report.host.name, report.stderr.splitlines()
+    last_line = lines[-1].strip() if lines else ""
     if report.return_code is None:
         seconds = section_of(plan.config, SshConfig).preflight_seconds
         return problem(
@@ -189,12 +185,12 @@ def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
             "look at the machine, or give it more time with launcher.preflight_seconds",
         )
     for rule, pattern, what, hint in _SILENCE:
-        if re.search(pattern, report.said) and "Could not resolve" not in report.said:
-            return problem(rule, _HOSTS, f"{host}: {what} ({said})", hint.format(host=host))
+        if re.search(pattern, report.stderr) and "Could not resolve" not in report.stderr:
+            return problem(rule, _HOSTS, f"{host}: {what} ({last_line})", hint.format(host=host))
     return problem(
         "TC180",
         _HOSTS,
-        f"{host} cannot be reached ({said or f'ssh ended with {report.return_code}'})",
+        f"{host} cannot be reached ({last_line or f'ssh ended with {report.return_code}'})",
         f"`ssh {host} true` must work here, or leave the host out with launcher.exclude={host}",
     )
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from trainctl.config.codec import to_plain
@@ -45,7 +44,7 @@ class HostReport:
     """Names of the machines whose files it does not see."""
     return_code: int | None = None
     """Exit code of ssh, where there was no answer; None if it was still waiting."""
-    said: str = ""
+    stderr: str = ""
     """Output of ssh, or of the host, on stderr."""
 
 
@@ -56,9 +55,7 @@ def probe_hosts(
 
     Args:
         hosts: Hosts to probe; the first one has the rendezvous.
-        plan: Its launcher section has the settings of ssh, the interfaces and the port.
         folder: Folder on the storage that the hosts share with each other and with this machine.
-        files: Files of the user's code to take checksums of.
     """
     allow_many_files()
     launcher = section_of(plan.config, SshConfig)
@@ -93,7 +90,7 @@ def probe_hosts(
                 )
                 if node in facts
                 else HostReport(
-                    host=host, return_code=probes.return_code(node), said=probes.said(node)
+                    host=host, return_code=probes.return_code(node), stderr=probes.stderr(node)
                 )
                 for node, host in enumerate(hosts)
             )
@@ -197,19 +194,14 @@ class _Probes:
             return self._processes[node].wait(_END_SECONDS)
         return None
 
-    def said(self, node: int) -> str:
+    def stderr(self, node: int) -> str:
         self._errors[node].seek(0)
         return self._errors[node].read().decode(errors="replace").strip()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             assert process.stdin is not None
             with suppress(OSError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from trainctl.config.schema import RunConfig
@@ -25,9 +24,9 @@ from trainctl.runs.records import Event, EventWriter
 
 _GRACE_SECONDS = 10.0
 """Time for sending the rest when the run has ended."""
-_HURRIED_SECONDS = 2.0
+_STOPPING_GRACE_SECONDS = 2.0
 """Time for sending the rest where a signal ended the run at once."""
-_LOOK_SECONDS = 5.0
+_CHECK_SECONDS = 5.0
 _RESTARTS = 5
 _POLL_SECONDS = 0.05
 
@@ -41,7 +40,6 @@ class Loggers:
     """Context in which the logger processes run. No method raises, or waits while the run goes on.
 
     Args:
-        config: The run's configuration, which names its loggers.
         tag: Tag of their processes, without an attempt: they outlive attempts.
         on_event: Called with each record about a problem of theirs.
     """
@@ -55,60 +53,55 @@ class Loggers:
     ) -> None:
         self._loggers = [_Logger(run, name, config, tag) for name in followers(config)]
         self._run, self._on_event = run, on_event
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._attempt = 1
 
     def on_event(self, event: Event) -> None:
         """Pass a record of the run on, and check the processes now and then."""
         self._on_event(event)
         self._attempt = event["attempt"]
-        if self._loggers and time.monotonic() - self._looked > _LOOK_SECONDS:
-            self._looked = time.monotonic()
+        if self._loggers and time.monotonic() - self._checked_at > _CHECK_SECONDS:
+            self._checked_at = time.monotonic()
             for logger in self._loggers:
                 logger.keep_alive()
-                self._tell(logger)
+                self._record_problem(logger)
 
     def __enter__(self) -> Self:
         for logger in self._loggers:
             logger.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for logger in self._loggers:
             logger.kill()
 
-    def finish(self, is_hurried: Callable[[], bool]) -> None:
+    def finish(self, is_stopping: Callable[[], bool]) -> None:
         """Have the processes send the rest, and record what they could not send.
 
         Args:
-            is_hurried: Returns True if the launch is to end now; called again and again.
+            is_stopping: Returns True if the launch is to end now; called again and again.
         """
         for logger in self._loggers:
             logger.keep_alive()
             logger.ask_to_end()
-        begun = time.monotonic()
+        started = time.monotonic()
         while any(logger.is_alive for logger in self._loggers):
-            grace = _HURRIED_SECONDS if is_hurried() else _GRACE_SECONDS
-            if time.monotonic() - begun > grace:
+            grace = _STOPPING_GRACE_SECONDS if is_stopping() else _GRACE_SECONDS
+            if time.monotonic() - started > grace:
                 break
             time.sleep(_POLL_SECONDS)
         for logger in self._loggers:
             logger.kill()
-            event = self._tell(logger)
+            event = self._record_problem(logger)
             if event is not None:  # the launcher no longer reads the records itself
                 self._on_event(event)
 
-    def _tell(self, logger: _Logger) -> Event | None:
+    def _record_problem(self, logger: _Logger) -> Event | None:
         """Record a change of a logger's problem, its end included; return the record, if any."""
         problem = logger.problem()
-        if problem == logger.told:
+        if problem == logger.reported:
             return None
-        logger.told = problem
+        logger.reported = problem
         with suppress(OSError), EventWriter(self._run.events, self._attempt) as events:
             return events.write("logger", name=logger.name, problem=problem)
         return None
@@ -119,7 +112,7 @@ class _Logger:
 
     def __init__(self, run: RunPaths, name: str, config: RunConfig, tag: RunTag) -> None:
         self.name = name
-        self.told = ""
+        self.reported = ""
         self._run, self._config, self._tag = run, config, tag
         self._paths = run.logger(name)
         self._process: Process | None = None

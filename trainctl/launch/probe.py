@@ -92,8 +92,6 @@ class Probe:
             port: Port of the rendezvous, on the first host; 0 takes a free one, None on other
                 hosts.
             folder: The run's folder, on storage that is to be shared.
-            mark: Name of the file to write there.
-            files: Files of the user's code.
             config: The plan's configuration, for what DeepSpeed will compile here.
             environment: Variables that the ranks will have, added to this host's.
         """

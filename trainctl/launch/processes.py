@@ -71,11 +71,6 @@ def start_agent(
     """Start an agent on this machine, in a session of its own: Ctrl-C reaches only the launcher.
 
     It inherits the run's lock, and ends when its launcher does.
-
-    Args:
-        log: File that stdout and stderr are appended to.
-        lock: Descriptor of the run's lock.
-        folder: Its working directory; None is the current one.
     """
     with log.open("ab") as stream:
         process = subprocess.Popen(
@@ -105,7 +100,6 @@ def start_tied(
 
     Args:
         environment: Variables added to this process's.
-        log: File that stdout and stderr are appended to.
         lock: Descriptor of the run's lock, if the program is to inherit it.
         has_input: Whether this process writes its stdin, unbuffered; else its stdin is empty.
         death_signal: Signal that it gets when this process ends.
@@ -140,8 +134,6 @@ def start_in_background(
     It inherits the run's lock, so no other process can take the run when this process ends.
 
     Args:
-        attempt: The attempt, made already.
-        lock: Descriptor of the run's lock.
         is_tied: Whether the launcher gets SIGTERM when this process ends.
     """
     environment = {k: v for k, v in os.environ.items() if k != PARENT_VARIABLE}

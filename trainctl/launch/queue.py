@@ -34,7 +34,6 @@ def run_queue(
     launchers, and the rest is not started.
 
     Args:
-        parallel: Number of launchers at a time.
         on_end: Called with each run that ended, and its exit code.
 
     Raises:

@@ -64,9 +64,7 @@ def attempt_command(
     """Return the commands of an attempt's agents and ranks.
 
     Args:
-        hosts: Host of each node.
         variables: Environment variables of each node's agent and ranks.
-        python: Interpreter on the nodes.
         is_numbered: Whether an agent is told the number of its node; else a scheduler tells it.
         address: Address of the first node, if agents are not told it when they are started.
         port: Port of the rendezvous; None takes a free one.

@@ -328,7 +328,6 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
     """Yield the `#SBATCH` lines.
 
     Args:
-        plan: Plan with the resources to request.
         log: Output of the job; in an array, `ARRAY_TASK` in it stands for the task's number.
         array: Indices of an array's tasks, such as `0-3%2`.
     """

@@ -39,9 +39,7 @@ class SshAgents:
     all the time. So each side knows that the other is gone within `launcher.node_timeout_seconds`.
 
     Args:
-        tag: Tag of the attempt's processes.
         hosts: Hosts in the order of the nodes.
-        launcher: Settings of ssh, and the longest silence.
     """
 
     def __init__(
@@ -60,8 +58,8 @@ class SshAgents:
         self._processes: list[Process] = []
         self._first_code: int | None = None
         self._failed_at: float | None = None
-        self._told_at: float | None = None
-        self._lost: list[int] = []
+        self._terminated_at: float | None = None
+        self._lost_nodes: list[int] = []
         self._code: int | None = None
         self._ended = threading.Event()
 
@@ -105,26 +103,26 @@ class SshAgents:
         for node, code in enumerate(codes):
             if code not in (None, 0) and self._failed_at is None:
                 self._failed_at, self._first_code = now, code
-            if _is_lost(code) and node not in self._lost and self._told_at is None:
-                self._lost.append(node)
+            if _is_lost(code) and node not in self._lost_nodes and self._terminated_at is None:
+                self._lost_nodes.append(node)
         if None in codes:
             if self._failed_at is not None and now > self._failed_at + _SETTLE_SECONDS:
                 self.terminate()
-            patience = self._launcher.grace_seconds + _END_SECONDS
-            if self._told_at is not None and now > self._told_at + patience:
+            longest = self._launcher.grace_seconds + _END_SECONDS
+            if self._terminated_at is not None and now > self._terminated_at + longest:
                 for process in self._processes:
                     process.kill()
             return None
         self._ended.set()
-        unclean = [node for node, code in enumerate(codes) if _is_lost(code)]
-        self._code = self._close(unclean)
+        dirty = [node for node, code in enumerate(codes) if _is_lost(code)]
+        self._code = self._clean_up(dirty)
         return self._code
 
     def terminate(self) -> None:
         """Tell every agent to end its ranks."""
-        if self._told_at is None:
-            self._told_at = time.monotonic()
-            self._say(LEASE_END)
+        if self._terminated_at is None:
+            self._terminated_at = time.monotonic()
+            self._send(LEASE_END)
 
     def describe_death(self) -> dict[str, Any]:
         """Return the record of an agent's own error exit; lost nodes are recorded already."""
@@ -143,33 +141,37 @@ class SshAgents:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
-            self._say(LEASE_BEAT)
+            self._send(LEASE_BEAT)
 
-    def _say(self, word: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         for process in self._processes:
             # An agent that has ended, or reads no more, is noticed by the end of its ssh.
             with suppress(BrokenPipeError, BlockingIOError):
                 assert process.stdin is not None
-                os.write(process.stdin.fileno(), word)
+                os.write(process.stdin.fileno(), message)
 
-    def _close(self, unclean: Sequence[int]) -> int:
+    def _clean_up(self, dirty: Sequence[int]) -> int:
         """Clean up hosts whose agent did not, and record lost nodes; return the exit code."""
-        swept = terminate_on_hosts(
-            [self._hosts[node] for node in unclean], self._launcher, self._tag
+        cleaned = terminate_on_hosts(
+            [self._hosts[node] for node in dirty], self._launcher, self._tag
         )
         code = self._first_code or 0
-        for node in self._lost:
+        for node in self._lost_nodes:
             host = self._hosts[node]
-            is_there = swept[host.name]
+            is_reachable = cleaned[host.name]
             log = self._attempt.agent_log(node)
             tail = log_tail(log)
-            if is_there:
-                how, cause, own = "the agent on it was killed", Cause.killed, 137
+            if is_reachable:
+                what, cause, code_of_loss = "the agent on it was killed", Cause.killed, 137
             else:
-                said = tail[-1].strip() if tail else "its ssh ended"
-                how, cause, own = f"was lost: {said}", Cause.lost_node, ExitCode.training_failed
-            if node == self._lost[0] and _is_lost(code):
-                code = int(own)
+                reason = tail[-1].strip() if tail else "its ssh ended"
+                what, cause, code_of_loss = (
+                    f"was lost: {reason}",
+                    Cause.lost_node,
+                    ExitCode.training_failed,
+                )
+            if node == self._lost_nodes[0] and _is_lost(code):
+                code = int(code_of_loss)
             with EventWriter(self._run.events, self._attempt.number) as events:
                 events.write(
                     "failure",
@@ -180,11 +182,11 @@ class SshAgents:
                     cause=cause.value,
                     exit_code=None,
                     signal=None,
-                    message=f"node {node} ({host.name}): {how}",
+                    message=f"node {node} ({host.name}): {what}",
                     hint=cause.hint,
                     log=str(log),
                     log_tail=tail,
-                    launch_exit_code=int(own),
+                    launch_exit_code=int(code_of_loss),
                 )
         return code
 
@@ -195,12 +197,12 @@ def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) 
     Returns:
         By name, whether the host could be reached and nothing is left on it.
     """
-    words = [str(tag.directory), tag.run_id]
+    arguments = [str(tag.directory), tag.run_id]
     if tag.attempt is not None:
-        words += ["--attempt", str(tag.attempt)]
+        arguments += ["--attempt", str(tag.attempt)]
     started = [
         subprocess.Popen(
-            ssh(host, launcher, "trainctl.runs.sweep_entry", *words),
+            ssh(host, launcher, "trainctl.runs.sweep_entry", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -209,15 +211,15 @@ def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) 
         for host in hosts
     ]
     deadline = time.monotonic() + launcher.node_timeout_seconds
-    done = {}
+    results = {}
     for host, process in zip(hosts, started, strict=True):
         try:
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        done[host.name] = code == 0
-    return done
+        results[host.name] = code == 0
+    return results
 
 
 def _is_lost(code: int | None) -> bool:

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import psutil
@@ -53,9 +53,9 @@ class StopHandler:
         limit: The launch's time limit.
 
     Attributes:
-        received: The signal that ended the launch, if one did.
-        asked: Reason for the request to save and end: a signal's name, or the time limit.
-        interrupted: The signal that caused the request, unless it was a scheduler's.
+        end_signal: The signal that ended the launch, if one did.
+        save_reason: Reason for the request to save and end: a signal's name, or the time limit.
+        interrupt_signal: The signal that caused the request, unless it was a scheduler's.
         patience_seconds: Time that the ranks have to save and end; None without a limit.
     """
 
@@ -67,17 +67,17 @@ class StopHandler:
         limit: TimeLimit,
         interrupt_grace_seconds: float = 0.0,
     ) -> None:
-        self.received: signal.Signals | None = None
-        self.asked = ""
-        self.interrupted: signal.Signals | None = None
+        self.end_signal: signal.Signals | None = None
+        self.save_reason = ""
+        self.interrupt_signal: signal.Signals | None = None
         self.patience_seconds: float | None = None
         self._run = run
         self._grace_seconds = stop_grace_seconds
         self._interrupt_grace_seconds = interrupt_grace_seconds
         self._limit = limit
-        self._asked_by: signal.Signals | None = None
-        self._asked_itself = self._is_preempted = False
-        self._asked_at = self._save_by = float("inf")
+        self._save_signal: signal.Signals | None = None
+        self._was_signalled = self._is_preempted = False
+        self._save_requested_at = self._save_by = float("inf")
         self._agents: Agents | None = None
         self._tag: RunTag | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -105,24 +105,24 @@ class StopHandler:
     @property
     def is_stopping(self) -> bool:
         """Whether the launch is to end, at once or when it has saved."""
-        return self.received is not None or bool(self.asked)
+        return self.end_signal is not None or bool(self.save_reason)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether a scheduler has told both this process and an agent to end."""
-        return self._asked_itself and self._is_preempted
+        return self._was_signalled and self._is_preempted
 
     @property
     def code_when_saved(self) -> int:
         """Exit code of a launch whose ranks saved and ended on request."""
-        if self.interrupted is not None:
-            return 128 + self.interrupted
-        return int(ExitCode.requeue if self.asked else ExitCode.success)
+        if self.interrupt_signal is not None:
+            return 128 + self.interrupt_signal
+        return int(ExitCode.requeue if self.save_reason else ExitCode.success)
 
     def forward_to(self, agents: Agents, tag: RunTag) -> None:
         """Set the agents to stop; stop them at once if a signal came before they were started."""
         self._agents, self._tag = agents, tag
-        if self.received:
+        if self.end_signal:
             agents.terminate()
 
     def observe(self, event: Event) -> None:
@@ -130,9 +130,9 @@ class StopHandler:
         self._limit.observe(event)
         if event["event"] == "preempted" and not self._is_preempted:
             self._is_preempted = True
-            if self.received is None:
+            if self.end_signal is None:
                 reason = f"SIGTERM to node {event['node']}"
-                self._ask_within(self._grace_seconds, signal.SIGTERM, reason)
+                self._request_save_within(self._grace_seconds, signal.SIGTERM, reason)
 
     def check_time(self) -> None:
         """Act on the clock and on requests. Call it again and again.
@@ -140,14 +140,14 @@ class StopHandler:
         Asks the ranks to end before the time limit, ends a save that takes too long, and follows a
         request to end.
         """
-        if self.received is None and is_requested(self._run, Request.end):
+        if self.end_signal is None and is_requested(self._run, Request.end):
             withdraw_request(self._run, Request.end)
             self._end(signal.SIGTERM)
-        if not self.asked and self._limit.is_near():
-            self._ask("the time limit")
-        if self._asked_by is not None and time.monotonic() > self._save_by:
+        if not self.save_reason and self._limit.is_near():
+            self._request_save("the time limit")
+        if self._save_signal is not None and time.monotonic() > self._save_by:
             self._save_by = float("inf")
-            self._end(self._asked_by)
+            self._end(self._save_signal)
 
     def __enter__(self) -> Self:
         # Requests from before the attempt was made were meant for an earlier launch. Later ones
@@ -160,13 +160,8 @@ class StopHandler:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.asked:  # the ranks may not have followed it
+    def __exit__(self, *_: object) -> None:
+        if self.save_reason:  # the ranks may not have followed it
             with suppress(OSError):
                 withdraw_request(self._run, Request.stop)
         for number, handler in self._previous.items():
@@ -174,21 +169,21 @@ class StopHandler:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        is_first, self._asked_itself = not self._asked_itself, True
-        if is_first and self.received is None and self._save_for(received):
+        is_first, self._was_signalled = not self._was_signalled, True
+        if is_first and self.end_signal is None and self._save_for(received):
             return
-        saves = self._asked_by is not None and self.received is None
-        is_same = time.monotonic() - self._asked_at < _SAME_SECONDS
+        saves = self._save_signal is not None and self.end_signal is None
+        is_same = time.monotonic() - self._save_requested_at < _SAME_SECONDS
         if not (saves and (is_same or received is signal.SIGHUP)):
             self._end(received)
 
     def _save_for(self, number: signal.Signals) -> bool:
         """Ask the ranks to save and end, and return True, if this signal calls for it."""
         if number is signal.SIGTERM and self._grace_seconds > 0:
-            self._ask_within(self._grace_seconds, number, number.name)
+            self._request_save_within(self._grace_seconds, number, number.name)
         elif self._interrupt_grace_seconds > 0 and self._has_steps():
-            self.interrupted = number
-            self._ask_within(self._interrupt_grace_seconds, number, number.name)
+            self.interrupt_signal = number
+            self._request_save_within(self._interrupt_grace_seconds, number, number.name)
         else:
             return False
         return True
@@ -206,23 +201,23 @@ class StopHandler:
             return False
         return (last.get("event"), last.get("attempt")) == ("step", self._tag.attempt)
 
-    def _ask_within(self, seconds: float, number: signal.Signals, reason: str) -> None:
-        if self._asked_by is None:
-            self._asked_by, self.patience_seconds = number, seconds
-            self._asked_at = time.monotonic()
-            self._save_by = self._asked_at + seconds
-            self._ask(reason)
+    def _request_save_within(self, seconds: float, number: signal.Signals, reason: str) -> None:
+        if self._save_signal is None:
+            self._save_signal, self.patience_seconds = number, seconds
+            self._save_requested_at = time.monotonic()
+            self._save_by = self._save_requested_at + seconds
+            self._request_save(reason)
 
-    def _ask(self, reason: str) -> None:
-        self.asked = self.asked or reason
+    def _request_save(self, reason: str) -> None:
+        self.save_reason = self.save_reason or reason
         try:
             file_request(self._run, Request.stop, reason)
         except OSError:  # the disk is full: nothing could be saved either
             self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
-        is_first = self.received is None
-        self.received = self.received or number
+        is_first = self.end_signal is None
+        self.end_signal = self.end_signal or number
         if self._agents is None or self._tag is None:
             return
         if is_first:

@@ -85,7 +85,6 @@ class Agent:
     """Supervisor of one node in one attempt.
 
     Args:
-        tag: Tag of the attempt's processes.
         launcher_pid: The parent of this process.
     """
 

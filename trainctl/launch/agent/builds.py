@@ -38,37 +38,37 @@ class BuildWatch:
         on_build: Callable[[str, float | None], None],
     ) -> None:
         self._attempt = attempt
-        self._waiting = set(operators)
+        self._unbuilt = set(operators)
         self._on_build = on_build
-        self._looked = 0.0
+        self._checked_at = 0.0
         self._locked: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def look(self) -> None:
         """HostReport builds that began or ended. Looks at most once a second."""
         now = time.monotonic()
-        if not self._waiting or now - self._looked < _LOOK_SECONDS:
+        if not self._unbuilt or now - self._checked_at < _LOOK_SECONDS:
             return
-        self._looked = now
+        self._checked_at = now
         with suppress(OSError):  # a home on a network file system: the next look may succeed
             self._compare(now)
         beat = read_beat(self._attempt.heartbeat(0))
         if beat is not None and beat.phase is not Phase.start:
-            self._waiting.clear()
+            self._unbuilt.clear()
 
     def _compare(self, now: float) -> None:
-        for operator in sorted(self._waiting):
+        for operator in sorted(self._unbuilt):
             folders = build_folders(operator)
             if any((folder / "lock").exists() for folder in folders):
                 since = self._locked.setdefault(operator, now)
                 is_new = not any(_is_built(folder, operator) for folder in folders)
-                if operator not in self._told and (is_new or now - since > _CHECK_SECONDS):
-                    self._told.add(operator)
+                if operator not in self._reported and (is_new or now - since > _CHECK_SECONDS):
+                    self._reported.add(operator)
                     self._on_build(operator, None)
             elif operator in self._locked:
                 seconds = now - self._locked.pop(operator)
-                if operator in self._told:
-                    self._waiting.remove(operator)
+                if operator in self._reported:
+                    self._unbuilt.remove(operator)
                     if any(_is_built(folder, operator) for folder in folders):
                         self._on_build(operator, seconds)
 

@@ -34,8 +34,6 @@ class SignalGuard:
     silence, since a cut cable ends no connection.
 
     Args:
-        tag: Tag of the processes to end.
-        grace_seconds: Time between SIGTERM and SIGKILL.
         launcher_pid: The parent of this process.
         on_orphaned: Called with a description of the loss, once all processes are ended, if the
             launcher is gone and cannot report.
@@ -96,11 +94,11 @@ class SignalGuard:
     def _await_end(self) -> tuple[int, str]:
         """Return the signal that ends this node, and how the launcher was lost, if it was."""
         lease = [] if self._lease_seconds is None else [_STDIN]
-        heard = time.monotonic()
+        heard_at = time.monotonic()
         while True:
             patience = None
             if self._lease_seconds is not None:
-                patience = max(0.0, heard + self._lease_seconds - time.monotonic())
+                patience = max(0.0, heard_at + self._lease_seconds - time.monotonic())
             ready, _, _ = select.select([self._wake_up, *lease], [], [], patience)
             if self._wake_up in ready:
                 number = os.read(self._wake_up, 1)[0]
@@ -112,14 +110,14 @@ class SignalGuard:
                         continue
                     return number, "ended without stopping this attempt" if is_gone else ""
             elif _STDIN in ready:
-                heard = time.monotonic()
-                said = os.read(_STDIN, 4096)
-                if not said:
+                heard_at = time.monotonic()
+                received = os.read(_STDIN, 4096)
+                if not received:
                     return signal.SIGTERM, "ended without stopping this attempt"
-                if LEASE_END in said:
+                if LEASE_END in received:
                     return signal.SIGTERM, ""
             else:
-                return signal.SIGTERM, f"has not been heard for {self._lease_seconds:.0f} s"
+                return signal.SIGTERM, f"has not been heard_at for {self._lease_seconds:.0f} s"
 
 
 def exit_now(code: int) -> NoReturn:

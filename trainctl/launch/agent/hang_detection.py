@@ -15,7 +15,7 @@ from trainctl.runs.failures import TAIL_LINES
 from trainctl.runs.heartbeats import Beat, read_beat
 from trainctl.runs.layout import AttemptPaths
 
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _COLLECTIVE = "distributed_c10d.py"
@@ -51,7 +51,7 @@ class HangDetector:
         self._attempt = attempt
         self._heartbeat_seconds = heartbeat_seconds
         self._slow_phase_seconds = slow_phase_seconds
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._beats: dict[int, Beat] = {}
         self._silence: defaultdict[int, float] = defaultdict(float)
 
@@ -61,15 +61,12 @@ class HangDetector:
         In a collective all ranks fall silent together, so all are asked for their stacks. The rank
         to blame is one that does not answer, else one that is not in a collective, else the one
         that fell silent first.
-
-        Args:
-            pids: Process ids of the live ranks, by rank.
         """
-        interval = min(_LOOK_SECONDS, self._heartbeat_seconds / 4)
-        since = time.monotonic() - self._looked
+        interval = min(_CHECK_SECONDS, self._heartbeat_seconds / 4)
+        since = time.monotonic() - self._checked_at
         if since < interval:
             return None
-        self._looked += since
+        self._checked_at += since
         for rank in pids:
             beat = read_beat(self._attempt.heartbeat(rank))
             if beat is not None and beat != self._beats.get(rank):
@@ -78,8 +75,8 @@ class HangDetector:
             self._silence[rank] += min(since, 2 * interval)
         if not any(self._silence[rank] > self._allowance(rank) for rank in pids):
             return None
-        stacks = self._ask(pids)
-        rank = min(pids, key=lambda rank: (_rating(stacks.get(rank)), self._last_beat(rank)))
+        stacks = self._collect_stacks(pids)
+        rank = min(pids, key=lambda rank: (_blame_order(stacks.get(rank)), self._last_beat(rank)))
         return self._describe(rank, pids[rank], stacks.get(rank))
 
     def _last_beat(self, rank: int) -> float:
@@ -91,18 +88,20 @@ class HangDetector:
         slow = beat is None or beat.phase.is_slow
         return self._slow_phase_seconds if slow else self._heartbeat_seconds
 
-    def _ask(self, pids: Mapping[int, int]) -> dict[int, list[str]]:
+    def _collect_stacks(self, pids: Mapping[int, int]) -> dict[int, list[str]]:
         """Return the main thread's stack, innermost call first, of each rank that answers."""
         # A rank without a beat may have no signal handler yet: SIGUSR1 would kill it.
-        asked = {rank: _size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats}
-        for rank in asked:
+        log_sizes = {
+            rank: _size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats
+        }
+        for rank in log_sizes:
             kill(pids[rank], signal.SIGUSR1)
         deadline = time.monotonic() + _ANSWER_SECONDS
         stacks: dict[int, list[str]] = {}
-        while asked.keys() - stacks.keys() and time.monotonic() < deadline:
+        while log_sizes.keys() - stacks.keys() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            for rank in asked.keys() - stacks.keys():
-                stack = _main_stack(self._attempt.rank_log(rank), asked[rank])
+            for rank in log_sizes.keys() - stacks.keys():
+                stack = _main_stack(self._attempt.rank_log(rank), log_sizes[rank])
                 if stack:
                     stacks[rank] = stack
         return stacks
@@ -112,7 +111,9 @@ class HangDetector:
         where = f"{beat.phase.value} after step {beat.step}" if beat else "its start"
         message = f"is hung: no sign of life for {self._silence[rank]:.0f} s (in {where})"
         if stack is not None:
-            return HungRank(rank, pid, f"{message}; it is at {_place(stack)}", tuple(stack))
+            return HungRank(
+                rank, pid, f"{message}; it is at {_innermost_call(stack)}", tuple(stack)
+            )
         state = kernel_state(pid)
         return HungRank(rank, pid, f"{message}; it does not answer: {state[0]}", tuple(state))
 
@@ -131,7 +132,7 @@ def kernel_state(pid: int) -> list[str]:
     return [*lines, *_read(folder / "stack").splitlines()]  # only root can read the stack
 
 
-def _rating(stack: list[str] | None) -> int:
+def _blame_order(stack: list[str] | None) -> int:
     """Return 0 for a rank that did not answer, 1 for a busy one, 2 for one in a collective."""
     if stack is None:
         return 0
@@ -153,7 +154,7 @@ def _main_stack(log: Path, offset: int) -> list[str]:
     return frames[:TAIL_LINES]
 
 
-def _place(stack: list[str]) -> str:
+def _innermost_call(stack: list[str]) -> str:
     found = re.match(r'  File "(.*)", line (\d+) in (.*)', stack[0])
     return f"{found[1]}:{found[2]} in {found[3]}" if found else stack[0].strip()
 

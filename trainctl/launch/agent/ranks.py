@@ -53,7 +53,6 @@ def start_ranks(
     """Start the ranks of this node, and return the pid of each rank.
 
     Args:
-        tag: Tag of the attempt's processes.
         fork_server: Fork server for the ranks; if it was killed, its pid stands for the first rank.
             None starts each rank as a command.
         check_stop: Called again and again; does not return when this process is to end.
@@ -108,9 +107,6 @@ def watch_ranks(
     """Wait until all ranks have ended. Return True if all of them succeeded.
 
     Args:
-        pids: Process ids by rank.
-        tag: Tag of the attempt's processes.
-        watch: Finds a rank that hangs.
         look: Called again and again while ranks live.
         grace_seconds: Time between SIGTERM and SIGKILL for the ranks that outlive the first
             failure.
@@ -159,12 +155,7 @@ def _return_code(pid: int) -> int | None:
 
 
 class ForkServer:
-    """The agent's handle on the fork server; creating it starts the server.
-
-    Args:
-        command: The attempt's command; the server gets this process's environment.
-        patience_seconds: How long the imports may take.
-    """
+    """The agent's handle on the fork server; creating it starts the server."""
 
     def __init__(self, command: AttemptCommand, patience_seconds: float) -> None:
         self._deadline = time.monotonic() + patience_seconds
@@ -187,22 +178,21 @@ class ForkServer:
         they import.
 
         Args:
-            variables: Variables of each rank, added to the server's environment.
             check_stop: Called again and again; does not return when this process is to end.
         """
-        order, answer = self._process.stdin, self._process.stdout
-        assert order is not None and answer is not None
+        request, answer = self._process.stdin, self._process.stdout
+        assert request is not None and answer is not None
         with answer:
-            with suppress(BrokenPipeError), order:
-                order.write(json.dumps([dict(of_rank) for of_rank in variables]).encode() + b"\n")
-            said = b""
-            while not said.endswith(b"\n"):
+            with suppress(BrokenPipeError), request:
+                request.write(json.dumps([dict(of_rank) for of_rank in variables]).encode() + b"\n")
+            answered = b""
+            while not answered.endswith(b"\n"):
                 check_stop()
                 if select.select([answer], [], [], _POLL_SECONDS)[0]:
                     part = os.read(answer.fileno(), 1 << 16)
                     if not part:
                         break
-                    said += part
+                    answered += part
                 elif time.monotonic() > self._deadline:
                     self._process.kill()
                     return None
@@ -211,5 +201,5 @@ class ForkServer:
             return [self._process.pid]
         if self._process.wait() != 0:
             return None
-        pids: list[int] = json.loads(said)
+        pids: list[int] = json.loads(answered)
         return pids

@@ -44,8 +44,6 @@ class NodeRendezvous:
 
     Args:
         run_id: Prefix of the store's keys.
-        node: Number of this node.
-        nodes: Number of nodes.
         address: Address of the first node, as all of them reach it; a single node uses the
             loopback.
         port: Port to listen on; None takes a free one, which only a single node can.
@@ -95,7 +93,6 @@ class NodeRendezvous:
         """Wait until a node has set the mark.
 
         Args:
-            name: The name given to `mark`.
             check_stop: Called again and again; does not return when this process is to end.
             patience_seconds: Longest wait; the method then returns without the mark.
 
