@@ -28,7 +28,7 @@ from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.readers import plain
-from trainctl.readers.documents import Reader, sides
+from trainctl.readers.documents import Reader, split_documents
 from trainctl.readers.files import split_files
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
@@ -131,7 +131,7 @@ def test_a_corpus_tells_where_its_documents_came_from(texts, monkeypatch, name):
     config = section(name)
     corpus = build_corpus(config, ByteTokenizer())
     expected: dict[str, list] = {"train": [], "held_out": []}
-    for side, document in sides(config, split_files(config), Reader(config)):
+    for side, document in split_documents(config, split_files(config), Reader(config)):
         expected[side].append((str(document.file), document.line or 0))
     files = json.loads((Path(corpus.folder) / "files.json").read_text())
     for side, split in (("train", corpus.train), ("held_out", corpus.held_out)):
@@ -149,7 +149,7 @@ def test_the_corpus_is_that_of_before(texts, monkeypatch, tmp_path, name, size):
     found = (corpus.digest, corpus.train.documents, corpus.held_out.documents)
     assert (*found, corpus.unigram_entropy) == BEFORE[name]
     reader = Reader(config)
-    one_by_one = sides(config, split_files(config), reader)
+    one_by_one = split_documents(config, split_files(config), reader)
     pairs = ((side, document.text) for side, document in one_by_one)
     write_corpus(
         tmp_path / "plain",

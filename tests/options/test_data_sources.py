@@ -22,7 +22,7 @@ from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import arrow, parquet
 from trainctl.readers.documents import Reader
-from trainctl.readers.files import find, split_files
+from trainctl.readers.files import find_files, split_files
 from trainctl.readers.stream import Damaged
 from trainctl.readers.tables import NoColumn, read_in_process
 from trainctl.rules.named_files import missing_files
@@ -265,7 +265,7 @@ def test_a_saved_dataset_has_the_files_that_it_names(tmp_path):
     assert [text for file in files.held_out for text in texts("arrow", file)] == ["d"]
     assert missing_files(config_of("arrow", tmp_path / "d")) == []
     choose = load("data", "arrow").choose
-    assert len(find(whole.paths[0], (".arrow",), choose).files) == 3
+    assert len(find_files(whole.paths[0], (".arrow",), choose).files) == 3
     (tmp_path / "d" / "train" / "data-00001-of-00002.arrow").unlink()
     (finding,) = missing_files(config_of("arrow", tmp_path / "d"))
     assert "state.json names data-00001-of-00002.arrow, which is not there" in finding.message

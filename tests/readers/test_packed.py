@@ -17,8 +17,8 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers import plain, stream
 from trainctl.readers.documents import Reader
-from trainctl.readers.files import find
-from trainctl.readers.stream import Damaged, is_compressed, opened, uncompressed_name
+from trainctl.readers.files import find_files
+from trainctl.readers.stream import Damaged, is_compressed, open_decompressed, uncompressed_name
 from trainctl.rules.named_files import missing_files
 
 PACKERS = {
@@ -56,7 +56,7 @@ def test_streams_one_after_the_other_are_one_text(ending, texts, bytes_in, bytes
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"_IN": bytes_in, "_OUT": bytes_out, "_ZSTD_IN": bytes_in}.items():
             patch.setattr(stream, name, value)
-        with opened(InMemory(packed)) as unpacked:
+        with open_decompressed(InMemory(packed)) as unpacked:
             assert unpacked.read() == b"".join(texts)
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_cut_off_is_no_shorter_text(ending, texts, data):
     edges = [sum(map(len, streams[:count])) for count in range(len(streams) + 1)]
     packed = b"".join(streams)
     at = data.draw(st.integers(6, len(packed)))
-    with opened(InMemory(packed[:at])) as unpacked:
+    with open_decompressed(InMemory(packed[:at])) as unpacked:
         if at in edges:
             assert unpacked.read() == b"".join(texts[: edges.index(at)])
         else:
@@ -81,10 +81,12 @@ def test_a_file_that_is_cut_off_is_no_shorter_text(ending, texts, data):
 def test_a_broken_stream_is_named(ending):
     packed = bytearray(PACKERS[ending](LINES))
     packed[len(packed) // 2 : len(packed) // 2 + 8] = b"\xff" * 8
-    with opened(InMemory(bytes(packed))) as unpacked:
+    with open_decompressed(InMemory(bytes(packed))) as unpacked:
         with pytest.raises(Damaged, match=f"a is damaged: its {KINDS[ending]} stream breaks"):
             unpacked.read()
-    with opened(InMemory(PACKERS[ending](LINES) + b"and then something else")) as unpacked:
+    with open_decompressed(
+        InMemory(PACKERS[ending](LINES) + b"and then something else")
+    ) as unpacked:
         with pytest.raises(Damaged):
             unpacked.read()
 
@@ -92,9 +94,9 @@ def test_a_broken_stream_is_named(ending):
 def test_frames_that_are_to_be_skipped_and_padding_are_no_text():
     skipped = struct.pack("<II", 0x184D2A53, 5) + b"index"
     packed = skipped + PACKERS["zst"](b"one ") + skipped + PACKERS["zst"](b"two") + skipped
-    assert opened(InMemory(packed)).read() == b"one two"
-    assert opened(InMemory(gzip.compress(b"one") + bytes(700))).read() == b"one"
-    assert opened(InMemory(lzma.compress(b"one") + bytes(8))).read() == b"one"
+    assert open_decompressed(InMemory(packed)).read() == b"one two"
+    assert open_decompressed(InMemory(gzip.compress(b"one") + bytes(700))).read() == b"one"
+    assert open_decompressed(InMemory(lzma.compress(b"one") + bytes(8))).read() == b"one"
 
 
 @pytest.mark.parametrize("ending", PACKERS)
@@ -102,7 +104,7 @@ def test_a_bomb_ends_before_it_fills_the_memory(ending, monkeypatch):
     monkeypatch.setattr(stream, "ALWAYS_ALLOWED", 1 << 20)
     bomb = PACKERS[ending](bytes(1 << 25))
     read = 0
-    with opened(InMemory(bomb)) as unpacked:
+    with open_decompressed(InMemory(bomb)) as unpacked:
         with pytest.raises(Damaged, match=r"a is no text: [0-9,]+ bytes become more than"):
             while piece := unpacked.read(1 << 16):
                 read += len(piece)
@@ -123,7 +125,7 @@ def test_packed_text_and_lines_are_the_same_documents(ending, tmp_path):
         assert plain.places(files[0]) == plain.places(files[1])
         assert [is_compressed(file) for file in files] == [False, True]
         assert uncompressed_name(files[1]) == name
-    found = find(str(tmp_path), (".jsonl", ".txt"))
+    found = find_files(str(tmp_path), (".jsonl", ".txt"))
     assert len(found.files) == 4 and not found.left_out
 
 
@@ -158,7 +160,7 @@ def test_zstd_without_its_package_names_the_extra(tmp_path, monkeypatch):
     file = tmp_path / "a.zst"
     file.write_bytes(PACKERS["zst"](b"text"))
     with pytest.raises(TrainctlError, match="zstd needs a package that is missing") as caught:
-        opened(file)
+        open_decompressed(file)
     assert caught.value.hint == "pip install 'trainctl[data]'"
     assert caught.value.exit_code == ExitCode.environment
     (finding,) = missing_files(config_of(file))

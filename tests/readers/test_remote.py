@@ -20,7 +20,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers import remote
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import split_files
-from trainctl.readers.remote import RemoteFile, listed, version_of
+from trainctl.readers.remote import RemoteFile, list_url, version_of
 from trainctl.rules.named_files import missing_files
 
 LINES = "".join(json.dumps({"text": f"text {n} " * 20}) + "\n" for n in range(2000)).encode()
@@ -144,7 +144,7 @@ def test_files_of_a_web_server_are_read_as_if_they_were_here(server):
         "b.jsonl.gz",
         "c.txt",
     ]
-    ((signed,), is_folder) = listed(server.url("c.txt?key=secret"))
+    ((signed,), is_folder) = list_url(server.url("c.txt?key=secret"))
     assert signed.name == "c.txt" and not is_folder and texts([signed]) == ["some text " * 99]
 
 
@@ -162,7 +162,7 @@ def test_what_is_wrong_there_is_found_before_a_launch(server):
 @pytest.mark.parametrize("fault", [500, 503, "break"])
 def test_reading_goes_on_where_a_connection_broke(server, waits, fault, capsys):
     (server.folder / "a.jsonl").write_bytes(LINES)
-    files, _ = listed(server.url("a.jsonl"))
+    files, _ = list_url(server.url("a.jsonl"))
     server.faults += [fault, fault]
     assert texts(files) == EXPECTED
     assert waits == [1.0, 2.0]
@@ -172,7 +172,7 @@ def test_reading_goes_on_where_a_connection_broke(server, waits, fault, capsys):
 
 def test_a_server_that_stays_away_ends_in_words(server, waits):
     (server.folder / "a.jsonl").write_bytes(LINES)
-    files, _ = listed(server.url("a.jsonl"))
+    files, _ = list_url(server.url("a.jsonl"))
     server.faults += [503] * 99
     with pytest.raises(TrainctlError, match=r"cannot read http.*/a\.jsonl at byte 0 after 6") as no:
         texts(files)
@@ -183,7 +183,7 @@ def test_a_server_that_stays_away_ends_in_words(server, waits):
 def test_a_server_that_says_nothing_is_not_waited_for_for_ever(server, waits, monkeypatch):
     monkeypatch.setattr(remote, "READ_TIMEOUT_SECONDS", 0.3)
     (server.folder / "a.jsonl").write_bytes(LINES)
-    files, _ = listed(server.url("a.jsonl"))
+    files, _ = list_url(server.url("a.jsonl"))
     server.faults += ["silent"]
     assert texts(files) == EXPECTED and waits == [1.0]
 
@@ -191,12 +191,12 @@ def test_a_server_that_says_nothing_is_not_waited_for_for_ever(server, waits, mo
 def test_another_file_under_the_name_is_refused(server, waits):
     file = server.folder / "a.jsonl"
     file.write_bytes(LINES)
-    files, _ = listed(server.url("a.jsonl"))
+    files, _ = list_url(server.url("a.jsonl"))
     before = version_of(files[0])
     file.write_bytes(LINES[:-2] + b"?\n")
     with pytest.raises(TrainctlError, match="is not what it was when it was listed: version"):
         texts(files)
-    again, _ = listed(server.url("a.jsonl"))
+    again, _ = list_url(server.url("a.jsonl"))
     assert version_of(again[0]) != before and again[0].size == len(LINES)
     file.write_bytes(LINES[:-2])
     with pytest.raises(TrainctlError, match=f"{len(LINES) - 2:,} bytes, not {len(LINES):,}"):
@@ -207,9 +207,9 @@ def test_another_file_under_the_name_is_refused(server, waits):
 def test_a_server_without_ranges_is_named(server, waits, monkeypatch):
     monkeypatch.setattr(Handler, "has_ranges", False)
     (server.folder / "a.txt").write_bytes(b"short")
-    assert texts(listed(server.url("a.txt"))[0]) == ["short"]
+    assert texts(list_url(server.url("a.txt"))[0]) == ["short"]
     (server.folder / "a.jsonl").write_bytes(LINES * 30)
-    files, _ = listed(server.url("a.jsonl"))
+    files, _ = list_url(server.url("a.jsonl"))
     with pytest.raises(TrainctlError, match="its server gives files as a whole only"):
         texts(files)
     assert waits == []
@@ -217,7 +217,7 @@ def test_a_server_without_ranges_is_named(server, waits, monkeypatch):
 
 def test_ranges_of_a_remote_file_have_each_line_once(server):
     (server.folder / "a.jsonl").write_bytes(LINES)
-    (file,), _ = listed(server.url("a.jsonl"))
+    (file,), _ = list_url(server.url("a.jsonl"))
     ranges = load("data", "files").ranges(file, 100_000)
     assert len(ranges) > 2
     reader = Reader(new_section("data", "files"))
@@ -226,7 +226,7 @@ def test_ranges_of_a_remote_file_have_each_line_once(server):
 
 def test_a_process_that_was_forked_reads_too(server):
     (server.folder / "a.jsonl").write_bytes(LINES)
-    files, _ = listed(server.url("a.jsonl"))
+    files, _ = list_url(server.url("a.jsonl"))
     assert texts(files) == EXPECTED
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map_async(texts, [files] * 4).get(60) == [EXPECTED] * 4
@@ -350,5 +350,5 @@ def test_whatever_a_file_system_raises_is_an_error_of_its_kind(
         with monkeypatch.context() as patch:
             patch.setattr(Broken, attribute, error)
             with pytest.raises(TrainctlError, match=r"broken://host/a\.txt") as caught:
-                listed("broken://host/a.txt")
+                list_url("broken://host/a.txt")
         assert caught.value.exit_code == code and len(waits) == tries - 1

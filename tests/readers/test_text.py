@@ -16,8 +16,8 @@ from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.errors import Severity, TrainctlError
 from trainctl.readers import documents
 from trainctl.readers import documents as silence
-from trainctl.readers.documents import Document, Reader, sides
-from trainctl.readers.files import find, split_files
+from trainctl.readers.documents import Document, Reader, split_documents
+from trainctl.readers.files import find_files, split_files
 from trainctl.rules.named_files import missing_files
 
 DEEP = "[" * 100_000
@@ -156,7 +156,7 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves_out(tmp_path):
     for name in ("b.txt", "deep/er/a.md", "deep/c.jsonl", ".git/x.txt", "deep/.y.txt", "z.py", "q"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps({"text": TEXT}))
-    found = find(str(folder), (".jsonl", ".md", ".txt"))
+    found = find_files(str(folder), (".jsonl", ".md", ".txt"))
     names = [str(file.relative_to(folder)) for file in found.files]
     assert names == ["b.txt", "deep/c.jsonl", "deep/er/a.md"]
     assert split_files(run_of(folder, held_out_fraction=0).data).train == found.files
@@ -176,7 +176,7 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves_out(tmp_path):
 def divided(file, **fields):
     config = run_of(file, **fields).data
     found = {"train": [], "held_out": []}
-    for side, document in sides(config, split_files(config), Reader(config)):
+    for side, document in split_documents(config, split_files(config), Reader(config)):
         found[side].append((document.text, document.line))
     return found
 
@@ -255,9 +255,9 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path):
         with pytest.raises(TrainctlError, match="no regular file"):
             split_files(config.data)
     # Beside texts they are left out.
-    assert [file.name for file in find(str(tmp_path), (".txt",)).files] == ["a.txt"]
-    assert find("/proc/kms*", (".txt",)).files == []
-    assert find("a\0b", (".txt",)).files == []
+    assert [file.name for file in find_files(str(tmp_path), (".txt",)).files] == ["a.txt"]
+    assert find_files("/proc/kms*", (".txt",)).files == []
+    assert find_files("a\0b", (".txt",)).files == []
 
 
 def test_where_the_kernels_folders_are_ordinary_ones_files_beside_them_are_read(
@@ -268,7 +268,7 @@ def test_where_the_kernels_folders_are_ordinary_ones_files_beside_them_are_read(
     reading._kernel_devices.cache_clear()
     try:
         assert reading._kernel_devices() == set()
-        assert [file.name for file in find(str(tmp_path), (".txt",)).files] == ["a.txt"]
+        assert [file.name for file in find_files(str(tmp_path), (".txt",)).files] == ["a.txt"]
     finally:
         reading._kernel_devices.cache_clear()
 

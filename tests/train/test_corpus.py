@@ -256,8 +256,10 @@ def test_everything_is_synced_before_the_folder_has_its_name(texts, monkeypatch)
     (_, of_part), (_, names) = renamed
     assert {Path(name).name for name in of_part} >= {"ids.bin", "ends.bin", "origin.bin"}
     temporary = folder.with_suffix(".tmp")
-    sides = [f"{side}.{what}" for side in ("train", "held_out") for what in ("bin", "ends")]
-    assert {str(temporary), *(str(temporary / name) for name in sides)} <= names
+    split_documents = [
+        f"{side}.{what}" for side in ("train", "held_out") for what in ("bin", "ends")
+    ]
+    assert {str(temporary), *(str(temporary / name) for name in split_documents)} <= names
     assert str(folder.parent) in synced
 
 

@@ -45,7 +45,7 @@ from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.readers.documents import BadText, Reader, is_one_document, sides
+from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
 from trainctl.readers.files import TextFiles, digest_of, split_files
 from trainctl.readers.remote import File, version_of
 
@@ -197,7 +197,9 @@ class CorpusBuilder:
     def _write_in_one_process(self) -> None:
         self._mention_format_1()
         reader = Reader(self.config)
-        texts = ((split, each.text) for split, each in sides(self.config, self.files, reader))
+        texts = (
+            (split, each.text) for split, each in split_documents(self.config, self.files, reader)
+        )
         chunks = tokenize_chunks(texts, encoder_of(self.config, self.tokenizer), self.progress)
         write_corpus(self.folder, self.tokenizer, chunks, lambda: reader.bad)
 

@@ -27,7 +27,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.types import RunPlan
-from trainctl.readers.documents import Reader, sides
+from trainctl.readers.documents import Reader, split_documents
 from trainctl.readers.files import TextFiles, split_files
 from trainctl.readers.remote import File, is_url
 from trainctl.runs.records import Event, step_curve
@@ -375,7 +375,7 @@ class _Sources:
     def _places_read(self) -> list[tuple[File, int | None]]:
         """Return the places by reading all text, as needed if some lines were not trained on."""
         try:
-            found = sides(self._config, self._files, Reader(self._config))
+            found = split_documents(self._config, self._files, Reader(self._config))
             return [(document.file, document.line) for side, document in found if side == "train"]
         except TrainctlError:  # the text has changed
             return []

@@ -12,7 +12,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.readers.check import check_text
 from trainctl.readers.files import binary_format, split_files
 from trainctl.readers.remote import File
-from trainctl.readers.stream import head_of
+from trainctl.readers.stream import read_head
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan, SourceLength
@@ -127,7 +127,7 @@ def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
     """Return the bytes per token at the start of the first file, or `USUAL` if it is not text."""
     if not files:
         return USUAL
-    head = head_of(files[0], SAMPLE_BYTES)
+    head = read_head(files[0], SAMPLE_BYTES)
     if not head or binary_format(head) is not None:
         return USUAL
     return len(head) / max(1, len(tokenizer.encode(head.decode("utf-8", errors="replace"))))

@@ -38,7 +38,7 @@ from trainctl.data.tokenizer import Encoder
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.readers.documents import Reader
-from trainctl.readers.files import digest_of, order
+from trainctl.readers.files import digest_of, file_sort_key
 from trainctl.readers.remote import File, RemoteFile
 from trainctl.runs.atomic import write_json
 
@@ -188,7 +188,7 @@ class TokenStore:
 
 def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File]:
     """Return all files of a corpus in one order that keeps the order within each side."""
-    return sorted({*train, *held_out}, key=order) if held_out else list(train)
+    return sorted({*train, *held_out}, key=file_sort_key) if held_out else list(train)
 
 
 def lines_before(piece: FileRange) -> int:

@@ -25,10 +25,10 @@ from trainctl.readers.files import (
     FoundFiles,
     TextFiles,
     endings_of,
-    find,
+    file_sort_key,
+    find_files,
     hint_for,
     no_files_message,
-    order,
     split_files,
 )
 from trainctl.readers.remote import File
@@ -89,11 +89,11 @@ def check_text(config: RunConfig) -> list[Finding]:
         found = []
         for pattern in patterns:
             try:
-                found.append((pattern, find(pattern, spec.endings, spec.choose)))
+                found.append((pattern, find_files(pattern, spec.endings, spec.choose)))
             except TrainctlError as error:  # no server answers
                 findings.append(_not_read(f"data.{key}", error))
         findings += _of_patterns(f"data.{key}", found, spec.endings)
-        files = sorted({file for _, each in found for file in each.files}, key=order)
+        files = sorted({file for _, each in found for file in each.files}, key=file_sort_key)
         look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
         if look is not None:
             findings += _check_files(f"data.{key}", files, data, look)
@@ -144,7 +144,11 @@ def _overlaps(data: DataConfig) -> Iterator[Finding]:
             sides[name] = TextFiles([], []) if files.by_document else files
     for name, files in sides.items():
         for other, others in sides.items():
-            both = sorted({*files.train} & {*others.held_out}, key=order) if name != other else []
+            both = (
+                sorted({*files.train} & {*others.held_out}, key=file_sort_key)
+                if name != other
+                else []
+            )
             if both:
                 more = f" and {len(both) - 1:,} more" if len(both) > 1 else ""
                 yield Finding(
@@ -334,7 +338,7 @@ def _missing(section: Any) -> Iterator[Finding]:
     (path,) = section.paths
     spec = load("data", section.kind)
     try:
-        found = find(path, spec.endings, spec.choose)
+        found = find_files(path, spec.endings, spec.choose)
     except TrainctlError as error:
         yield Finding(
             rule=MISSING,

@@ -144,7 +144,9 @@ class Reader:
         return repaired
 
 
-def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tuple[str, Document]]:
+def split_documents(
+    config: DataConfig, files: TextFiles, reader: Reader
+) -> Iterator[tuple[str, Document]]:
     """Yield each document with its side, `held_out` or `train`; each side in file order.
 
     `data.max_bytes` limits each side; for a single file, which is split, it limits both together.

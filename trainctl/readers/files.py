@@ -19,7 +19,7 @@ from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.secrets import redact_text
 from trainctl.errors import TrainctlError
-from trainctl.readers.remote import File, RemoteFile, is_url, listed
+from trainctl.readers.remote import File, RemoteFile, is_url, list_url
 from trainctl.readers.stream import uncompressed_name
 
 HEAD_BYTES = 1 << 16
@@ -74,7 +74,7 @@ reported as left out.
 """
 
 
-def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> FoundFiles:
+def find_files(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> FoundFiles:
     """Return the files of a path, a folder, a glob, or a URL of one of these; possibly none.
 
     A folder stands for its files with these endings, compressed or not, at any depth, without
@@ -89,7 +89,7 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
     """
     files: list[File]
     if is_url(pattern) and not pattern.startswith("file://"):
-        remote, is_folder = listed(pattern)
+        remote, is_folder = list_url(pattern)
         files = [*remote]
         root: PurePath = PurePosixPath(pattern)
     else:
@@ -106,16 +106,16 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
             matches = [path] if path.is_file() else _glob(path)
             files = [*{match.resolve() for match in matches if _is_regular(match)}]
     if not is_folder:
-        return FoundFiles(sorted(files, key=order), Counter())
+        return FoundFiles(sorted(files, key=file_sort_key), Counter())
     visible = [file for file in files if not _is_hidden(file, root)]
     chosen = choose(visible) if choose is not None else visible
     taken = {file for file in chosen if uncompressed_name(file).endswith(tuple(endings))}
     left_out = Counter(file.suffix or "no ending" for file in chosen if file not in taken)
     resolved = {file.resolve() if isinstance(file, Path) else file for file in taken}
-    return FoundFiles(sorted(resolved, key=order), left_out, is_folder=True)
+    return FoundFiles(sorted(resolved, key=file_sort_key), left_out, is_folder=True)
 
 
-def order(file: File) -> tuple[bool, File]:
+def file_sort_key(file: File) -> tuple[bool, File]:
     """Return a sort key that puts local files before remote ones."""
     return isinstance(file, RemoteFile), file
 
@@ -162,7 +162,9 @@ def split_files(config: DataConfig) -> TextFiles:
     root = os.path.commonpath([_path(file).parent for file in files])
     by_hash = sorted(files, key=lambda file: digest_of(str(_path(file).relative_to(root))))
     count = max(1, round(len(files) * config.held_out_fraction))
-    return TextFiles(sorted(by_hash[count:], key=order), sorted(by_hash[:count], key=order))
+    return TextFiles(
+        sorted(by_hash[count:], key=file_sort_key), sorted(by_hash[:count], key=file_sort_key)
+    )
 
 
 def _path(file: File) -> PurePath:
@@ -178,14 +180,14 @@ def digest_of(text: str) -> str:
 def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
     files: set[File] = set()
     for pattern in patterns:
-        found = find(pattern, spec.endings, spec.choose)
+        found = find_files(pattern, spec.endings, spec.choose)
         if not found.files:
             message = f"{key}: {no_files_message(pattern, found, spec.endings)}"
             raise TrainctlError(message, hint=hint_for(found))
         files |= set(found.files)
     if not files:
         raise TrainctlError(f"{key} is empty", hint=f"{key}=['corpus/**/*.txt']")
-    return sorted(files, key=order)
+    return sorted(files, key=file_sort_key)
 
 
 def no_files_message(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from trainctl.readers.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
 from trainctl.readers.documents import REPLACEMENT, Document, Reader
 from trainctl.readers.files import HEAD_BYTES, binary_format
 from trainctl.readers.remote import File
-from trainctl.readers.stream import head_of, is_compressed, opened, uncompressed_name
+from trainctl.readers.stream import is_compressed, open_decompressed, read_head, uncompressed_name
 
 _KEYS_SHOWN = 6
 _LINES_READ = 20
@@ -76,7 +76,7 @@ def places(file: File) -> list[int | None]:
     """Return the line numbers of a JSONL file's documents; [None] for any other file."""
     if not _has_lines(file):
         return [None]
-    with opened(file) as lines:
+    with open_decompressed(file) as lines:
         return [number for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -86,7 +86,7 @@ def _has_lines(file: File) -> bool:
 
 def problem(file: File, config: DataConfig) -> FileProblem | None:
     """Return the problem at the beginning of a file, if any."""
-    head = head_of(file, HEAD_BYTES)
+    head = read_head(file, HEAD_BYTES)
     found = binary_format(head)
     if found is not None:
         kind, hint = found
@@ -101,7 +101,7 @@ def problem(file: File, config: DataConfig) -> FileProblem | None:
 
 
 def _whole(reader: Reader, file: File) -> Iterator[Document]:
-    with opened(file) as stream:
+    with open_decompressed(file) as stream:
         raw = stream.read()
     _refuse_binary(file, raw[:HEAD_BYTES])
     text = reader.decoded(raw.removeprefix(_BOM), str(file), whole=True)
@@ -127,9 +127,9 @@ def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, by
     Raises:
         TrainctlError: The file is binary.
     """
-    _refuse_binary(file, head_of(file, HEAD_BYTES))
+    _refuse_binary(file, read_head(file, HEAD_BYTES))
     start, end = span or (0, None)
-    with opened(file) as stream:
+    with open_decompressed(file) as stream:
         if start:
             stream.seek(start)
         at = start

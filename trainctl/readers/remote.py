@@ -117,7 +117,7 @@ def version_of(file: File) -> str:
     return f"{file}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
-def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
+def list_url(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     """Return the files of a URL, of a folder or of a glob, and whether the URL is a folder.
 
     For HTTP, `?` begins a query, only `*` makes a glob, and a page of links is a folder. A `file://`

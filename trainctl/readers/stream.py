@@ -45,7 +45,7 @@ class Damaged(TrainctlError):
     """A file that is malformed, truncated, or expands beyond all bounds."""
 
 
-def opened(file: File) -> BinaryIO:
+def open_decompressed(file: File) -> BinaryIO:
     """Open a file, decompressed if it is compressed; only uncompressed files are seekable.
 
     Raises:
@@ -68,9 +68,9 @@ def opened(file: File) -> BinaryIO:
         raise
 
 
-def head_of(file: File, size: int) -> bytes:
+def read_head(file: File, size: int) -> bytes:
     """Return the first decompressed bytes of a file."""
-    with opened(file) as stream:
+    with open_decompressed(file) as stream:
         return stream.read(size)
 
 

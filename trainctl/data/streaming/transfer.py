@@ -30,7 +30,7 @@ from trainctl.data.streaming.layout import (
 )
 from trainctl.data.token_arrays import Tokens
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.readers.remote import call_with_retries, file_system_of, is_url, listed, say
+from trainctl.readers.remote import call_with_retries, file_system_of, is_url, list_url, say
 from trainctl.runs.atomic import write_bytes
 
 _BLOCK_BYTES = 1 << 24
@@ -73,7 +73,7 @@ def blocks_of_shard(place: str, digest: str, notify: Notify, name: str) -> Itera
         TrainctlError: The shard is missing, or the server does not respond (exit code 4).
     """
     url = f"{as_url(place)}/{folder_of(digest)}/{name}"
-    files, _ = listed(url, notify)
+    files, _ = list_url(url, notify)
     if not files:
         raise TrainctlError(
             f"{url} is not there",
@@ -103,7 +103,7 @@ def upload_shards(
     url = as_url(place)
     _require_same(url, record, notify)
     folder = f"{url}/{folder_of(record.digest)}"
-    there = {file.name: file.size for file in listed(f"{folder}/", notify)[0]}
+    there = {file.name: file.size for file in list_url(f"{folder}/", notify)[0]}
     work = [
         (side, number, span)
         for side in SIDES

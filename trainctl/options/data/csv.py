@@ -16,7 +16,7 @@ from trainctl.readers.check import FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.files import HEAD_BYTES, binary_format
 from trainctl.readers.remote import File
-from trainctl.readers.stream import Damaged, head_of, opened, uncompressed_name
+from trainctl.readers.stream import Damaged, open_decompressed, read_head, uncompressed_name
 from trainctl.readers.tables import NoColumn, first_problem, text_column, text_of
 
 MOST_CHARACTERS = 1 << 30
@@ -35,11 +35,11 @@ class CsvConfig(DataFromRecords):
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
     """Yield the texts of a file's rows, each with the number of its first line."""
-    found = binary_format(head_of(file, HEAD_BYTES))
+    found = binary_format(read_head(file, HEAD_BYTES))
     if found is not None:
         raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
     csv.field_size_limit(MOST_CHARACTERS)
-    with opened(file) as stream:
+    with open_decompressed(file) as stream:
         # Bytes that are not UTF-8 become lone surrogates, and bytes again when a text is encoded.
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=_delimiter(reader, file), strict=True)

@@ -57,10 +57,14 @@ def problem(
         message = f"{file} is not on this machine, and ids are used where they are"
         return FileProblem(UNFIT_IDS, "remote", message, "copy it here")
     try:
-        opened = function_of("data", section.kind)(section, file)
+        open_decompressed = function_of("data", section.kind)(section, file)
     except TrainctlError as error:
         return FileProblem(UNFIT_IDS, error.hint, error.message, error.hint)
-    found = opened.problems(tokenizer.vocab_size, tokenizer.end_of_document) if tokenizer else []
+    found = (
+        open_decompressed.problems(tokenizer.vocab_size, tokenizer.end_of_document)
+        if tokenizer
+        else []
+    )
     if not found:
         return None
     return FileProblem(UNFIT_IDS, "ids", found[0], "the tokenizer that made them, in tokenizer")

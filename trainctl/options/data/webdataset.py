@@ -16,7 +16,7 @@ from trainctl.readers.check import TEXT_KEY, FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.plain import text_of_record
 from trainctl.readers.remote import File
-from trainctl.readers.stream import Damaged, opened
+from trainctl.readers.stream import Damaged, open_decompressed
 from trainctl.readers.tables import first_problem
 
 _BLOCK = 512
@@ -64,7 +64,7 @@ def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Doc
     assert isinstance(section, WebDatasetConfig)
     number = 0
     endings: Counter[str] = Counter()
-    with opened(file) as stream:
+    with open_decompressed(file) as stream:
         watched = _Watched(stream)
         for name, raw in _members(watched, file, section.member, endings, most):
             number += 1
