@@ -302,9 +302,9 @@ def build_users_corpus(
     def write() -> None:
         reader = Reader(config)
         texts = (
-            (side, text)
-            for side in ("held_out", "train")
-            for text in _users_texts(config, side, reader)
+            (split, text)
+            for split in ("held_out", "train")
+            for text in _users_texts(config, split, reader)
         )
         encoder = encoder_of(config, tokenizer)
         write_corpus(

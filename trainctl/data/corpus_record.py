@@ -34,7 +34,7 @@ BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One side of the corpus."""
+    """One split of the corpus."""
 
     file: str
     """Name of the token file in the corpus folder."""
@@ -230,8 +230,8 @@ class Corpus:
         Raises:
             ValueError, TypeError or KeyError: The record is invalid.
         """
-        sides = {name: _split(record[name]) for name in ("train", "held_out")}
-        return cls(**{"format": 1, **record, **sides})
+        splits = {name: _split(record[name]) for name in ("train", "held_out")}
+        return cls(**{"format": 1, **record, **splits})
 
     @classmethod
     def load(cls, path: Path) -> Corpus:
@@ -276,12 +276,12 @@ def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
 
 def digest_of_splits(corpus: Corpus) -> str:
     """Return the SHA-256 over the tokens, the sizes and the roles of both splits."""
-    sides = {
+    splits = {
         name: [split.tokens, split.documents, split.sha256]
         for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
     }
     marks = ["marked"] if corpus.is_marked else []
-    text = json.dumps([corpus.dtype, corpus.end_of_document, sides, *marks], sort_keys=True)
+    text = json.dumps([corpus.dtype, corpus.end_of_document, splits, *marks], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

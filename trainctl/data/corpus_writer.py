@@ -55,7 +55,7 @@ def write_corpus(
     folder is removed.
 
     Args:
-        chunks: Documents; chunks of the two sides may alternate.
+        chunks: Documents; chunks of the two splits may alternate.
         bad: Returns the account of bad text; called after the last chunk.
         files: The files that the chunks number; empty if chunks have no file numbers.
         facts: Other files of the folder, by name, as plain JSON.
@@ -93,10 +93,10 @@ def tokenize_chunks(
 ) -> Iterator[Chunk]:
     """Tokenize texts in this process and yield each as a chunk of its own.
 
-    Each text comes with its side, `train` or `held_out`. `progress` is called after each text.
+    Each text comes with its split, `train` or `held_out`. `progress` is called after each text.
     """
-    for done, (side, _, ids) in enumerate(encode_documents(texts, tokenizer), 1):
-        yield Chunk(side, ids, np.array([len(ids)]))
+    for done, (split, _, ids) in enumerate(encode_documents(texts, tokenizer), 1):
+        yield Chunk(split, ids, np.array([len(ids)]))
         progress(PreparationProgress(done))
 
 
@@ -116,21 +116,21 @@ def _written(
         def opened(name: str) -> _CheckedFile:
             return stack.enter_context(_checked_file(temporary / name, folder))
 
-        sides = {
-            side: _Side(
-                side,
-                opened(f"{side}.bin"),
-                opened(f"{side}.ends"),
-                opened(f"{side}.origin") if has_origin else None,
+        splits = {
+            split: _SplitWriter(
+                split,
+                opened(f"{split}.bin"),
+                opened(f"{split}.ends"),
+                opened(f"{split}.origin") if has_origin else None,
             )
-            for side in ("train", "held_out")
+            for split in ("train", "held_out")
         }
         for chunk in store_chunks:
-            sides[chunk.side].add(chunk, dtype)
-            if chunk.side == "train":
+            splits[chunk.split].add(chunk, dtype)
+            if chunk.split == "train":
                 ids = without_marks(chunk.ids) if is_marked else chunk.ids
                 counts += np.bincount(ids, minlength=len(counts))
-        train, held_out = sides["train"].split(), sides["held_out"].split()
+        train, held_out = splits["train"].finish(), splits["held_out"].finish()
     shares = counts[counts > 0] / max(1, counts.sum())
     corpus = Corpus(
         folder=str(folder),
@@ -186,8 +186,8 @@ class _CheckedFile:
 
 
 @dataclass(slots=True)
-class _Side:
-    """One side of a corpus while it is written."""
+class _SplitWriter:
+    """One split of a corpus while it is written."""
 
     name: str
     ids: _CheckedFile
@@ -212,8 +212,8 @@ class _Side:
         self.tokens += len(chunk.ids) if chunk.span is None else chunk.span.tokens
         self.documents += len(chunk.ends)
 
-    def split(self) -> Split:
-        """Sync the files and return the record of the side."""
+    def finish(self) -> Split:
+        """Sync the files and return the record of the split."""
         for file in (self.ids, self.ends, self.origin):
             if file is not None:
                 file.finish()
@@ -286,9 +286,9 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive documents of one side."""
+    """Consecutive documents of one split."""
 
-    side: str
+    split: str
     ids: npt.NDArray[np.integer]
     """Tokens of the documents."""
     ends: npt.NDArray[np.integer]
@@ -308,17 +308,17 @@ def store_chunks(
     fraction: float,
     keep: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[Chunk]:
-    """Yield all documents of the tasks, in order within each side.
+    """Yield all documents of the tasks, in order within each split.
 
     Args:
-        files: Which file is on which side, or that documents are divided.
+        files: Which file is in which split, or that documents are split.
         fraction: Held-out fraction if documents are divided.
         keep: Mask of documents to keep, [documents], by task key; None keeps all.
     """
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     before: dict[File, int] = {}
-    sides = held_out_masks(store, tasks, files, fraction)
-    for task, held_out in zip(tasks, sides, strict=True):
+    splits = held_out_masks(store, tasks, files, fraction)
+    for task, held_out in zip(tasks, splits, strict=True):
         part = store.part(task)
         origin = part.origin()
         pieces = origin["piece"]
@@ -327,10 +327,10 @@ def store_chunks(
         skipped = np.array([before.get(piece.file, 0) for piece in task.pieces])[pieces]
         line_of = origin["line"] + np.where(origin["line"], skipped, 0)
         ids, ends = part.ids(), part.ends().astype(np.int64)
-        for side, chosen in (("held_out", held_out & kept), ("train", ~held_out & kept)):
+        for split, chosen in (("held_out", held_out & kept), ("train", ~held_out & kept)):
             if chosen.any():
                 found = _chosen(ids, ends, chosen)
-                yield Chunk(side, *found, file_of[chosen], line_of[chosen])
+                yield Chunk(split, *found, file_of[chosen], line_of[chosen])
         for piece, facts in zip(task.pieces, part.pieces, strict=True):
             before[piece.file] = before.get(piece.file, 0) + facts.lines
 

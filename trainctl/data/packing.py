@@ -223,9 +223,9 @@ _TYPES = {"starts": "<u8", "lengths": "<u4", "firsts": "<u8"}
 def load_bins(
     config: RunConfig, corpus: Corpus, split: Split, notify: Notify = ignore_message
 ) -> Bins | None:
-    """Return the bins of a side for a run, from the cache or newly packed.
+    """Return the bins of a split for a run, from the cache or newly packed.
 
-    None if the run does not pack, or the side is empty. `notify` is called with a sentence before
+    None if the run does not pack, or the split is empty. `notify` is called with a sentence before
     waiting for another process, and if the cached bins are damaged.
 
     Raises:

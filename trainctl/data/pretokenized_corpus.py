@@ -71,7 +71,7 @@ def open_token_files(
 
 
 def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> Iterator[Chunk]:
-    """Yield the two sides of a corpus, each in the order of its files.
+    """Yield the two splits of a corpus, each in the order of its files.
 
     In a single file the last documents are held out, and in a single document its end, because
     spans in place are contiguous.
@@ -89,14 +89,14 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
     for number, (file, tokenized) in enumerate(zip(every, opened, strict=True)):
         ends = _ends_of(tokenized, tokenizer.end_of_document)
         if files.by_document:
-            for side, part in zip(
+            for split, part in zip(
                 ("train", "held_out"), _split_file(ends, config.held_out_fraction), strict=True
             ):
-                yield _chunk(side, tokenized, part, number, tokenizer.vocab_size)
+                yield _chunk(split, tokenized, part, number, tokenizer.vocab_size)
         else:
             whole = _Document(0, len(tokenized.ids), ends, 1)
-            side = "held_out" if file in held_out else "train"
-            yield _chunk(side, tokenized, whole, number, tokenizer.vocab_size)
+            split = "held_out" if file in held_out else "train"
+            yield _chunk(split, tokenized, whole, number, tokenizer.vocab_size)
 
 
 def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
@@ -122,7 +122,7 @@ def _split_file(ends: Ends, fraction: float) -> tuple[_Document, _Document]:
     return _Document(0, at, ends[:count], 1), _Document(at, total, ends[count:] - at, count + 1)
 
 
-def _chunk(side: str, tokenized: Tokenized, part: _Document, file: int, limit: int) -> Chunk:
+def _chunk(split: str, tokenized: Tokenized, part: _Document, file: int, limit: int) -> Chunk:
     ids = tokenized.ids[part.first : part.end]
     span = Span(
         file=str(tokenized.file),
@@ -135,7 +135,7 @@ def _chunk(side: str, tokenized: Tokenized, part: _Document, file: int, limit: i
     )
     count = len(part.ends)
     return Chunk(
-        side,
+        split,
         _id_sample(ids, limit),
         part.ends,
         np.full(count, file),

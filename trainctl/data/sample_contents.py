@@ -376,6 +376,6 @@ class _Sources:
         """Return the places by reading all text, as needed if some lines were not trained on."""
         try:
             found = split_documents(self._config, self._files, Reader(self._config))
-            return [(document.file, document.line) for side, document in found if side == "train"]
+            return [(document.file, document.line) for split, document in found if split == "train"]
         except TrainctlError:  # the text has changed
             return []

@@ -187,7 +187,7 @@ class TokenStore:
 
 
 def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File]:
-    """Return all files of a corpus in one order that keeps the order within each side."""
+    """Return all files of a corpus in one order that keeps the order within each split."""
     return sorted({*train, *held_out}, key=file_sort_key) if held_out else list(train)
 
 

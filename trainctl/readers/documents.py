@@ -147,13 +147,13 @@ class Reader:
 def split_documents(
     config: DataConfig, files: TextFiles, reader: Reader
 ) -> Iterator[tuple[str, Document]]:
-    """Yield each document with its side, `held_out` or `train`; each side in file order.
+    """Yield each document with its split, `held_out` or `train`; each split in file order.
 
-    `data.max_bytes` limits each side; for a single file, which is split, it limits both together.
+    `data.max_bytes` limits each split; of a single file it limits both together.
     """
     if not files.by_document:
-        for name, of_side in (("held_out", files.held_out), ("train", files.train)):
-            for document in _bounded(reader.documents(of_side), config.max_bytes):
+        for name, its_files in (("held_out", files.held_out), ("train", files.train)):
+            for document in _bounded(reader.documents(its_files), config.max_bytes):
                 yield name, document
         return
 
@@ -179,10 +179,10 @@ def is_one_document(config: DataConfig, files: TextFiles) -> bool:
 
 
 def held_out_threshold(places: Iterable[int], fraction: float) -> int:
-    """Return the highest place of a held-out document; each side gets at least one document.
+    """Return the highest place of a held-out document; each split gets at least one document.
 
     A document's place is a function of its text. Adding documents therefore moves no other, and
-    equal texts are on the same side. The lowest and the highest place bound the limit.
+    equal texts are in the same split. The lowest and the highest place bound the limit.
     """
     lowest, highest = 1 << 64, -1
     for place in places:

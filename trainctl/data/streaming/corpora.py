@@ -28,7 +28,7 @@ from trainctl.data.streaming.layout import (
     StreamRecord,
     name_of,
     shards_of,
-    side_and_number,
+    split_and_number,
     unpacked,
 )
 from trainctl.data.streaming.transfer import (
@@ -77,7 +77,7 @@ class Stream:
             self._tell,
         )
 
-    def side(self, split: Split) -> StreamedTokens:
+    def tokens(self, split: Split) -> StreamedTokens:
         """Return the ids and document ends of a split."""
         return StreamedTokens(self.record, split.file.removesuffix(".bin"), self.cache)
 
@@ -121,8 +121,8 @@ class Stream:
                 self._moved.wait(_LOOK_SECONDS)
 
     def _next_use(self, name: str) -> float:
-        side, number = side_and_number(name)
-        if side != "train":
+        split, number = split_and_number(name)
+        if split != "train":
             return _KEPT
         use = self._ahead.next_use(number) if self._ahead is not None else None
         return inf if use is None else use
@@ -141,12 +141,12 @@ class StreamedCorpus(Corpus):
     def tokens(self, split: Split, *, in_order: bool = True) -> StreamedTokens:
         """Return the split's ids, which are fetched when they are read."""
         assert self.stream is not None
-        return self.stream.side(split)
+        return self.stream.tokens(split)
 
     def ends(self, split: Split) -> Any:
         """Return the document ends in tokens, which are fetched when they are read."""
         assert self.stream is not None
-        return self.stream.side(split).ends
+        return self.stream.tokens(split).ends
 
     def origin(self, split: Split) -> None:
         """Return None: shards have no origins."""
@@ -251,10 +251,10 @@ def upload_corpus(
             "conversations cannot be read from elsewhere: their bins have documents of all shards",
             hint="trainctl data prepare without --to, on a disk that all nodes have",
         )
-    sides = {}
+    splits = {}
     for name, split in (("train", corpus.train), ("held_out", corpus.held_out)):
         ends = corpus.ends(split)
-        sides[name] = corpus.tokens(split), np.empty(0, "<u8") if ends is None else ends
+        splits[name] = corpus.tokens(split), np.empty(0, "<u8") if ends is None else ends
     plain = replace(
         corpus,
         folder="",
@@ -262,7 +262,7 @@ def upload_corpus(
         held_out=replace(corpus.held_out, file="held_out.bin", in_place=()),
     )
     record = StreamRecord(asdict(plain), tokenizer.fingerprint, shard_tokens, {})
-    return upload_shards(place, record, sides, show)
+    return upload_shards(place, record, splits, show)
 
 
 def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
@@ -295,11 +295,11 @@ def _needs(order: SampleOrder, source: str, shard_tokens: int, first: int, count
 
 
 class StreamedTokens:
-    """Ids and document ends of one side of a remote corpus. Reading waits for shards."""
+    """Ids and document ends of one split of a remote corpus. Reading waits for shards."""
 
-    def __init__(self, record: StreamRecord, side: str, cache: ShardCache) -> None:
-        self._record, self._side, self._cache = record, side, cache
-        self._length = record.tokens(side)
+    def __init__(self, record: StreamRecord, split: str, cache: ShardCache) -> None:
+        self._record, self._split, self._cache = record, split, cache
+        self._length = record.tokens(split)
 
     def __len__(self) -> int:
         return self._length
@@ -317,14 +317,14 @@ class StreamedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate([self._nothing, *parts])
 
     def ends_of(self, number: int) -> npt.NDArray[np.int64]:
-        """Return the document ends in a shard, in tokens of the side, ascending."""
+        """Return the document ends in a shard, in tokens of the split, ascending."""
         with self._shard(number) as (_, ends):
             return ends.astype(np.int64) + number * self._record.shard_tokens
 
     @property
     def documents(self) -> tuple[int, ...]:
         """Number of documents that end in each shard."""
-        return tuple(facts.documents for facts in self._record.shards[self._side])
+        return tuple(facts.documents for facts in self._record.shards[self._split])
 
     @property
     def shard_tokens(self) -> int:
@@ -333,7 +333,7 @@ class StreamedTokens:
 
     @property
     def ends(self) -> StreamedEnds:
-        """Document ends of the side, read by shards."""
+        """Document ends of the split, read by shards."""
         return StreamedEnds(self)
 
     @property
@@ -343,7 +343,7 @@ class StreamedTokens:
     @contextmanager
     def _shard(self, number: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Map a shard and provide its ids and document ends."""
-        name = name_of(self._side, number)
+        name = name_of(self._split, number)
         descriptor = self._cache.opened(name)
         try:
             mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -356,7 +356,7 @@ class StreamedTokens:
 
 
 class StreamedEnds:
-    """Document ends of a side, with the part of numpy's array interface that readers use."""
+    """Document ends of a split, with the part of numpy's array interface that readers use."""
 
     dtype = np.dtype("<u8")
 

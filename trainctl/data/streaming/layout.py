@@ -26,7 +26,7 @@ from trainctl.errors import ExitCode, TrainctlError
 RECORD = "stream.json"
 FORMAT = 1
 END = np.dtype("<u4")
-SIDES = ("train", "held_out")
+SPLITS = ("train", "held_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class StreamRecord:
     tokenizer: str
     """Fingerprint of the tokenizer."""
     shard_tokens: int
-    """Tokens of each shard except the last of a side."""
+    """Tokens of each shard except the last of a split."""
     shards: dict[str, tuple[ShardFacts, ...]]
-    """Shards of each side, in order."""
+    """Shards of each split, in order."""
 
     @property
     def digest(self) -> str:
@@ -65,18 +65,18 @@ class StreamRecord:
         name: str = self.corpus["dtype"]
         return np.dtype(name)
 
-    def tokens(self, side: str) -> int:
-        """Return the number of tokens of a side."""
-        return int(self.corpus[side]["tokens"])
+    def tokens(self, split: str) -> int:
+        """Return the number of tokens of a split."""
+        return int(self.corpus[split]["tokens"])
 
     def facts(self, name: str) -> ShardFacts:
         """Return the record of the shard with this file name."""
-        side, number = side_and_number(name)
-        return self.shards[side][number]
+        split, number = split_and_number(name)
+        return self.shards[split][number]
 
-    def size(self, *sides: str) -> int:
-        """Return the bytes of all shards of the sides."""
-        return sum(facts.size for side in sides for facts in self.shards[side])
+    def size(self, *splits: str) -> int:
+        """Return the bytes of all shards of the splits."""
+        return sum(facts.size for split in splits for facts in self.shards[split])
 
     def as_json(self) -> bytes:
         """Return the content of `stream.json`."""
@@ -93,15 +93,18 @@ class StreamRecord:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT}")
-            sides = {
-                side: tuple(ShardFacts(**facts) for facts in data["shards"][side]) for side in SIDES
+            splits = {
+                split: tuple(ShardFacts(**facts) for facts in data["shards"][split])
+                for split in SPLITS
             }
-            record = cls(**{**data, "shards": sides})
+            record = cls(**{**data, "shards": splits})
             if not re.fullmatch("[0-9A-Za-z]+", record.digest):
                 raise ValueError("its digest, which folders are named after, is none")
-            for side in SIDES:
-                if len(sides[side]) != len(list(spans(record.tokens(side), record.shard_tokens))):
-                    raise ValueError(f"the shards of {side} do not have its tokens")
+            for split in SPLITS:
+                if len(splits[split]) != len(
+                    list(spans(record.tokens(split), record.shard_tokens))
+                ):
+                    raise ValueError(f"the shards of {split} do not have its tokens")
             return record
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise TrainctlError(
@@ -111,15 +114,15 @@ class StreamRecord:
             ) from None
 
 
-def name_of(side: str, number: int) -> str:
+def name_of(split: str, number: int) -> str:
     """Return the file name of a shard."""
-    return f"{side}-{number:05d}.shard"
+    return f"{split}-{number:05d}.shard"
 
 
-def side_and_number(name: str) -> tuple[str, int]:
-    """Return the side and number in a shard's file name: the inverse of `name_of`."""
-    side, _, number = name.removesuffix(".shard").rpartition("-")
-    return side, int(number)
+def split_and_number(name: str) -> tuple[str, int]:
+    """Return the split and number in a shard's file name: the inverse of `name_of`."""
+    split, _, number = name.removesuffix(".shard").rpartition("-")
+    return split, int(number)
 
 
 def folder_of(digest: str) -> str:
@@ -131,7 +134,7 @@ def folder_of(digest: str) -> str:
 
 
 def spans(tokens: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield the range of tokens of each shard of a side."""
+    """Yield the range of tokens of each shard of a split."""
     for start in range(0, tokens, shard_tokens):
         yield start, min(start + shard_tokens, tokens)
 
@@ -150,10 +153,10 @@ def shards_of(start: int, stop: int, shard_tokens: int) -> range:
 def packed(
     ids: Tokens, ends: npt.NDArray[Any], start: int, stop: int, dtype: np.dtype[Any]
 ) -> bytes:
-    """Return the file content of the shard with tokens `start` up to `stop` of a side.
+    """Return the file content of the shard with tokens `start` up to `stop` of a split.
 
     Args:
-        ends: Document ends of the side in tokens, ascending, shape (documents,).
+        ends: Document ends of the split in tokens, ascending, shape (documents,).
     """
     bounds = np.array([start, stop], dtype=ends.dtype)
     # An empty first document ends at 0, which only the first shard can contain.

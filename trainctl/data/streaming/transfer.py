@@ -20,7 +20,7 @@ from trainctl.data.cache_files import Notify
 from trainctl.data.streaming.layout import (
     END,
     RECORD,
-    SIDES,
+    SPLITS,
     ShardFacts,
     StreamRecord,
     folder_of,
@@ -38,8 +38,8 @@ _BLOCK_BYTES = 1 << 24
 _AT_ONCE = 4
 """Number of shards written at once. Each of them is in memory as a whole."""
 
-Side = tuple[Tokens, npt.NDArray[Any]]
-"""Ids and document ends of a side."""
+SplitArrays = tuple[Tokens, npt.NDArray[Any]]
+"""Ids and document ends of a split."""
 
 
 def as_url(place: str) -> str:
@@ -88,7 +88,7 @@ def blocks_of_shard(place: str, digest: str, notify: Notify, name: str) -> Itera
 def upload_shards(
     place: str,
     record: StreamRecord,
-    sides: dict[str, Side],
+    splits: dict[str, SplitArrays],
     show: Callable[[str], None],
     notify: Notify = say,
 ) -> StreamRecord:
@@ -105,23 +105,23 @@ def upload_shards(
     folder = f"{url}/{folder_of(record.digest)}"
     there = {file.name: file.size for file in list_url(f"{folder}/", notify)[0]}
     work = [
-        (side, number, span)
-        for side in SIDES
-        for number, span in enumerate(spans(len(sides[side][0]), record.shard_tokens))
+        (split, number, span)
+        for split in SPLITS
+        for number, span in enumerate(spans(len(splits[split][0]), record.shard_tokens))
     ]
 
     def write(job: tuple[str, int, tuple[int, int]]) -> ShardFacts:
-        side, number, (start, stop) = job
-        ids, ends = sides[side]
+        split, number, (start, stop) = job
+        ids, ends = splits[split]
         raw = packed(ids, ends, start, stop, record.dtype)
         tokens = min(stop + 1, len(ids)) - start
         documents = (len(raw) - tokens * record.dtype.itemsize) // END.itemsize
-        name = name_of(side, number)
+        name = name_of(split, number)
         if there.get(name) != len(raw):
             _put(f"{folder}/{name}", raw, notify)
         return ShardFacts(documents, len(raw), zlib.crc32(raw))
 
-    facts: dict[str, list[ShardFacts]] = {side: [] for side in SIDES}
+    facts: dict[str, list[ShardFacts]] = {split: [] for split in SPLITS}
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         # A few at a time: `map` over all jobs would queue the results of all shards.
         for first in range(0, len(work), _AT_ONCE):
@@ -129,7 +129,7 @@ def upload_shards(
             for job, made in zip(jobs, threads.map(write, jobs), strict=True):
                 facts[job[0]].append(made)
             show(f"writing to {place}: {first + len(jobs):,} of {len(work):,} shards")
-    whole = replace(record, shards={side: tuple(facts[side]) for side in SIDES})
+    whole = replace(record, shards={split: tuple(facts[split]) for split in SPLITS})
     _put(f"{url}/{RECORD}", whole.as_json(), notify)
     return whole
 
