@@ -32,8 +32,8 @@ def main() -> int:
         store = TokenStore(Path(job["folder"]), data, tokenizer)
         work(store, [Task.from_plain(task) for task in job["tasks"]])
     except TrainctlError as error:
-        said = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        print(json.dumps(said), flush=True)
+        answer = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(answer), flush=True)
         return error.exit_code
     return 0
 

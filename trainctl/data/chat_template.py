@@ -43,9 +43,9 @@ FORMAT = 2
 again.
 """
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TYPING = ("user", "tool")
+_UNTRUSTED_ROLES = ("user", "tool")
 """Roles whose text is untrusted: it never becomes a token that the template writes."""
-_PRIVATE = range(0x100000, 0x10FFFE)
+_PLACEHOLDERS = range(0x100000, 0x10FFFE)
 """Private-use code points, which mean nothing in text: placeholders for special tokens'
 names.
 """
@@ -66,12 +66,12 @@ class ChatTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _RenderedText:
     """A rendered text, and the names of special tokens that messages contained as text."""
 
     text: str
     """The rendering, with a private-use character in place of each such name."""
-    typed: Mapping[str, str]
+    placeholders: Mapping[str, str]
     """Name of each such special token, by the private-use character that stands for it."""
 
 
@@ -115,12 +115,12 @@ class ChatTemplate:
 
     @cached_property
     def _backend(self) -> Tokenizer:
-        return _loaded(self._file)
+        return _load_tokenizer(self._file)
 
     @cached_property
     def _plain(self) -> Tokenizer:
         """A second tokenizer, which encodes names of special tokens and of marks as text."""
-        found = _loaded(self._file, self._marks.values())
+        found = _load_tokenizer(self._file, self._marks.values())
         found.encode_special_tokens = True
         return found
 
@@ -142,20 +142,20 @@ class ChatTemplate:
     @cached_property
     def _names(self) -> re.Pattern[str]:
         """Pattern that matches the name of any special token, longest names first."""
-        return _any_of(self._special.values())
+        return _any_name(self._special.values())
 
     @cached_property
     def _names_and_marks(self) -> re.Pattern[str]:
         """Pattern that matches the name of any special token or mark."""
-        return _any_of([*self._special.values(), *self._marks.values()])
+        return _any_name([*self._special.values(), *self._marks.values()])
 
     def _probes(self) -> list[str]:
         """Render two conversations that differ only in the answer; [] if one is refused."""
         texts = []
-        for said in "01":
-            answer = [{"role": "user", "content": "0"}, {"role": "assistant", "content": said}]
+        for reply in "01":
+            answer = [{"role": "user", "content": "0"}, {"role": "assistant", "content": reply}]
             try:
-                texts.append(self._written(answer))
+                texts.append(self._render_plain(answer))
             except CannotRender:
                 return []
         return texts
@@ -167,10 +167,10 @@ class ChatTemplate:
         It is the first token after the content that is special or a mark.
         """
         texts = self._probes()
-        content = [n for n, said in enumerate(zip(*texts, strict=False)) if len({*said}) > 1]
+        content = [n for n, pair in enumerate(zip(*texts, strict=False)) if len({*pair}) > 1]
         if not content:
             return ()
-        ids, places = self._encoded(_Text(texts[0], {}))
+        ids, places = self._encode_text(_RenderedText(texts[0], {}))
         after = ids[places[:, 0] > content[-1]].tolist()
         return tuple(token for token in after if token in self._special or token in self._marks)[:1]
 
@@ -200,9 +200,9 @@ class ChatTemplate:
             CannotRender: The template refuses the conversation, its answers cannot be located, or
                 there is nothing to learn.
         """
-        typed = self._typed(messages, tools)
-        text, spans = self._rendered(messages, tools, typed, marks=self.has_marks)
-        ids, places = self._encoded(text)
+        placeholders = self._find_placeholders(messages, tools)
+        text, spans = self._render_text(messages, tools, placeholders, marks=self.has_marks)
+        ids, places = self._encode_text(text)
         if learn is Learn.all:
             return ChatTokens(ids, np.ones(len(ids), dtype=bool))
         answers = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
@@ -211,15 +211,17 @@ class ChatTemplate:
         loss_mask = np.zeros(len(ids), dtype=bool)
         if self.has_marks:
             if learn is Learn.last and answers:
-                _, earlier = self._rendered(messages[: answers[0]], tools, typed, marks=True)
+                _, earlier = self._render_text(
+                    messages[: answers[0]], tools, placeholders, marks=True
+                )
                 del spans[: len(earlier)]
-            found = [_tokens(places, *span) for span in spans]
+            found = [_token_range(places, *span) for span in spans]
         else:
-            found = [self._answer(messages, tools, n, text, ids, places) for n in answers]
+            found = [self._answer_span(messages, tools, n, text, ids, places) for n in answers]
         for first, end in found:
             loss_mask[first:end] = True
         if not loss_mask.any():
-            raise CannotRender(f"nothing to learn in {_in_words(messages)}")
+            raise CannotRender(f"nothing to learn in {_describe(messages)}")
         return ChatTokens(ids, loss_mask)
 
     def prompt(
@@ -230,46 +232,48 @@ class ChatTemplate:
         Raises:
             CannotRender: The template refuses the messages.
         """
-        typed = self._typed(messages, tools)
-        text, _ = self._rendered(messages, tools, typed, prompts=True)
-        return self._encoded(text)[0]
+        placeholders = self._find_placeholders(messages, tools)
+        text, _ = self._render_text(messages, tools, placeholders, prompts=True)
+        return self._encode_text(text)[0]
 
-    def _answer(
+    def _answer_span(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         number: int,
-        rendered: _Text,
+        rendered: _RenderedText,
         ids: Ids,
         places: Ids,
     ) -> tuple[int, int]:
         """Return an answer's first token and one past its last, found by prefixes."""
-        whole, typed = rendered.text, rendered.typed
-        before, _ = self._rendered(messages[:number], tools, typed, prompts=True)
-        through, _ = self._rendered(messages[: number + 1], tools, typed)
-        if not through.text.startswith(before.text) or not whole.startswith(through.text):
-            raise self._no_prefix(messages, number)
-        prompt, _ = self._encoded(before)
-        first, end = _tokens(places, len(before.text), len(through.text))
+        whole, placeholders = rendered.text, rendered.placeholders
+        before, _ = self._render_text(messages[:number], tools, placeholders, prompts=True)
+        through_answer, _ = self._render_text(messages[: number + 1], tools, placeholders)
+        if not through_answer.text.startswith(before.text) or not whole.startswith(
+            through_answer.text
+        ):
+            raise self._not_a_prefix(messages, number)
+        prompt, _ = self._encode_text(before)
+        first, end = _token_range(places, len(before.text), len(through_answer.text))
         if first != len(prompt) or not np.array_equal(ids[:first], prompt):
-            raise self._no_prefix(messages, number)
+            raise self._not_a_prefix(messages, number)
         special = np.flatnonzero(np.isin(ids[first:end], [*self._special, *self._marks]))
         if len(special):
             last = first + int(special[-1]) + 1
-            if not whole[places[last - 1, 1] : len(through.text)].strip():
+            if not whole[places[last - 1, 1] : len(through_answer.text)].strip():
                 end = last  # white space after the turn is not learned
         return first, end
 
-    def _no_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
+    def _not_a_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
         return CannotRender(
-            f"the chat template writes message {number + 1:,} of {_in_words(messages)} otherwise "
+            f"the chat template writes message {number + 1:,} of {_describe(messages)} otherwise "
             "where it is the last one, or its tokens run together with those before it: which "
             "tokens are the answer's is not known",
             hint="data.learn=last if it does so with earlier turns alone; or a template with "
             "{% generation %} around what the assistant says, in data.chat_template",
         )
 
-    def _typed(
+    def _find_placeholders(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> dict[str, str]:
         """Return a placeholder for each name of a special token in a conversation's texts.
@@ -277,26 +281,28 @@ class ChatTemplate:
         The names are collected once for the whole conversation, so that its prefixes are rendered
         with the same placeholders.
         """
-        said = "\0".join(_texts_in([*messages, *(tools or ())]))
-        typed = "\0".join(_texts_in([each for each in messages if each["role"] in _TYPING]))
-        names = sorted({*self._names.findall(said), *self._names_and_marks.findall(typed)})
-        free = (chr(point) for point in _PRIVATE if chr(point) not in said)
+        text = "\0".join(_texts_in([*messages, *(tools or ())]))
+        untrusted = "\0".join(
+            _texts_in([each for each in messages if each["role"] in _UNTRUSTED_ROLES])
+        )
+        names = sorted({*self._names.findall(text), *self._names_and_marks.findall(untrusted)})
+        free = (chr(point) for point in _PLACEHOLDERS if chr(point) not in text)
         return dict(zip(free, names, strict=False))
 
-    def _rendered(
+    def _render_text(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
-        typed: Mapping[str, str],
+        placeholders: Mapping[str, str],
         *,
         prompts: bool = False,
         marks: bool = False,
-    ) -> tuple[_Text, Spans]:
+    ) -> tuple[_RenderedText, Spans]:
         """Render messages and return the text with the character spans that the template marks."""
-        standing = {name: character for character, name in typed.items()}
+        placeholder_of = {name: character for character, name in placeholders.items()}
 
         def plain(value: Any, names: re.Pattern[str]) -> Any:
-            return _without_names(value, standing, names)
+            return _insert_placeholders(value, placeholder_of, names)
 
         chat = [
             {
@@ -305,19 +311,19 @@ class ChatTemplate:
             }
             for message in messages
         ]
-        shown = [plain(each, self._names) for each in tools or ()]
-        text, spans = self._by_jinja(chat, shown, prompts=prompts, marks=marks)
-        return _Text(text, typed), spans
+        tool_schemas = [plain(each, self._names) for each in tools or ()]
+        text, spans = self._render_jinja(chat, tool_schemas, prompts=prompts, marks=marks)
+        return _RenderedText(text, placeholders), spans
 
     def _names_of(self, message: Message) -> re.Pattern[str]:
         """Return the pattern of token names that are plain text in this message."""
-        return self._names_and_marks if message["role"] in _TYPING else self._names
+        return self._names_and_marks if message["role"] in _UNTRUSTED_ROLES else self._names
 
-    def _written(self, messages: Sequence[Message]) -> str:
+    def _render_plain(self, messages: Sequence[Message]) -> str:
         """Render messages that contain no names of tokens."""
-        return self._by_jinja(messages, (), prompts=False, marks=False)[0]
+        return self._render_jinja(messages, (), prompts=False, marks=False)[0]
 
-    def _by_jinja(
+    def _render_jinja(
         self,
         chat: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
@@ -336,20 +342,20 @@ class ChatTemplate:
             return render(self.source, chat, tools, given, prompts=prompts, marks=marks)
         except RefusedByTemplate as error:
             raise CannotRender(
-                f"the chat template cannot write {_in_words(chat)}: {error}",
+                f"the chat template cannot write {_describe(chat)}: {error}",
                 hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
                 "or another template in data.chat_template",
             ) from None
 
-    def _encoded(self, text: _Text) -> tuple[Ids, Ids]:
+    def _encode_text(self, text: _RenderedText) -> tuple[Ids, Ids]:
         """Return the ids of a text, (tokens,), and the span of each token in it, (tokens, 2)."""
-        if not text.typed:
+        if not text.placeholders:
             found = self._backend.encode(text.text, add_special_tokens=False)
             return _array(found.ids), _array(found.offsets).reshape(-1, 2)
         ids, places, at = [_array([])], [_array([]).reshape(-1, 2)], 0
-        for piece in re.split(f"([{''.join(text.typed)}])", text.text):
-            if piece in text.typed:
-                part = self._plain.encode(text.typed[piece], add_special_tokens=False).ids
+        for piece in re.split(f"([{''.join(text.placeholders)}])", text.text):
+            if piece in text.placeholders:
+                part = self._plain.encode(text.placeholders[piece], add_special_tokens=False).ids
                 ids.append(_array(part))
                 places.append(np.tile([at, at + 1], (len(part), 1)))
             elif piece:
@@ -360,28 +366,28 @@ class ChatTemplate:
         return np.concatenate(ids), np.concatenate(places)
 
 
-def _loaded(file: Path, special: Collection[str] = ()) -> Tokenizer:
+def _load_tokenizer(file: Path, special: Collection[str] = ()) -> Tokenizer:
     """Load a tokenizer without truncation or padding; the named added tokens become special."""
     from tokenizers import Tokenizer
 
     text = file.read_text(encoding="utf-8")
     if special:
-        said = json.loads(text)
-        for token in said["added_tokens"]:
+        plain = json.loads(text)
+        for token in plain["added_tokens"]:
             token["special"] = token["special"] or token["content"] in special
-        text = json.dumps(said)
+        text = json.dumps(plain)
     found = Tokenizer.from_str(text)
     disable_truncation(found)
     return found
 
 
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+def _any_name(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of the names, the longest first."""
     longest = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
 
-def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:
+def _token_range(places: Ids, start: int, end: int) -> tuple[int, int]:
     """Return the first token that overlaps a character span, and one past the last."""
     return int(np.searchsorted(places[:, 1], start, side="right")), int(
         np.searchsorted(places[:, 0], end, side="left")
@@ -399,23 +405,27 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-def _without_names(value: Any, standing: Mapping[str, str], names: re.Pattern[str]) -> Any:
+def _insert_placeholders(
+    value: Any, placeholder_of: Mapping[str, str], names: re.Pattern[str]
+) -> Any:
     """Replace each name of a special token in a JSON value, keys included, by its placeholder."""
-    if not standing:
+    if not placeholder_of:
         return value
     if isinstance(value, str):
-        return names.sub(lambda match: standing[match[0]], value)
+        return names.sub(lambda match: placeholder_of[match[0]], value)
     if isinstance(value, Mapping):
         return {
-            _without_names(key, standing, names): _without_names(each, standing, names)
+            _insert_placeholders(key, placeholder_of, names): _insert_placeholders(
+                each, placeholder_of, names
+            )
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_without_names(each, standing, names) for each in value]
+        return [_insert_placeholders(each, placeholder_of, names) for each in value]
     return value
 
 
-def _in_words(messages: Sequence[Message]) -> str:
+def _describe(messages: Sequence[Message]) -> str:
     """Describe a conversation by its first words, for an error message."""
     texts: Iterator[str] = (str(each.get("content") or "") for each in messages)
     first = next((text for text in texts if text), "")

@@ -75,19 +75,21 @@ class KeptDocuments:
     """Content of `DROPPED` by source, as plain JSON."""
 
 
-def selection_digest(whole: DataConfig, sources: Mapping[str, tuple[DataConfig, TextFiles]]) -> str:
+def selection_digest(
+    run_data: DataConfig, sources: Mapping[str, tuple[DataConfig, TextFiles]]
+) -> str:
     """Return a digest of everything that the selection depends on, for the keys of corpora.
 
     It covers the settings of the rules, the texts of every source, which texts are held out, and
     the held-out sets. `sources` has the section and files of each source.
     """
     held_out = [
-        [*_of_texts(section), *map(version_of, split_files(section).train)]
-        for section in held_out_sections(whole)
+        [*_text_settings(section), *map(version_of, split_files(section).train)]
+        for section in held_out_sections(run_data)
     ]
     every = {
         name: [
-            *_of_texts(section),
+            *_text_settings(section),
             section.held_out_fraction if files.by_document else None,
             section.filters,
             filter_digests(section),
@@ -97,33 +99,33 @@ def selection_digest(whole: DataConfig, sources: Mapping[str, tuple[DataConfig, 
         for name, (section, files) in sources.items()
     }
     what = [
-        whole.dedup.value,
-        threshold_of(whole),
-        precedence_of(whole),
-        HELD_OUT in whole.decontaminate,
+        run_data.dedup.value,
+        threshold_of(run_data),
+        precedence_of(run_data),
+        HELD_OUT in run_data.decontaminate,
         held_out,
         every,
     ]
     return digest_of(json.dumps(what))
 
 
-def _of_texts(section: DataConfig) -> list[Any]:
+def _text_settings(section: DataConfig) -> list[Any]:
     """Return the settings of a section that change its texts."""
     return [identity_of(section), section.on_bad_text.value, section.max_bytes]
 
 
-def columns_folder(cache: Path, whole: DataConfig, sources: Iterable[TokenizedSource]) -> Path:
+def columns_folder(cache: Path, run_data: DataConfig, sources: Iterable[TokenizedSource]) -> Path:
     """Return the folder of the sources' measured columns, shared by all thresholds and files."""
     what = {
-        "dedup": whole.dedup.value,
-        "decontaminate": whole.decontaminate,
+        "dedup": run_data.dedup.value,
+        "decontaminate": run_data.decontaminate,
         "sources": {each.name: [each.store.folder.name, *_settings(each)] for each in sources},
     }
     return cache / f"quality-{digest_of(json.dumps(what, sort_keys=True))[:24]}"
 
 
 def select_training_documents(
-    whole: DataConfig,
+    run_data: DataConfig,
     sources: Sequence[TokenizedSource],
     folder: Path,
     *,
@@ -146,10 +148,10 @@ def select_training_documents(
     """
     rules = Rules(
         filters={each.name: filters_of(each.config) for each in sources},
-        contamination=Contamination() if whole.decontaminate else None,
-        exact=whole.dedup is not Dedup.none,
-        near=threshold_of(whole) if whole.dedup is Dedup.minhash else None,
-        substring=threshold_of(whole) if whole.dedup is Dedup.substring else None,
+        contamination=Contamination() if run_data.decontaminate else None,
+        exact=run_data.dedup is not Dedup.none,
+        near=threshold_of(run_data) if run_data.dedup is Dedup.minhash else None,
+        substring=threshold_of(run_data) if run_data.dedup is Dedup.substring else None,
     )
     parts: list[PartToMeasure] = []
     task_of: dict[tuple[str, str], tuple[TokenizedSource, Task]] = {}
@@ -159,7 +161,7 @@ def select_training_documents(
             source.store, source.tasks, source.files, source.config.held_out_fraction
         )
         for order, (task, mask) in enumerate(zip(source.tasks, masks, strict=True)):
-            part = _part(source, task, order, task_of)
+            part = _part_to_measure(source, task, order, task_of)
             parts.append(part)
             task_of[source.name, part.name] = source, task
             protected[source.name, part.name] = mask
@@ -170,17 +172,17 @@ def select_training_documents(
         parts,
         folder,
         rules,
-        precedence=precedence_of(whole),
-        held_out=_held_out_texts(whole, task_of, protected),
-        held_out_identity=_identity_of_texts(whole, parts, protected),
+        precedence=precedence_of(run_data),
+        held_out=_held_out_texts(run_data, task_of, protected),
+        held_out_identity=_held_out_identity(run_data, parts, protected),
         protected=lambda part: protected[part.source, part.name],
         processes=worker_count([task for each in sources for task in each.tasks], workers),
         done=lambda part: meter.task(task_of[part.source, part.name][1].size),
     )
-    return _chosen(selection, task_of, protected, sources)
+    return _keep_selected(selection, task_of, protected, sources)
 
 
-def _part(
+def _part_to_measure(
     source: TokenizedSource, task: Task, order: int, taken: Mapping[Any, object]
 ) -> PartToMeasure:
     content = source.store.part(task).folder.name
@@ -192,12 +194,12 @@ def _part(
         source=source.name,
         name=name,
         identity=" ".join((content, *filter_digests(source.config))),
-        read=partial(_entries, to_plain(source.config), task.to_plain()),
+        read=partial(_documents_of_task, to_plain(source.config), task.to_plain()),
         order=order,
     )
 
 
-def _entries(section: Mapping[str, Any], task: Mapping[str, Any]) -> Iterator[Entry]:
+def _documents_of_task(section: Mapping[str, Any], task: Mapping[str, Any]) -> Iterator[Entry]:
     """Yield the documents of a task, numbered as in its part."""
     documents = read_documents(Task.from_plain(dict(task)), read_section(section))
     for number, (_, text) in enumerate(documents):
@@ -212,42 +214,42 @@ def _settings(source: TokenizedSource) -> list[Any]:
     ]
 
 
-def _identity_of_texts(
-    whole: DataConfig, parts: Sequence[PartToMeasure], protected: Mapping[tuple[str, str], Bool]
+def _held_out_identity(
+    run_data: DataConfig, parts: Sequence[PartToMeasure], protected: Mapping[tuple[str, str], Bool]
 ) -> str:
     named = [
         [to_plain(section), *map(version_of, split_files(section).train)]
-        for section in held_out_sections(whole)
+        for section in held_out_sections(run_data)
     ]
     own = [
         [part.source, part.identity, np.packbits(protected[part.source, part.name]).tobytes().hex()]
-        for part in (parts if HELD_OUT in whole.decontaminate else ())
+        for part in (parts if HELD_OUT in run_data.decontaminate else ())
     ]
     return digest_of(json.dumps([named, own]))
 
 
 def _held_out_texts(
-    whole: DataConfig,
+    run_data: DataConfig,
     task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
     protected: Mapping[tuple[str, str], Bool],
 ) -> Iterator[Entry]:
     """Yield the texts to decontaminate against, numbered consecutively."""
     number = 0
-    for section in held_out_sections(whole):
+    for section in held_out_sections(run_data):
         for document in Reader(section).documents(split_files(section).train):
             yield Entry(number, document.text)
             number += 1
-    if HELD_OUT not in whole.decontaminate:
+    if HELD_OUT not in run_data.decontaminate:
         return
     for at, (source, task) in task_of.items():
         if protected[at].any():
-            for entry in _entries(to_plain(source.config), task.to_plain()):
+            for entry in _documents_of_task(to_plain(source.config), task.to_plain()):
                 if protected[at][entry.number]:
                     yield replace(entry, number=number)
                     number += 1
 
 
-def _chosen(
+def _keep_selected(
     selection: Selection,
     task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
     protected: Mapping[tuple[str, str], Bool],
@@ -306,12 +308,12 @@ def _examples(
     task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
 ) -> dict[str, Any]:
     """Return a source's examples of dropped documents, and how to read their texts."""
-    of = selection.examples.get(name, {})
-    every = [each for some in of.values() for each in some]
+    by_reason = selection.examples.get(name, {})
+    every = [each for some in by_reason.values() for each in some]
     named = {(each.source, each.part) for each in every}
     named |= {each.like[:2] for each in every if each.like is not None}
     return {
-        "examples": {reason: [asdict(each) for each in some] for reason, some in of.items()},
+        "examples": {reason: [asdict(each) for each in some] for reason, some in by_reason.items()},
         "sections": {at[0]: to_plain(task_of[at][0].config) for at in named},
         "parts": [[*at, task_of[at][1].to_plain()] for at in sorted(named)],
     }

@@ -289,13 +289,13 @@ def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignor
     tokens = len(bins) * config.training.sequence_length
     is_paired = spec_of(config.data).has_pairs
     if bins.counts:
-        told = describe_packing(bins.counts, corpus.held_out.documents)
-        notify(told.replace("conversations", "pairs", 1) if is_paired else told)
-    text = int(bins.lengths.sum(dtype=np.int64))
+        text = describe_packing(bins.counts, corpus.held_out.documents)
+        notify(text.replace("conversations", "pairs", 1) if is_paired else text)
+    text_tokens = int(bins.lengths.sum(dtype=np.int64))
     how = "a pair in each sample" if is_paired else "best-fit packing"
     notify(
         f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
-        f"{text / max(1, tokens):.2%} of them text, the rest padding"
+        f"{text_tokens / max(1, tokens):.2%} of them text, the rest padding"
     )
     return tokens + 1
 
@@ -308,9 +308,9 @@ def describe_packing(counts: Mapping[str, int], held_out: int) -> str:
         "dropped_nothing_left": "left out, as nothing to learn is left where they are cut",
         "dropped_unwritten": "left out, as the chat template cannot write them",
     }
-    told = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
-    sides = f"{counts['conversations']:,} conversations to train on, {held_out:,} held out"
-    return "; ".join([sides, *told])
+    parts = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
+    splits = f"{counts['conversations']:,} conversations to train on, {held_out:,} held out"
+    return "; ".join([splits, *parts])
 
 
 def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
@@ -350,8 +350,8 @@ def _read(folder: Path) -> tuple[Bins | None, str]:
         return None, ""
     arrays = {}
     try:
-        said = json.loads(record.read_bytes())
-        files, counts = said["files"], said.get("counts", {})
+        manifest = json.loads(record.read_bytes())
+        files, counts = manifest["files"], manifest.get("counts", {})
         for name, dtype in _TYPES.items():
             path = folder / f"{name}.bin"
             if path.stat().st_size != files[name]["bytes"]:

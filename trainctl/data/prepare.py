@@ -194,11 +194,11 @@ class TokenizingProgress:
         self._last = self._shown = time.monotonic()
         self._show = show
 
-    def __call__(self, standing: PreparationProgress) -> None:
+    def __call__(self, progress: PreparationProgress) -> None:
         now = time.monotonic()
         if now - self._shown >= 0.5:
             self._shown = now
-            self._show(str(standing))
+            self._show(str(progress))
         if now - self._last >= 5:
             self._last = now
-            say(str(standing))
+            say(str(progress))

@@ -47,7 +47,7 @@ class PreparationProgress:
 Progress = Callable[[PreparationProgress], None]
 
 
-def ignore_progress(standing: PreparationProgress) -> None:
+def ignore_progress(progress: PreparationProgress) -> None:
     """Ignore progress."""
 
 

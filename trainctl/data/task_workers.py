@@ -180,18 +180,18 @@ def _watch(
 
 def _error_of(process: subprocess.Popen[bytes], code: int) -> TrainctlError:
     assert process.stdout is not None
-    said: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     with suppress(ValueError):
-        said = json.loads(process.stdout.read())
-    if not said:
+        answer = json.loads(process.stdout.read())
+    if not answer:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return TrainctlError(
             f"a process that tokenized {how}",
             hint="start again: what it had finished is kept; fewer of them need less memory",
             exit_code=ExitCode.environment,
         )
-    exit_code = ExitCode(said["exit_code"])
-    return TrainctlError(said["message"], hint=said["hint"], exit_code=exit_code)
+    exit_code = ExitCode(answer["exit_code"])
+    return TrainctlError(answer["message"], hint=answer["hint"], exit_code=exit_code)
 
 
 _OF_A_DOCUMENT = 40

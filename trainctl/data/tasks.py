@@ -183,7 +183,7 @@ class Claims:
             done.set()
             beating.join()
             with suppress(OSError):
-                if nonce in _said(path):  # the claim was not taken over
+                if nonce in _claim_text(path):  # the claim was not taken over
                     path.unlink()
 
     def forget(self, name: str) -> None:
@@ -213,14 +213,14 @@ class Claims:
         while not done.wait(_BEAT_SECONDS):
             beat += 1
             with suppress(OSError):  # the disk is away, or the claim was taken over
-                if nonce in _said(path):
+                if nonce in _claim_text(path):
                     new = path.with_name(f"{path.name}.{nonce}")
                     new.symlink_to(self._text(nonce, beat))
                     new.replace(path)
 
     def _is_abandoned(self, path: Path) -> bool:
         try:
-            text = _said(path)
+            text = _claim_text(path)
         except OSError:  # released just now
             return True
         with suppress(ValueError):
@@ -234,7 +234,7 @@ class Claims:
         return time.monotonic() - since > LEASE_SECONDS
 
 
-def _said(path: Path) -> str:
+def _claim_text(path: Path) -> str:
     return str(path.readlink())
 
 

@@ -127,13 +127,13 @@ def _of_prompt(record: Record) -> list[Any]:
 
 
 def _of_alpaca(record: Record) -> list[Any]:
-    system, given = record.get("system"), record.get("input")
-    asked = record["instruction"]
-    if given:
-        if not isinstance(asked, str) or not isinstance(given, str):
+    system, extra_input = record.get("system"), record.get("input")
+    instruction = record["instruction"]
+    if extra_input:
+        if not isinstance(instruction, str) or not isinstance(extra_input, str):
             raise BadConversation("`instruction` and `input` are not both texts")
-        asked = f"{asked}\n\n{given}"
-    turns = [*_listed(record.get("history") or [], "history"), (asked, record["output"])]
+        instruction = f"{instruction}\n\n{extra_input}"
+    turns = [*_listed(record.get("history") or [], "history"), (instruction, record["output"])]
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
@@ -173,11 +173,11 @@ _READERS: dict[Shape, Callable[[Record], list[Any]]] = {
 }
 
 
-def _message(given: object) -> Message:
+def _message(record: object) -> Message:
     """Return a message without nulls, with its text parts joined."""
-    if not isinstance(given, Mapping):
-        raise BadConversation(f"a message is {type(given).__name__}, not an object")
-    message = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(record, Mapping):
+        raise BadConversation(f"a message is {type(record).__name__}, not an object")
+    message = {key: value for key, value in record.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise BadConversation(f"a message has the role {role!r}, not one of {', '.join(_ROLES)}")
@@ -275,8 +275,8 @@ def _pair_of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
     for key in ANSWERS:
         if not isinstance(record[key], list):
             raise BadConversation(f"`{key}` is {type(record[key]).__name__}, not a list")
-        said = {"messages": [*before, *record[key]], "tools": record.get("tools")}
-        tools = conversation_of(said, Shape.messages)
+        conversation = {"messages": [*before, *record[key]], "tools": record.get("tools")}
+        tools = conversation_of(conversation, Shape.messages)
         whole[key] = tools.pop("messages")
     shared = _shared(*whole.values()) if not before else len(before)
     for key in ANSWERS:

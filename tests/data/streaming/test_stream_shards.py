@@ -20,8 +20,8 @@ from trainctl.data.streaming.layout import (
     name_of,
     packed,
     shards_of,
-    side_and_number,
     spans,
+    split_and_number,
     unpacked,
 )
 from trainctl.data.tokenizer import ByteTokenizer
@@ -68,7 +68,7 @@ def test_a_shard_has_its_tokens_the_next_one_and_its_ends(lengths, size, dtype):
 
 
 def test_names_and_records_are_read_as_they_were_written():
-    assert side_and_number(name_of("held_out", 123456)) == ("held_out", 123456)
+    assert split_and_number(name_of("held_out", 123456)) == ("held_out", 123456)
     sides = {"train": (ShardFacts(1, 8, 5), ShardFacts(1, 6, 7)), "held_out": ()}
     corpus = {"digest": "d", "dtype": "<u2", "train": {"tokens": 3}, "held_out": {"tokens": 0}}
     record = StreamRecord(corpus, "fingerprint", 2, sides)

@@ -372,9 +372,9 @@ class StreamedEnds:
         self, values: npt.ArrayLike, side: Literal["left", "right"] = "left", sorter: None = None
     ) -> npt.NDArray[np.int64]:
         """Return insertion points, as `numpy.searchsorted` does by calling this method."""
-        asked = np.asarray(values).astype(np.int64)
-        flat = [self._place(value, side) for value in asked.reshape(-1).tolist()]
-        return np.array(flat, dtype=np.int64).reshape(asked.shape)
+        array = np.asarray(values).astype(np.int64)
+        flat = [self._place(value, side) for value in array.reshape(-1).tolist()]
+        return np.array(flat, dtype=np.int64).reshape(array.shape)
 
     def __getitem__(self, place: Any) -> Any:
         """Return the end of a document, or the ends of consecutive documents."""
