@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainctl.data.corpus import Corpus
 from trainctl.engines.deepspeed.entry import start_process
 from trainctl.engines.process import Process, stop_process
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths

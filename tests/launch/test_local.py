@@ -15,7 +15,7 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.interface import AttemptRequest
 from trainctl.launch.local import render, require_space
-from trainctl.plan.deterministic import VARIABLES
+from trainctl.plan.settings import DETERMINISTIC_VARIABLES
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command, write_command
 from trainctl.runs.layout import RunPaths
@@ -85,7 +85,7 @@ def test_what_makes_sums_reproducible_is_there_before_cuda_starts(tmp_path: Path
     plan = make_plan(ranks=2)
     plan.config.training.deterministic = True
     found = rendered(tmp_path, plan).nodes[0].environment
-    assert found.items() >= VARIABLES.items()
+    assert found.items() >= DETERMINISTIC_VARIABLES.items()
     plan.config.training.deterministic = False
     assert "TORCHINDUCTOR_DETERMINISTIC" not in rendered(tmp_path, plan).nodes[0].environment
 

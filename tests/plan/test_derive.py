@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from plan_cases import config_with, gpus
 
 from trainctl.config.schema import ParallelismConfig, ScheduleConfig, TrainingConfig
-from trainctl.plan.batches import Batches
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
@@ -19,6 +18,7 @@ from trainctl.plan.derive import (
     derive_warmup_steps,
 )
 from trainctl.plan.nearest import divisors, nearest_divisors
+from trainctl.plan.types import Batches
 from trainctl.rules.resolve import resolve
 
 sizes = st.integers(1, 64)

@@ -12,7 +12,6 @@ from plan_cases import config_with, gpus
 
 from trainctl.config.schema import SourceConfig, StageConfig
 from trainctl.memory.budget import budget, device_budget
-from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import (
     StagedBatches,
     are_valid_weights,
@@ -24,6 +23,7 @@ from trainctl.plan.mixture import (
     stages_of,
     stages_of_plan,
 )
+from trainctl.plan.types import Batch
 from trainctl.rules.resolve import resolve
 
 

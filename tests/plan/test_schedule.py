@@ -17,8 +17,8 @@ from trainctl.config.schema import ScheduleUnit
 from trainctl.monitor.report.schedule import points_of
 from trainctl.options.schedule import WithInterval
 from trainctl.options.schedule.wsd import DecayShape
-from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.schedule import Curve, decay_length, warmup_length
+from trainctl.plan.types import Batch, Batches, BatchPhase
 from trainctl.rules.resolve import resolve
 
 KINDS = names("schedule")

@@ -7,8 +7,7 @@ from plan_cases import config_with, gpus, keys
 
 from trainctl.config.registry import names
 from trainctl.config.schema import RunConfig
-from trainctl.plan.techniques import not_yet
-from trainctl.rules.resolve import resolve
+from trainctl.rules.resolve import not_yet, resolve
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from trainctl.data.prepare import prepare
 from trainctl.hardware import Hardware
 from trainctl.options.adapter import low_rank
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.quantized import quantized_layers
+from trainctl.plan.trainable import quantized_layers
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.atomic import write_json

@@ -21,7 +21,7 @@ from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import Adapter
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.plan.trainable import adapted_layers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths

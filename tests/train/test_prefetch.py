@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.mixture import DataStage, StagedBatches
+from trainctl.plan.types import Batch, Batches, BatchPhase
 from trainctl.train.prefetch import PREFETCH_STEPS, BatchPrefetcher
 
 STOP = 12

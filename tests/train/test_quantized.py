@@ -19,8 +19,7 @@ from trainctl.config.registry import new_section
 from trainctl.data.corpora import load_corpora
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights
-from trainctl.plan.quantized import BLOCK, packed_size
-from trainctl.plan.trainable import LORA_A, LinearLayer
+from trainctl.plan.trainable import BLOCK, LORA_A, LinearLayer, packed_size
 from trainctl.plan.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths

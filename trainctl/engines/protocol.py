@@ -24,8 +24,7 @@ from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.shards import ParameterPiece, Pieces, Read
 from trainctl.engines.stopwatch import Stopwatch
 from trainctl.options.objective import objective_of
-from trainctl.plan.batches import Batch
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
 
 

@@ -15,7 +15,7 @@ from trainctl.config.secrets import is_plain_variable, resolve_variables
 from trainctl.config.user_code import functions, has_own_config
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.options.precision import precision_of
-from trainctl.plan import deterministic
+from trainctl.plan import settings
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import read_record
@@ -236,7 +236,7 @@ def rank_variables(
         "PYTHONFAULTHANDLER": "1",
         **trusted_folder_variable(),
         **program_variables(plan, request.attempt),
-        **(deterministic.VARIABLES if is_deterministic else {}),
+        **(settings.DETERMINISTIC_VARIABLES if is_deterministic else {}),
         **(network or {}),
     }
     variables |= select(shell, launcher.forward_environment)

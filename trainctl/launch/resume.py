@@ -18,8 +18,14 @@ from trainctl.data.source_lengths import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.planning import Planned, plan
 from trainctl.launch.rank_command import user_code_folder
-from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
-from trainctl.plan.identity import check_model, check_optimizer, check_trainable
+from trainctl.plan.identity import (
+    change_of_rate,
+    check_model,
+    check_optimizer,
+    check_trainable,
+    miscounts_tokens,
+    step_before_decay,
+)
 from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.sample_order import changes_of_order, changes_overlong_handling
 from trainctl.plan.types import RunPlan

@@ -36,9 +36,8 @@ from trainctl.memory.rank import Components, fullest
 from trainctl.memory.stages import Stage, stages, stages_of
 from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.options.precision import precision_of
-from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import largest_batches
-from trainctl.plan.types import LayoutPlan, Mesh, RunPlan
+from trainctl.plan.types import Batch, LayoutPlan, Mesh, RunPlan
 
 BUDGET_SCHEMA = 1
 """Version of the JSON form."""

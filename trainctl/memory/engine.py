@@ -24,7 +24,7 @@ from trainctl.options.model import spec_of as model_of
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
 from trainctl.plan import groups, shapes
 from trainctl.plan.optimizers import is_fused, optimizer_maker
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.plan.types import LayoutPlan
 
 

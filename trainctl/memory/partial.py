@@ -18,9 +18,16 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
 from trainctl.plan import shapes
-from trainctl.plan.quantized import packed_size, quantized_layers
 from trainctl.plan.shapes import TensorShape
-from trainctl.plan.trainable import Trainable, block_numbers, is_partial, ties, trainable
+from trainctl.plan.trainable import (
+    Trainable,
+    block_numbers,
+    is_partial,
+    packed_size,
+    quantized_layers,
+    ties,
+    trainable,
+)
 
 
 def trained_stages(

@@ -31,9 +31,8 @@ from trainctl.plan.deepspeed_table import (
     ZERO_KEYS,
     written,
 )
-from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.optimizers import is_fused, optimizer_maker
-from trainctl.plan.precision import formats
+from trainctl.plan.optimizers import is_fused, lr_scale, optimizer_maker
+from trainctl.plan.settings import formats
 from trainctl.plan.types import Batch, Mesh
 
 BATCH_KEYS = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 
 ZERO = "zero_optimization"
 STATES = f"{ZERO}.offload_optimizer"

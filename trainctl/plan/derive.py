@@ -19,10 +19,9 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.options.schedule import WithDecay, WithFloor, floor_ratio, spec_of
-from trainctl.plan.batches import Batches, BatchPhase
 from trainctl.plan.schedule import Curve, decay_length, warmup_length
 from trainctl.plan.stages import blocks_of_stages
-from trainctl.plan.types import Batch, Mesh
+from trainctl.plan.types import Batch, Batches, BatchPhase, Mesh
 
 Reasons = tuple[Derived, ...]
 UNCOUNTED_STEPS = 1000

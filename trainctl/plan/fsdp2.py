@@ -14,9 +14,8 @@ from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plan.deepspeed import optimizer_parameter
-from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.optimizers import is_fused, optimizer_maker
-from trainctl.plan.precision import formats
+from trainctl.plan.optimizers import is_fused, lr_scale, optimizer_maker
+from trainctl.plan.settings import formats
 from trainctl.plan.types import Batch, Mesh
 
 PREFIX = "fsdp2"

@@ -11,17 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
+from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig, ScheduleUnit
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
+from trainctl.options.schedule import WithDecay
 from trainctl.plan.mup import check_multipliers, multipliers
+from trainctl.plan.schedule import Curve
 from trainctl.plan.shapes import head_dim, key_value_heads
 from trainctl.plan.trainable import is_partial, trainable
+from trainctl.plan.types import RunPlan
 
 _SHAPE = (
     "vocab_size",
@@ -273,3 +277,54 @@ def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in found.items()
         if key not in _NON_FUNCTIONAL_KEYS and not key.endswith(("dropout", "_pdrop"))
     }
+
+
+RATE_TOLERANCE = 1e-9
+"""Relative tolerance: two closed forms of the same curve differ by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateChange:
+    """Jump of the learning rate at a resume."""
+
+    step: int
+    """Number of the first update after the resume, from 1."""
+    before: float
+    """Learning rate of that update in the earlier plan; beyond its end, of its last update."""
+    now: float
+    """Learning rate of that update in the new plan."""
+
+
+def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | None:
+    """Return the jump of the learning rate when `now` resumes after `step` updates of `before`.
+
+    Returns None if the rate is the one planned before, or stays at its last value.
+    """
+
+    def rate(plan: RunPlan, update: int) -> float:
+        return plan.peak_lr * Curve.of(plan).factor(update)
+
+    planned, last, new = rate(before, step), rate(before, max(0, step - 1)), rate(now, step)
+    if any(abs(old - new) <= RATE_TOLERANCE * max(old, new) for old in (planned, last)):
+        return None
+    return RateChange(step + 1, planned, new)
+
+
+def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
+    """Return the last step that `now` can resume from if `step` is too late; None otherwise.
+
+    A run with the schedule wsd can be extended until its decay begins. Weights that were trained in
+    the decay are not weights of a longer stable phase, so they are not taken back to the peak.
+    """
+    if not all(isinstance(plan.config.schedule, WithDecay) for plan in (before, now)):
+        return None
+    old, new = Curve.of(before), Curve.of(now)
+    rises = new.factor(step) > old.factor(step) * (1 + RATE_TOLERANCE)
+    return old.stable_steps if step > old.stable_steps and rises else None
+
+
+def miscounts_tokens(before: RunPlan, now: RunPlan, step: int) -> bool:
+    """Return True if a schedule in tokens assumes other batches than were trained on so far."""
+    if now.config.schedule.unit is not ScheduleUnit.tokens:
+        return False
+    return before.batches.tokens_before(step) != now.batches.tokens_before(step)

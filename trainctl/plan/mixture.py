@@ -15,8 +15,7 @@ from trainctl.config.schema import (
     TrainingConfig,
 )
 from trainctl.options.schedule import position_of, steps_of_share
-from trainctl.plan.batches import Batch, Batches, BatchPhase
-from trainctl.plan.types import LayoutPlan, RunPlan
+from trainctl.plan.types import Batch, Batches, BatchPhase, LayoutPlan, RunPlan
 
 SINGLE_SOURCE = "data"
 """Name of the source of a run with a single source: its section is `data` itself."""

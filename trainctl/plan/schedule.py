@@ -21,8 +21,7 @@ from functools import partial
 
 from trainctl.config.schema import ScheduleConfig, ScheduleUnit
 from trainctl.options.schedule import Course, WithDecay, position_of, spec_of, steps_of_share
-from trainctl.plan.batches import Batches
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Batches, RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

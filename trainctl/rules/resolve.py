@@ -24,14 +24,10 @@ from trainctl.plan.derive import (
     derive_warmup_steps,
     uncounted_steps,
 )
-from trainctl.plan.experts import reasons as expert_reasons
-from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.learning_rate import reasons as learning_rate_reasons
 from trainctl.plan.mup import reasons as mup_reasons
+from trainctl.plan.optimizers import learning_rate_reasons, lr_scale
 from trainctl.plan.optimizers import reasons as optimizer_reasons
-from trainctl.plan.precision import formats
-from trainctl.plan.recompute import wrapped_blocks
-from trainctl.plan.techniques import not_yet
+from trainctl.plan.settings import expert_reasons, formats, wrapped_blocks
 from trainctl.plan.trainable import reasons as trainable_reasons
 from trainctl.plan.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
@@ -171,3 +167,11 @@ def _comes_from(key: str, settings: Sequence[Derived]) -> str:
     """Return the config key that a JSON key is derived from; empty if there is none."""
     near = (setting for setting in settings if overlap(key, setting.key))
     return next((setting.sources[0] for setting in near if setting.sources), "")
+
+
+def not_yet(config: RunConfig) -> tuple[str, ...]:
+    """Return one sentence, naming the key, for each technique that `launch` refuses today."""
+    if config.trains_itself and config.model.trust_remote_code:
+        what = "training with a model's own code is not there yet"
+        return (f"model.trust_remote_code=true: {what}",)
+    return ()

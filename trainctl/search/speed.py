@@ -23,7 +23,7 @@ from trainctl.options.activation_checkpointing import checkpointing_of, recomput
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
 from trainctl.plan.derive import derive_batch, derive_mesh
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import LayoutPlan, Mesh
 from trainctl.search import constants

@@ -256,7 +256,7 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    from trainctl.plan.precision import formats
+    from trainctl.plan.settings import formats
     from trainctl.train.adapters.export import export_adapter
     from trainctl.train.checkpoint.export import SHARD_BYTES, export
     from trainctl.train.models.model import TORCH_TYPES
@@ -287,7 +287,7 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.options.tokenizer import spec_of
-    from trainctl.plan.precision import formats
+    from trainctl.plan.settings import formats
     from trainctl.runs.manifest import read_manifest
     from trainctl.train.checkpoint.export import export
     from trainctl.train.models.loaded import choose_device

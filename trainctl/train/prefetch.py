@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from trainctl.engines.micro_batch import MicroBatch
-from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches
+from trainctl.plan.types import Batch
 from trainctl.train.data import TrainingData
 
 PREFETCH_STEPS = 2

@@ -23,7 +23,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.identity import check_trainable
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths

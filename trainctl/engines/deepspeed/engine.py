@@ -24,9 +24,8 @@ from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import ProcessMesh
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.batches import Batch
-from trainctl.plan.precision import formats
-from trainctl.plan.types import RunPlan
+from trainctl.plan.settings import formats
+from trainctl.plan.types import Batch, RunPlan
 
 _COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of a dynamic loss scale (deepspeed/runtime/fp16/loss_scaler.py)."""

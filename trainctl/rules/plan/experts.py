@@ -8,8 +8,8 @@ from math import gcd
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
 from trainctl.options.limits import Limit, only, value_of
 from trainctl.options.optimizer import ELEMENT, spec_of
-from trainctl.plan.experts import auxiliary_loss
 from trainctl.plan.nearest import choices, nearest_divisors
+from trainctl.plan.settings import auxiliary_loss
 from trainctl.plan.shapes import anatomy
 from trainctl.rules.plan.draft import Draft, outside
 from trainctl.rules.rule import WARNING, Problem, rule

@@ -15,7 +15,7 @@ from trainctl.config.schema import (
 from trainctl.models.anatomy import anatomy_of
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
 from trainctl.options.model import architecture, families
-from trainctl.plan.deterministic import VARIABLES
+from trainctl.plan.settings import DETERMINISTIC_VARIABLES
 from trainctl.plan.shapes import FEED_FORWARD
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
@@ -346,7 +346,7 @@ def sums_keep_their_order(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if not config.training.deterministic:
         return
-    for name, value in VARIABLES.items():
+    for name, value in DETERMINISTIC_VARIABLES.items():
         if name in config.launcher.environment:  # may hold a secret: never print the value
             yield Problem(
                 f"launcher.environment sets {name}, which training.deterministic=true sets to "

@@ -17,9 +17,9 @@ from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.limits import never, only
 from trainctl.options.objective import PAIRS, objective_of
 from trainctl.options.optimizer import Maker, spec_of
-from trainctl.plan.experts import auxiliary_loss
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.optimizers import refusals
+from trainctl.plan.settings import auxiliary_loss
 from trainctl.plan.trainable import trainable
 from trainctl.rules.deepspeed import optimizer as json_optimizer
 from trainctl.rules.plan.draft import Draft, on_json, outside

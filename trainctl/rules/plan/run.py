@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from trainctl.config.schema import AdaptiveClipping, CompileKind, OnBadLoss, RunConfig
 from trainctl.options import launcher as launchers
 from trainctl.options.optimizer import spec_of
-from trainctl.plan import average
+from trainctl.plan.settings import EMA_METRIC, average_conflict
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule, warning
 
-METRICS = ("loss", average.METRIC)
+METRICS = ("loss", EMA_METRIC)
 """Metrics that an evaluation measures."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -28,7 +28,7 @@ def best_is_measured(draft: Draft) -> Iterator[Problem]:
     Fix: Set checkpoint.best_of=loss, with training.evaluate_every_steps.
     """
     best_of = draft.config.checkpoint.best_of
-    if best_of == average.METRIC and draft.config.training.ema_decay is None:
+    if best_of == EMA_METRIC and draft.config.training.ema_decay is None:
         yield Problem(
             f"checkpoint.best_of={best_of} is of the average of the weights, and none is kept",
             "training.ema_decay=0.999",
@@ -55,7 +55,7 @@ def average_can_be_kept(draft: Draft) -> Iterator[Problem]:
     Fix: Use offload=cpu in place of NVMe, or training.ema_decay=null.
     """
     config = draft.config
-    hindrance = average.average_conflict(config) if config.trains_itself else None
+    hindrance = average_conflict(config) if config.trains_itself else None
     if config.training.ema_decay is None or hindrance is None:
         return
     setting, why = hindrance

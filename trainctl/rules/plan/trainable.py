@@ -11,9 +11,9 @@ from trainctl.options.adapter import BaseWeights, low_rank
 from trainctl.options.limits import Limit, never, only
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
-from trainctl.plan.quantized import BLOCK, quantized_layers
 from trainctl.plan.shapes import anatomy
 from trainctl.plan.trainable import (
+    BLOCK,
     adapted_layers,
     frozen_ties,
     idle_stages,
@@ -21,6 +21,7 @@ from trainctl.plan.trainable import (
     is_target,
     linear_layers,
     matching_parameters,
+    quantized_layers,
     ties,
     trainable,
 )

@@ -12,8 +12,8 @@ from trainctl.data.corpora import corpus_digests
 from trainctl.options.callbacks import Callback, Context
 from trainctl.plan.identity import description
 from trainctl.plan.mup import multipliers
-from trainctl.plan.precision import formats
 from trainctl.plan.schedule import Curve
+from trainctl.plan.settings import formats
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Phase
 from trainctl.runs.requests import Request, pending_requests, withdraw_request

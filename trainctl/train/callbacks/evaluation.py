@@ -9,7 +9,7 @@ from trainctl.config.schema import TrainingConfig
 from trainctl.data.corpora import unigram_entropy
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.objective import objective_of
-from trainctl.plan.average import METRIC
+from trainctl.plan.settings import EMA_METRIC
 from trainctl.runs.heartbeats import Phase
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.evaluation import HeldOutLoss, evaluate_sources, inference
@@ -48,7 +48,7 @@ class Evaluation(Callback):
             with session.average.average_parameters():
                 of_average = self._held_out_loss()
             assert of_average is not None
-            self._now.metrics[METRIC] = of_average.loss
+            self._now.metrics[EMA_METRIC] = of_average.loss
         is_entropy = objective_of(config.objective).is_entropy
         self._journal.record(
             "evaluation",

@@ -10,9 +10,8 @@ import torch
 
 from trainctl.config.schema import DataType
 from trainctl.options.callbacks import Callback, Context
-from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_of_run, utilisation
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Batch, RunPlan
 from trainctl.runs.heartbeats import Phase
 from trainctl.runs.records import short
 from trainctl.train.callbacks.context import Journal, StepState

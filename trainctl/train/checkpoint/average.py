@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainctl.plan.average import ema_decay
+from trainctl.plan.settings import ema_decay
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER, OptimizerState
 
 _AT_ONCE = 1 << 22

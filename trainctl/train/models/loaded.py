@@ -16,7 +16,7 @@ from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import Checkpoint

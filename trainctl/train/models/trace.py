@@ -35,7 +35,7 @@ from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, part_of
 from trainctl.options.precision import precision_of
-from trainctl.plan.precision import formats
+from trainctl.plan.settings import formats
 from trainctl.train.models.anatomy import (
     attentions,
     require_blocks,

@@ -1,0 +1,123 @@
+"""Settings with their defaults resolved: number formats, recomputed blocks, expert balancing, the
+average of the weights, and the variables of deterministic runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainctl.config.derived import Derived
+from trainctl.config.schema import CompileKind, DataType, OffloadDevice, PrecisionConfig, RunConfig
+from trainctl.options.activation_checkpointing import Recomputing, recomputed
+from trainctl.options.precision import precision_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """Number formats as DeepSpeed sees them."""
+
+    weights: DataType
+    """Format of the weights in forward and backward pass: fp32 under autocast, and bf16 under fp8,
+    which casts for each matrix product.
+    """
+    gradient_accumulation: DataType
+    """Format of accumulated gradients."""
+    communication: DataType
+    """Format of gradients in communication; under autocast, of the matrices' gradients only."""
+
+
+def formats(precision: PrecisionConfig) -> Formats:
+    """Return the formats that a precision config implies."""
+    weights = DataType.fp32 if precision.autocast else precision_of(precision).format
+    return Formats(
+        weights=weights,
+        gradient_accumulation=precision.gradient_accumulation or weights,
+        communication=precision.communication or weights,
+    )
+
+
+def is_wrapped(block: int, settings: Recomputing) -> bool:
+    """Return True if a block, counted from 0 over the whole model, is recomputed.
+
+    The first block of every k is. The last block is then kept whole: its backward pass comes when
+    memory is fullest and would need its activations again at once.
+    """
+    return block % settings.every_kth_block == 0
+
+
+def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
+    """Return the number of recomputed blocks; empty if recomputation is off."""
+    settings, layers = recomputed(config), config.model.num_layers
+    if settings is None:
+        return ()
+    count = sum(is_wrapped(block, settings) for block in range(layers))
+    which = "all" if settings.every_kth_block == 1 else f"one in {settings.every_kth_block}"
+    return (
+        Derived(
+            key="activation_checkpointing.wrapped_blocks",
+            value=count,
+            reason=f"activation_checkpointing.mode={settings.mode}: {which} of {layers}",
+            sources=("activation_checkpointing.mode",),
+        ),
+    )
+
+
+def auxiliary_loss(config: RunConfig) -> float:
+    """Return the weight of the balancing loss: the config's, otherwise the model directory's."""
+    own = config.experts.auxiliary_loss
+    return own if own is not None else config.model.router_aux_loss_coef or 0.0
+
+
+def expert_reasons(config: RunConfig) -> Iterator[Derived]:
+    """Yield the weight of the balancing loss if it comes from the model directory."""
+    asked = config.model.router_aux_loss_coef
+    if config.experts.auxiliary_loss is None and asked and config.trains_itself:
+        why = "router_aux_loss_coef of config.json, whose output_router_logits is true"
+        yield Derived(key="experts.auxiliary_loss", value=asked, reason=why)
+
+
+DETERMINISTIC_VARIABLES = {
+    # One of two workspace sizes that make cuBLAS reproducible; read when CUDA starts.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # FlashAttention's backward pass without atomic sums (modeling_flash_attention_utils.py).
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    # torch.compile chooses kernels by rules, not by measured times (torch/_inductor/config.py).
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+}
+
+EMA_METRIC = "ema_loss"
+"""Name of the average's held-out loss, logged beside the held-out loss of the weights."""
+
+
+def ema_decay(update: int, decay: float) -> float:
+    """Return the decay at update t, counted from 1: ``min(decay, (1 + t) / (10 + t))``.
+
+    The average starts as a copy of the first weights. With a constant decay of 0.999 it would still
+    hold a third of them after a thousand updates. This ramp forgets them: 2/11 is left after the
+    first update, and after t updates at most 10! / ((t + 2) ... (t + 10)). It is the ramp of
+    TensorFlow's `ExponentialMovingAverage` with `num_updates`.
+    """
+    return min(decay, (1 + update) / (10 + update))
+
+
+def average_conflict(config: RunConfig) -> tuple[str, str] | None:
+    """Return the setting that rules out an average, and the reason; None if one can be kept."""
+    offload = config.offload
+    if offload.zenflow:
+        return "offload.zenflow=true", "the master weights lag behind those of the model"
+    if offload.super_offload:
+        return "offload.super_offload=true", "another process has the master weights"
+    if offload.optimizer is OffloadDevice.nvme:
+        return "offload.optimizer=nvme", "DeepSpeed's swapper holds the four tensors of Adam"
+    if config.precision.master_weights is not DataType.fp32:
+        return (
+            f"precision.master_weights={config.precision.master_weights.value}",
+            "the average is in fp32, and changes places with the master weights to be evaluated",
+        )
+    if config.kernels.compile is CompileKind.deepcompile:
+        return (
+            "kernels.compile=deepcompile",
+            "the compiled graph keeps gathered weights, which would not follow an evaluation",
+        )
+    return None
