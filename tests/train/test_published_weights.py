@@ -21,6 +21,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.engines.shards import Shard, read_shard
 from trainctl.errors import TrainctlError
+from trainctl.models.hf_weights import persistent_buffers
 from trainctl.plan.groups import parameter_groups as plan_groups
 from trainctl.plan.identity import description
 from trainctl.runs.manifest import FORMAT, write_manifest
@@ -30,7 +31,6 @@ from trainctl.train.groups import parameter_groups as rank_groups
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.build import materialise, whole_pieces
 from trainctl.train.models.model import skeleton
-from trainctl.train.models.tensors import persistent_buffers
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, parameter_initializers
 
 CPU = torch.device("cpu")

@@ -1,1 +1,1 @@
-"""Facts about models, read from their directories without torch."""
+"""Facts about models, read from their directories."""

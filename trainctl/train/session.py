@@ -19,6 +19,7 @@ from trainctl.engines.process import Process, ProcessMesh, join_mesh
 from trainctl.engines.protocol import Engine, Job, engine_backend
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.hf_weights import Buffer, persistent_buffers, remaining_buffers
 from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.identity import check_trainable
@@ -55,7 +56,6 @@ from trainctl.train.models.model import (
     skeleton,
 )
 from trainctl.train.models.recompute import wrap_blocks
-from trainctl.train.models.tensors import Buffer, persistent_buffers, those_of
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import loss_of
 from trainctl.train.objectives.loss import LanguageModel
@@ -175,7 +175,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     if precision_of(config.precision).build:
         function_of("precision", config.precision.compute)(model, config.precision)
     pieces = place(model, plan, mesh)
-    buffers = those_of(model, buffers)
+    buffers = remaining_buffers(model, buffers)
     pieces = build.materialise(
         model,
         source,

@@ -2,7 +2,7 @@
 
 Parameters are copied a piece at a time, so neither the model nor a shard is ever in memory. They
 have the names and the layout in which transformers publishes the architecture
-(`trainctl.train.models.hf_names`).
+(`trainctl.models.hf_weights`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trainctl.config.quantities import disk_text
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
 from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.atomic import sync_directory, write_json
@@ -34,10 +35,8 @@ from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.tensor_file import write_stream
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
-from trainctl.train.models.hf_names import Read, Unit, published_units
 from trainctl.train.models.model import skeleton, with_portable_attention
 from trainctl.train.models.mup import folded
-from trainctl.train.models.tensors import persistent_buffers
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.prompts import first_source, prompts_of
 

@@ -27,6 +27,7 @@ from trainctl.config.schema import CheckpointConfig
 from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.hf_weights import Buffer
 from trainctl.runs import checkpoints
 from trainctl.runs.access import make_folder
 from trainctl.runs.layout import RunPaths
@@ -34,7 +35,6 @@ from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train import faults
 from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
 from trainctl.train.checkpoint.tensor_file import write_stream
-from trainctl.train.models.tensors import Buffer
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.protocol import MakeParameter
 from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
-from trainctl.train.models.tensors import Buffer, persistent_buffers
+from trainctl.models.hf_weights import Buffer, persistent_buffers
 from trainctl.train.models.weights import WeightSource
 
 

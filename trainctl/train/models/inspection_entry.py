@@ -72,7 +72,7 @@ def _compare_weights(asked: dict[str, Any]) -> dict[str, list[str]]:
     logging.disable(logging.WARNING)  # warnings of libraries during import
     import torch
 
-    from trainctl.train.models.hf_weights import StoredModel
+    from trainctl.models.hf_weights import StoredModel
     from trainctl.train.models.model import skeleton, with_portable_attention
 
     model = skeleton(

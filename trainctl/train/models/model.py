@@ -29,10 +29,10 @@ from trainctl.config.schema import AttentionKind, DataType, ModelConfig
 from trainctl.data import user_functions as user_code
 from trainctl.data.user_functions import load
 from trainctl.errors import TrainctlError
+from trainctl.models.hf_weights import persistent_buffers
 from trainctl.options.model import spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
 from trainctl.train.models.mup import apply_multipliers
-from trainctl.train.models.tensors import persistent_buffers
 from trainctl.train.models.weights import SkipInit
 from trainctl.train.parallel.experts import compute_in_fp32
 

@@ -21,14 +21,13 @@ from tokenizers import AddedToken, Tokenizer
 from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.registry import new_section
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.hf_weights import StoredModel, tied_names
 from trainctl.models.safetensors_files import INDEX, WIDTHS, StoredTensor, stored_tensors
 from trainctl.models.tokenizer_files import read_facts
 from trainctl.runs.atomic import write_json
 from trainctl.train.checkpoint.export import new_folder
 from trainctl.train.checkpoint.tensor_file import write_stream
-from trainctl.train.models.hf_weights import StoredModel
 from trainctl.train.models.model import skeleton, with_portable_attention
-from trainctl.train.models.tensors import names_of_tied
 
 ROWS = 1 << 12
 """Rows of an embedding read at once."""
@@ -186,7 +185,7 @@ def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: 
         for parameter in module.parameters(recurse=False)
         if parameter.shape[0] == rows
     }
-    joined, ties = found.joined, names_of_tied(model)
+    joined, ties = found.joined, tied_names(model)
     names: set[str] = set()
     for name, parameter in model.named_parameters():
         if parameter not in tables:

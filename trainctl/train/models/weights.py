@@ -24,9 +24,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
+from trainctl.models.hf_weights import Converted, StoredModel
 from trainctl.models.safetensors_files import stored_tensors
 from trainctl.plan import mup
-from trainctl.train.models.hf_weights import Converted, StoredModel
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
