@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainctl import records
-from trainctl.cli.progress import record_lines
+from trainctl.cli.record_lines import record_lines
 from trainctl.config.schema import LoggingConfig, RunConfig
 from trainctl.monitor.loggers.sending import send
 from trainctl.runs.directory import create_run

@@ -19,16 +19,8 @@ from typing import Any
 
 import pytest
 
-from trainctl.cli.progress import (
-    Activity,
-    LiveFollower,
-    LiveLine,
-    Progress,
-    clock,
-    event_lines,
-    record_lines,
-    step_line,
-)
+from trainctl.cli.progress import Activity, LiveFollower, LiveLine, Progress
+from trainctl.cli.record_lines import clock, event_lines, record_lines, step_line
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 

@@ -7,7 +7,7 @@ import pytest
 from poison import Poisoned, train_poisoned
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.cli.progress import event_lines
+from trainctl.cli.record_lines import event_lines
 from trainctl.config.registry import names
 from trainctl.config.schema import LrScaling, OnBadLoss
 from trainctl.options.schedule.wsd import DecayShape

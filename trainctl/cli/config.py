@@ -38,7 +38,7 @@ from trainctl.search.config_diff import (
 )
 from trainctl.search.import_json import Imported, ranks_of
 from trainctl.search.import_json import import_json as imported_from
-from trainctl.search.recipe_text import recipe_text
+from trainctl.search.recipes import import_recipe
 from trainctl.search.value_explanation import explain, unknown
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
@@ -76,7 +76,7 @@ def import_json(
     if as_json:
         print_json(_import_json_document(imported))
     elif as_recipe:
-        put(_recipe(imported, file))
+        put(import_recipe(imported, file))
     else:
         for override in imported.overrides:
             put(quote(override))
@@ -91,13 +91,6 @@ def _import_json_document(imported: Imported) -> dict[str, Any]:
             for left in imported.left_out
         ],
     }
-
-
-def _recipe(imported: Imported, file: Path) -> str:
-    """Return a recipe that starts from `base`."""
-    passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
-    settings = {**imported.settings, **passed}
-    return recipe_text([f"Imported from {file.name}."], "base", imported.choices, settings)
 
 
 @app.command()

@@ -12,7 +12,7 @@ import numpy as np
 import plotext
 
 from trainctl.cli.console import printable, put
-from trainctl.cli.progress import clock
+from trainctl.cli.record_lines import clock
 from trainctl.monitor.report.columns import Numbers
 from trainctl.monitor.report.history import History
 from trainctl.runs.layout import RunPaths

@@ -9,7 +9,7 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import print_json, put, show_findings
-from trainctl.cli.progress import bad_text_lines
+from trainctl.cli.record_lines import bad_text_lines
 from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target
 from trainctl.launch.text_preparation import (

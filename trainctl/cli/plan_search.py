@@ -9,20 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.cli.arguments import ConfigDir, Json, Overrides, Plot
 from trainctl.cli.console import findings_to_json, print_json, put, say, show_findings
 from trainctl.cli.plan_view import layout_words
-from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
-from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, compose
 from trainctl.config.overrides import ALIASES
-from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.planning import name_sources, read_factory
 from trainctl.memory.constants import GIB
 from trainctl.search.compute import rates
-from trainctl.search.recipe_text import recipe_text
+from trainctl.search.recipes import check_recipe_file, plan_recipe
 from trainctl.search.search import FoundPlan, Rejected, Search, search
 from trainctl.search.speed import StepTime, overrides
 
@@ -30,10 +27,6 @@ Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to sho
 Write = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Save the first as a recipe.", show_default=False),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Also draw it: .png, .svg or .html.", show_default=False),
 ]
 Price = Annotated[
     float | None,
@@ -90,11 +83,12 @@ def plan(
     training = composed.config.training
     is_open = training.steps is None and training.tokens is None
     if write is not None:
-        _check_target(write, is_open and training.epochs is None, config_dir)
-    if plot is not None:
-        from trainctl.monitor.report.figure import check_target
-
-        check_target(plot)
+        if is_open and training.epochs is None:
+            raise TrainctlError(
+                "a recipe says how long it trains, and nothing does",
+                hint="training.tokens=1T, or training.steps=1000",
+            )
+        check_recipe_file(write, config_dir)
     hardware = resolve_hardware(composed.config.hardware)
     result = search(composed.config, hardware, fixed=_user_set_keys(composed), top=top)
     show_findings(composed.findings)
@@ -120,7 +114,9 @@ def plan(
         save_plan_chart(result, hardware, plot, is_absolute=show.rates_are_known)
         say(f"wrote {plot}", style="good")
     if write is not None:
-        _write(write, composed, result.found[0], config_dir, show)
+        text = plan_recipe(composed, result.found[0], _comment(result.found[0], show))
+        write.write_text(text + "\n", encoding="utf-8")
+        say(f"saved {write}; start it with: {_command(write, config_dir)}")
 
 
 def _user_set_keys(composed: Composed) -> frozenset[str]:
@@ -156,10 +152,12 @@ def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Sho
         size += f", {memory.host.bytes_per_node / GIB:,.0f} GiB of host memory a machine"
     lines.append(size)
     if show.has_length and show.rates_are_known:
-        lines.append(f"   {_duration(_seconds(found))} to train {_tokens(found):,} tokens")
+        lines.append(
+            f"   {_duration(found.seconds_to_train)} to train {found.tokens_to_train:,} tokens"
+        )
     if price is not None and show.rates_are_known:
-        cost = _cost(found, price)
-        whole = f", {cost * _tokens(found) / 1e9:,.2f} in all" if show.has_length else ""
+        cost = found.cost_per_billion_tokens(price)
+        whole = f", {cost * found.tokens_to_train / 1e9:,.2f} in all" if show.has_length else ""
         lines.append(f"   {cost:,.2f} for a billion tokens{whole}")
     lines.append(f"   time: {_shares(found.time)}")
     if found is not first:
@@ -178,18 +176,10 @@ def _shares(time: StepTime) -> str:
 
 
 def _why_slower(found: FoundPlan, first: FoundPlan) -> str:
-    """Compare a plan's time per token with that of the first, part by part."""
-    size = found.plan.batch.tokens_per_step / first.plan.batch.tokens_per_step
-    before = first.time.seconds * size
-    slower = found.time.seconds / before - 1 if before else 0.0
-    changes = sorted(
-        (
-            ((found.time.parts[name] - first.time.parts[name] * size) / before, name)
-            for name in _PARTS
-        ),
-        key=lambda change: -abs(change[0]),
-    )
-    named = [f"{change:+.0%} {_PARTS[name]}" for change, name in changes[:3] if abs(change) >= 0.01]
+    """Compare a plan's time per token with that of the first, by the parts that differ most."""
+    slower, parts = found.time_compared_with(first)
+    largest = sorted(parts.items(), key=lambda part: -abs(part[1]))[:3]
+    named = [f"{change:+.0%} {_PARTS[name]}" for name, change in largest if abs(change) >= 0.01]
     return f"{slower:+.1%} time a token" + (f" ({', '.join(named)})" if named else "")
 
 
@@ -223,8 +213,8 @@ def _plan_json(
         "seconds_by_part": dict(found.time.parts),
         "tokens_per_second_per_device": found.tokens_per_second_per_device,
         "model_flops_utilisation": found.utilisation,
-        "seconds_to_train": _seconds(found) if show.has_length else None,
-        "cost_per_billion_tokens": None if price is None else _cost(found, price),
+        "seconds_to_train": found.seconds_to_train if show.has_length else None,
+        "cost_per_billion_tokens": None if price is None else found.cost_per_billion_tokens(price),
     }
     if not show.rates_are_known:
         speed = dict.fromkeys(speed)
@@ -251,20 +241,6 @@ def _plan_json(
     }
 
 
-def _seconds(found: FoundPlan) -> float:
-    return found.plan.total_steps * found.time.seconds
-
-
-def _tokens(found: FoundPlan) -> int:
-    return found.plan.total_steps * found.plan.batch.tokens_per_step
-
-
-def _cost(found: FoundPlan, price: float) -> float:
-    """Return the cost of a billion tokens; `price` is per device and hour."""
-    hours = 1e9 / found.tokens_per_second / 3600
-    return price * found.plan.mesh.world_size * hours
-
-
 def _duration(seconds: float) -> str:
     for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
@@ -276,75 +252,14 @@ def _step(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _check_target(path: Path, is_open: bool, config_dir: Path | None) -> None:
-    """Refuse a target that no recipe can be written to, before the search."""
-    if is_open:
-        raise TrainctlError(
-            "a recipe says how long it trains, and nothing does",
-            hint="training.tokens=1T, or training.steps=1000",
-        )
-    if path.suffix != ".yaml":
-        raise TrainctlError(
-            f"--write {path}: recipes end in .yaml", hint=f"--write {path.with_suffix('.yaml')}"
-        )
-    if path.exists():
-        raise TrainctlError(f"--write {path}: the file is there already", hint="name another one")
-    if not path.absolute().parent.is_dir():
-        raise TrainctlError(
-            f"--write {path}: there is no folder {path.parent}", hint=f"mkdir -p {path.parent}"
-        )
-    if path.stem in (BASE, *recipe_names(search_folders(config_dir))):
-        raise TrainctlError(
-            f"--write {path}: it would hide the recipe {path.stem} that is there already",
-            hint="name another one",
-        )
-
-
-def _write(
-    path: Path, composed: Composed, found: FoundPlan, config_dir: Path | None, show: _Shown
-) -> None:
-    plain = to_plain(composed.config)
-    choices: dict[str, str] = {}
-    settings: dict[str, Any] = {}
-    for override in composed.overrides:
-        name, _, value = override.partition("=")
-        name = ALIASES.get(name, name)
-        if name in GROUPS:
-            _, devices, option = (
-                split_hardware(value) if name == "hardware" else (None, None, value)
-            )
-            choices[name] = option
-            if devices is not None:
-                for key in ("hardware.nodes", "hardware.devices_per_node"):
-                    settings[key] = _at(plain, key)
-        elif name != "recipe":
-            settings[name] = _at(plain, name)
-    for key, layers in composed.layers.items():
-        # The saved recipe extends the recipe, whose values a chosen option has replaced here.
-        is_replaced = any("recipes/" in layer.source for layer in layers[:-1])
-        if is_replaced and key.partition(".")[0] in choices and _has(plain, key):
-            settings.setdefault(key, _at(plain, key))
-    settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
-    comment = [f"{composed.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
+def _comment(found: FoundPlan, show: _Shown) -> list[str]:
+    lines = [f"{found.plan.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
     if show.rates_are_known:
-        comment.append(
-            f"Predicted: {_step(found.time.seconds)} a step, "
-            f"{found.tokens_per_second_per_device:,.0f} tokens/s a device."
+        rate = found.tokens_per_second_per_device
+        lines.append(
+            f"Predicted: {_step(found.time.seconds)} a step, {rate:,.0f} tokens/s a device."
         )
-    base = composed.config.recipe or "base"
-    path.write_text(recipe_text(comment, base, choices, settings) + "\n", encoding="utf-8")
-    say(f"saved {path}; start it with: {_command(path, config_dir)}")
-
-
-def _has(plain: Any, key: str) -> bool:
-    *parents, name = key.split(".")
-    return name in _at(plain, ".".join(parents))
-
-
-def _at(plain: Any, key: str) -> Any:
-    for name in key.split("."):
-        plain = plain[name]
-    return plain
+    return lines
 
 
 def _command(path: Path, config_dir: Path | None) -> str:

@@ -13,13 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from trainctl.cli.console import print_json, printable, put, say
+from trainctl.cli.console import print_json, put, say
+from trainctl.cli.record_lines import Event, clock, event_lines, step_line
 from trainctl.runs.heartbeats import Beat, Phase, read_beat
-from trainctl.runs.interventions import account as intervention
-from trainctl.runs.interventions import divergence_account
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import number
-from trainctl.runs.stragglers import account
 
 _AFTER_RECORD = {
     "waiting": "waiting for nodes",
@@ -197,12 +194,8 @@ class Refresher:
                 self._line.show(self._text(self._line.columns))
 
 
-Event = Mapping[str, Any]
-
 _BAR = 11
 """Characters of the bar and a space, if there is room for it."""
-_SHOWN = 120
-"""Characters shown of a record of unknown form."""
 
 PLAIN_TERMINALS = ("dumb", "unknown")
 """Values of TERM of terminals that cannot redraw a line, such as an editor's."""
@@ -318,200 +311,6 @@ class Progress:
         weight = 0.1 if self._seconds_per_step else 1.0
         self._seconds_per_step += weight * (seconds - self._seconds_per_step)
         return self._seconds_per_step * (self._stop_step - int(event["step"]))
-
-
-def step_line(event: Event, *, stop_step: int | None, seconds_left: float | None) -> str:
-    """Format one optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
-    loss, rate, norm = (event.get(name) for name in ("loss", "learning_rate", "grad_norm"))
-    speed = event.get("tokens_per_second")
-    return (
-        f"step {event['step']}/{stop_step or '?'}"
-        + (f" loss {number(loss):.4f}" if loss is not None else "")  # a program may leave it out
-        + (f" lr {number(rate):.1e}" if rate is not None else "")
-        + (f" grad_norm {number(norm):.2f}" if norm is not None else "")
-        + (f" {number(speed):,.0f} tokens/s" if speed is not None else "")
-        + (f" MFU {number(event['mfu']):.1%}" if event.get("mfu") is not None else "")
-        + _own_values(event)
-        + f" eta {clock(seconds_left)}"
-    )
-
-
-def _own_values(event: Event) -> str:
-    """Format the values logged by a user's own program, such as ` accuracy 0.93`."""
-    own = event.get("values", {}).items()
-    return "".join(
-        f" {printable(name)} {number(value):.4g}"
-        for name, value in own
-        if isinstance(value, int | float | str)
-    )
-
-
-def record_lines(event: Event, *, stop_step: int | None) -> list[str]:
-    """Return the lines for any record that is read later, without a time left.
-
-    A record of unknown form (edited by hand, or of another version) gives a line that says so.
-    """
-    try:
-        if event["event"] != "step":
-            return event_lines(event)
-        line = step_line(event, stop_step=stop_step, seconds_left=None)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return [f"a record that is not as this version writes it: {printable(str(event)[:_SHOWN])}"]
-    return [line.removesuffix(f" eta {clock(None)}")]
-
-
-def event_lines(event: Event) -> list[str]:
-    """Return the lines for a record that is not a step; empty for records that are not shown."""
-    match event["event"]:
-        case "start":
-            origin = f"resumed from {event['resumed_from']}" if event["resumed_from"] else "start"
-            size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
-            trained = event.get("num_trained", event["num_parameters"])
-            if trained != event["num_parameters"]:
-                size += f" ({trained:,} of them train)"
-            text = f"{event['train_tokens']:,} + {event['held_out_tokens']:,} held-out tokens"
-            passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
-            begins = ["the average of the weights begins here: the checkpoint has none"]
-            average = begins if event.get("ema_begins") else []
-            told = f"{origin}: {size}, {text}"
-            return [*passed_over, told, *bad_text_lines(event), *average]
-        case "reference":
-            pairs = f"{event['train']:,} + {event['held_out']:,} held-out pairs"
-            return [f"reference log-probabilities of {pairs}: {clock(event['seconds'])}"]
-        case "not_joined":
-            return [
-                f"warning: after {clock(event['seconds'])} no rank has joined a process group: "
-                "each may train a model of its own (MASTER_ADDR, MASTER_PORT)"
-            ]
-        case "corpus":
-            return [printable(event["message"])]
-        case "evaluation":
-            line = f"evaluation at step {event['step']}:"
-            if "loss" in event:
-                line += f" held-out loss {number(event['loss']):.4f}"
-            line += _own_values(event)
-            if "ema_loss" in event:
-                line += f", of the average {number(event['ema_loss']):.4f}"
-            if "sources" in event:
-                each = (f"{name} {number(loss):.4f}" for name, loss in event["sources"].items())
-                line += f", of {printable(', '.join(each))}"
-            entropy = event.get("unigram_entropy")
-            if entropy is not None:
-                line += f" (tokens' unigram entropy {entropy:.4f})"
-            measures = event.get("objective", {}).items()
-            if measures:
-                each = (f"{name} {number(value):.4f}" for name, value in measures)
-                line += f" ({printable(', '.join(each))})"
-            return [line]
-        case "tasks":
-            each = (f"{row['task']} {row['metric']} {row['value']:.4f}" for row in event["results"])
-            return [f"tasks at step {event['step']}: {printable(', '.join(each))}"]
-        case "checkpoint":
-            return [f"checkpoint at step {event['step']}: {event['path']}"]
-        case "weights":
-            return [f"weights at step {event['step']}: {event['path']}"]
-        case "intervention":
-            return [intervention(event)]
-        case "plateau":
-            return [
-                f"step {event['step']}: in {event['evaluations_since']} evaluations the held-out "
-                f"loss was not below {number(event['best']):.4f}: the learning rate drops to "
-                f"{event['factor']:.3g} of its peak"
-            ]
-        case "end" if event["reason"] == "no_improvement":
-            by = f"more than {event['min_delta']:g} " if event.get("min_delta") else ""
-            return [
-                f"ended early: in {event['evaluations_since']} evaluations the held-out loss was "
-                f"never {by}below {number(event['best']):.4f}, that of step {event['best_step']}"
-            ]
-        case "memory":
-            return _memory_lines(event)
-        case "profile":
-            return [f"profile of the steps up to {event['step']}: {event['path']}"]
-        case "build" if event["seconds"] is None:
-            return [
-                f"DeepSpeed compiles {event['operator']} on {event['host']}: it takes minutes, and "
-                "is kept for later runs"
-            ]
-        case "build":
-            return [f"compiled {event['operator']} in {event['seconds']:.0f} s"]
-        case "restart":
-            return [
-                f"failed: {event['cause']}",
-                f"restart {event['number']} of {event['of']} from step {event['step']:,}, "
-                f"nodes: {event['nodes']}",
-            ]
-        case "benchmark":
-            slow = [
-                f"slow: rank {speed['rank']} on {speed['host']}, {speed['tflops']:.3g} TFLOP/s"
-                for speed in event["slow"]
-            ]
-            speed = event["all_reduce_gb_per_second"]
-            return [f"benchmark: all-reduce of all ranks {speed:.3g} GB/s", *slow]
-        case "divergence":
-            return [f"{'warning: ' if event['diverged'] else ''}{divergence_account(event)}"]
-        case "straggler":
-            return [f"{'slow: ' if event['slow'] else ''}{account(event)}"]
-        case "stopping":
-            limit = event["within_seconds"]
-            within = "" if limit is None else f", within {limit:g} s"
-            return [
-                f"{event['reason']}: saves after this step and ends{within}; another signal ends "
-                "it at once"
-            ]
-        case "waiting":
-            missing = ", ".join(event["missing"]) or "their preflight"
-            return [f"waiting for nodes: {event['there']} of {event['of']} answer, not {missing}"]
-        case "logger" if event["problem"]:
-            return [
-                f"logger {event['name']}: {printable(event['problem'])}; the run does not wait for "
-                "it: `trainctl runs sync` sends what is missing"
-            ]
-        case "logger":
-            return [f"logger {event['name']}: sends again"]
-        case "sample":
-            return [
-                "sampled text:",
-                *(f"  {printable(line)}" for line in event["text"].splitlines()),
-            ]
-    return []
-
-
-def bad_text_lines(event: Event) -> list[str]:
-    """Return what `data.on_bad_text` did, with the first example; empty without bad text."""
-    bad = event.get("bad_text")
-    if not bad:
-        return []
-    did = [
-        f"{bad[name]:,} document{'s' if bad[name] > 1 else ''} {words}"
-        for name, words in (("replaced", "repaired"), ("skipped", "left out"))
-        if bad[name]
-    ]
-    return [f"bad text: {', '.join(did)}; the first: {printable(bad['examples'][0])}"]
-
-
-def _memory_lines(event: Event) -> list[str]:
-    """Return the measured and planned peak; before the end only if it exceeds the plan's bound."""
-    planned = event["planned"]
-    if planned is None:  # a model without a closed form or a trace
-        return []
-    measured, high = event["measured"]["device_peak_bytes"], planned["device_peak_high_bytes"]
-    if not event["at_end"] and measured <= high:
-        return []
-    peak, low, middle, most = (
-        f"{size / 2**30:.2f}"
-        for size in (measured, planned["device_peak_low_bytes"], planned["device_peak_bytes"], high)
-    )
-    return [f"peak memory of a device: {peak} GiB; planned {middle} (between {low} and {most})"]
-
-
-def clock(seconds: float | None) -> str:
-    """Format seconds as ``01:02``, ``1:02:03`` or, when unknown, ``--:--``."""
-    if seconds is None:
-        return "--:--"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
 
 
 _POLL_SECONDS = 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -21,13 +20,15 @@ from trainctl.cli.console import (
     show_error,
     tolerate_broken_pipe,
 )
-from trainctl.cli.progress import PLAIN_TERMINALS, Progress, record_lines
+from trainctl.cli.progress import PLAIN_TERMINALS, Progress
+from trainctl.cli.record_lines import record_lines
 from trainctl.config.registry import load
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.launchers import cancel
+from trainctl.launch.run_control import ask_to_stop, wait_for_end
 from trainctl.monitor.loggers.cursor import read_cursor
 from trainctl.monitor.loggers.sending import ALERTS, send
 from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoint_selection import require_no_checkpoint
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import (
     DEFAULT_ROOT,
@@ -36,85 +37,20 @@ from trainctl.runs.directory import (
     open_or_newest,
     open_run,
     read_plan,
-    run_id,
 )
-from trainctl.runs.failures import sentence
+from trainctl.runs.failures import first_failure, sentence
 from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summaries, summarise
-from trainctl.runs.lock import holder
 from trainctl.runs.logs import LogFollower, cut_line, logs_of, tails
-from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
 from trainctl.runs.removal import remove_run
-from trainctl.runs.requests import Request, file_request
-from trainctl.runs.status import State, read_status, write_status
 from trainctl.runs.stragglers import account, still_slow
-
-
-def sync(
-    runs: NamedRuns,
-    to: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="To this logger, in place of those of logging.to; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="From the first step, what was sent already too.")
-    ] = False,
-) -> None:
-    """Send to the loggers what was not sent while a run trained, from its records alone.
-
-    On any machine that sees the run. A step that was sent is not sent again.
-
-    Example: trainctl runs sync runs/NAME --to csv
-    """
-    for name in to or []:
-        if name != ALERTS:
-            load("logger", name)
-    failed = []
-    for paths in [open_run(run) for run in runs]:
-        names = to or config_of(paths).logging.to
-        if not names:
-            say(f"{paths.root}: it has no logger in logging.to; name one with --to")
-        failed += [f"{paths.root.name}: {name}" for name in names if not _send(paths, name, again)]
-    if failed:
-        raise TrainctlError(
-            f"not everything was sent: {', '.join(failed)}",
-            hint="repeat the command when what is in the way is gone",
-            exit_code=ExitCode.environment,
-        )
-
-
-def _send(run: RunPaths, name: str, again: bool) -> bool:
-    """Send to one logger and print its position.
-
-    Returns:
-        Whether it has all records, or another process is sending them.
-    """
-    code = send(run, name, config=config_of(run), again=again)
-    if code == ExitCode.run_state:
-        say(f"{run.root}: another process sends to {name} now", style="warning")
-        return True
-    cursor = read_cursor(run.logger(name).cursor)
-    put(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
-    if code:
-        why = cursor.problem or f"its process ended with {code}"
-        say(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")
-    return code == ExitCode.success
-
 
 LINES = 20
 """Lines shown of each log, and of the records."""
 
 _POLL_SECONDS = 0.2
-_KILL_PATIENCE_SECONDS = 15.0
-"""Time that `stop --now` gives a launcher to answer, beyond the ranks' own grace."""
-_FORCE_PATIENCE_SECONDS = 60.0
-"""Further time after ending the launcher by force: schedulers are slow."""
 
 app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=False)
 
@@ -149,7 +85,7 @@ def status(run: Run = None, as_json: Json = False) -> None:
     paths = open_or_newest(run)
     summary = summarise(paths)
     told = read_events(paths.events, "failure", "straggler", "divergence")
-    failure = _first_failure(told, summary.attempt)
+    failure = first_failure(told, summary.attempt)
     slow = still_slow(told, summary.attempt)
     diverged = still_diverged(told, summary.attempt)
     checkpoint, _ = newest_checkpoint(paths)
@@ -201,7 +137,7 @@ def logs(
             hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
             exit_code=ExitCode.run_state,
         )
-    failure = _first_failure(read_events(paths.events, "failure"), number)
+    failure = first_failure(read_events(paths.events, "failure"), number)
     if failure is not None and not rank:
         _show_failure(failure)
     follower = LogFollower(chosen, rank or ())
@@ -265,9 +201,10 @@ def stop(
     opened = [open_run(run) for run in runs]
     live = [paths for paths in opened if summarise(paths).is_live]
     for paths in live:
-        _ask_to_stop(paths, now=now)
+        say(f"{paths.root}: {ask_to_stop(paths, now=now)}")
     for paths in live if wait else []:
-        _wait_for_end(paths, now=now)
+        ended = wait_for_end(paths, now=now)
+        put(f"{paths.root}: {ended.state}" + (f", {ended.message}" if ended.message else ""))
     idle = [paths for paths in opened if paths not in live]
     if idle:
         names = ", ".join(str(paths.root) for paths in idle)
@@ -296,7 +233,7 @@ def rm(
                 exit_code=ExitCode.run_state,
             )
         if not force:
-            _require_no_checkpoint(paths)
+            require_no_checkpoint(paths)
     for paths in opened:
         remove_run(paths)
         put(f"removed {paths.root}")
@@ -344,7 +281,60 @@ def _is_drawn() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") not in PLAIN_TERMINALS
 
 
-app.command()(sync)
+@app.command()
+def sync(
+    runs: NamedRuns,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="To this logger, in place of those of logging.to; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="From the first step, what was sent already too.")
+    ] = False,
+) -> None:
+    """Send to the loggers what was not sent while a run trained, from its records alone.
+
+    On any machine that sees the run. A step that was sent is not sent again.
+
+    Example: trainctl runs sync runs/NAME --to csv
+    """
+    for name in to or []:
+        if name != ALERTS:
+            load("logger", name)
+    failed = []
+    for paths in [open_run(run) for run in runs]:
+        names = to or config_of(paths).logging.to
+        if not names:
+            say(f"{paths.root}: it has no logger in logging.to; name one with --to")
+        failed += [f"{paths.root.name}: {name}" for name in names if not _send(paths, name, again)]
+    if failed:
+        raise TrainctlError(
+            f"not everything was sent: {', '.join(failed)}",
+            hint="repeat the command when what is in the way is gone",
+            exit_code=ExitCode.environment,
+        )
+
+
+def _send(run: RunPaths, name: str, again: bool) -> bool:
+    """Send to one logger and print its position.
+
+    Returns:
+        Whether it has all records, or another process is sending them.
+    """
+    code = send(run, name, config=config_of(run), again=again)
+    if code == ExitCode.run_state:
+        say(f"{run.root}: another process sends to {name} now", style="warning")
+        return True
+    cursor = read_cursor(run.logger(name).cursor)
+    put(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
+    if code:
+        why = cursor.problem or f"its process ended with {code}"
+        say(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")
+    return code == ExitCode.success
 
 
 def _print_table(found: list[RunSummary]) -> None:
@@ -399,14 +389,6 @@ def _status_lines(summary: RunSummary) -> list[str]:
     return [*lines, f"updated: {age_text(summary.updated)} ago"]
 
 
-def _first_failure(events: list[Event], attempt: int) -> Event | None:
-    failures = [
-        event for event in events if event["event"] == "failure" and event["attempt"] == attempt
-    ]
-    # The report of an agent that lost its launcher counts only if there is no other.
-    return min(failures, key=lambda event: "launcher_lost" in event, default=None)
-
-
 def _show_failure(failure: Event) -> None:
     put(f"first failure: {sentence(failure)}", style="error")
     for line in failure["log_tail"]:
@@ -416,77 +398,6 @@ def _show_failure(failure: Event) -> None:
 def _may_still_log(run: RunPaths, attempt: AttemptPaths) -> bool:
     """Return True if the logs of this attempt may still grow."""
     return last_attempt(run) == attempt.number and summarise(run).is_live
-
-
-def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
-    """Ask the launch of a live run to stop; cancel a job that has not started."""
-    summary = summarise(run)
-    if summary.holder is None and summary.job is not None:
-        cancel(summary.job)
-        before = read_status(run)
-        if before is not None:
-            message = "cancelled before it started"
-            write_status(run, before.changed(State.stopped, message=message))
-        say(f"{run.root}: job {summary.job.id} is cancelled")
-        return
-    # A user's own program reads no requests to save: its launcher ends it.
-    ends = now or not config_of(run).trains_itself
-    file_request(run, Request.end if ends else Request.stop, "trainctl runs stop")
-    what = "ends now" if ends else "saves at its next step and ends"
-    say(f"{run.root}: asked; it {what}")
-
-
-def _wait_for_end(run: RunPaths, *, now: bool) -> None:
-    """Wait until no launcher holds the run; with `now`, end one that does not answer by force.
-
-    Raises:
-        TrainctlError: The launcher does not answer and is on another machine, or does not end by
-            force either (exit code 5).
-    """
-    patience = config_of(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
-    deadline = time.monotonic() + patience
-    is_forced = False
-    while (current := holder(run)) is not None:
-        if now and time.monotonic() > deadline:
-            if is_forced:
-                raise TrainctlError(
-                    f"{run.root} does not end: process {current.pid} on {current.host} holds it",
-                    hint="it may be stuck in the kernel, by a disk or a network file system (state "
-                    "D in `ps`), or in another container; or its scheduler needs more time",
-                    exit_code=ExitCode.run_state,
-                )
-            _end_by_force(run)
-            is_forced, deadline = True, time.monotonic() + patience + _FORCE_PATIENCE_SECONDS
-        time.sleep(_POLL_SECONDS)
-    summary = summarise(run)
-    put(f"{run.root}: {summary.state}" + (f", {summary.message}" if summary.message else ""))
-
-
-def _end_by_force(run: RunPaths) -> None:
-    """End a launcher that does not answer: by its scheduler, or on this machine by a signal."""
-    summary = summarise(run)
-    if summary.holder is None:
-        return
-    if summary.job is not None:
-        cancel(summary.job)
-    elif summary.holder.host == socket.gethostname():
-        sweep(RunTag(run_id(run), run.root), grace_seconds=0)
-    else:
-        raise TrainctlError(
-            f"{run.root} does not answer: process {summary.holder.pid} on {summary.holder.host}",
-            hint=f"repeat this on {summary.holder.host}",
-            exit_code=ExitCode.run_state,
-        )
-
-
-def _require_no_checkpoint(run: RunPaths) -> None:
-    checkpoint, _ = newest_checkpoint(run)
-    if checkpoint is not None:
-        raise TrainctlError(
-            f"{run.root} has a checkpoint of step {checkpoint.step:,}",
-            hint="--force removes it all the same",
-            exit_code=ExitCode.run_state,
-        )
 
 
 def follow_run(run: RunPaths, *, as_json: bool) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,35 +9,28 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir, split_target
 from trainctl.cli.console import print_json, print_table, put, say, tolerate_broken_pipe
-from trainctl.config.compose import Composed, recompose
-from trainctl.config.overrides import SweepPoint, expand_sweep
-from trainctl.config.registry import function_of
-from trainctl.config.secrets import REDACTED
+from trainctl.config.overrides import expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.launchers import check
-from trainctl.launch.planning import compose
-from trainctl.launch.planning import plan as make_plan
-from trainctl.launch.queue import QueueStopped, run_queue
-from trainctl.launch.rank_command import user_code_folder
-from trainctl.launch.resume import require_nothing_saved
-from trainctl.options.launcher import spec_of
+from trainctl.launch.sweep import (
+    QueueStopped,
+    Started,
+    make_attempts,
+    make_sweep,
+    plan_rest,
+    plan_sweep,
+    run_queue,
+    submit_sweep,
+)
 from trainctl.plan.types import RunPlan
-from trainctl.runs.attempts import config_of
-from trainctl.runs.checkpoints import newest_checkpoint
-from trainctl.runs.directory import create_run, last_attempt, new_attempt
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.sweeps import (
-    RemainingRun,
     Sweep,
     SweepAction,
-    new_sweep,
     read_sweep,
     remaining_runs,
     results,
 )
-
-Started = list[tuple["RunPaths", "AttemptPaths"]]
 
 SweepArguments = Annotated[
     list[str] | None,
@@ -96,14 +87,13 @@ def sweep(
         _show(Path(target), as_json=as_json)
         return
     points = expand_sweep(arguments or [])
-    plans = [_plan(point, config_dir, force=force) for point in points]
-    _check_queue(plans)
+    plans = plan_sweep(points, config_dir, force=force)
     if dry_run:
         for index, point in enumerate(points):
             put(f"{index}: {' '.join(point.overrides)}")
         return
     tolerate_broken_pipe()
-    folder, started = _make(sweep_dir, arguments or [], points, plans, config_dir)
+    folder, started = make_sweep(sweep_dir, arguments or [], points, plans, config_dir)
     put(f"sweep: {folder}")
     _begin(folder, plans[0], started, parallel, as_json=as_json)
 
@@ -117,8 +107,11 @@ def _begin(
     as_json: bool,
 ) -> None:
     """Run the attempts that were made, here or by a scheduler."""
-    if spec_of(plan.config.launcher).submit_sweep:
-        _submit(folder, plan, started, parallel)
+    job = submit_sweep(folder, plan, started, parallel)
+    if job is not None:
+        say(
+            f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them"
+        )
         return
     with hold(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
         _run_queue(folder, started, parallel or 1, as_json=as_json)
@@ -144,142 +137,15 @@ def _resume_sweep(
         for item in left:
             put(f"{item.index}: {item.next} ({item.why})")
         waiting = [item for item in left if item.next is not SweepAction.leave]
-        plans = [_plan_again(item, record, force=force) for item in waiting]
+        plans = plan_rest(waiting, record, force=force)
         if dry_run:
             return
         if not waiting:
             say("nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone")
             return
         tolerate_broken_pipe()
-        _check_queue(plans)
-        started = [_attempt_again(item, plan) for item, plan in zip(waiting, plans, strict=True)]
+        started = make_attempts(waiting, plans)
         _begin(folder, plans[0], started, parallel, as_json=as_json)
-
-
-def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> RunPlan:
-    """Plan the rest of a run, from its own directory if it exists."""
-    values = record.points[item.index]
-    if item.next is SweepAction.make:
-        overrides = _recorded(item, record)
-        own = None if record.config_dir is None else Path(record.config_dir)
-        return _checked(lambda: compose(overrides, own), values, force=force)
-    config = config_of(item.run)
-    if config.trains_itself and newest_checkpoint(item.run)[0] is None:
-        require_nothing_saved(item.run)
-    folder = user_code_folder(config, item.run)
-    return _checked(lambda: recompose(config, ()), values, force=force, folder=folder)
-
-
-def _recorded(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
-    """Return the recorded overrides of a run whose directory does not exist.
-
-    Raises:
-        TrainctlError: The overrides were not recorded, or have a redacted secret (exit code 5).
-    """
-    overrides = record.runs[item.index] if item.index < len(record.runs) else ()
-    if overrides and not any(REDACTED in text for text in overrides):
-        return overrides
-    raise TrainctlError(
-        f"run {item.index} is not there, and what it was to be is not recorded in full",
-        hint=f"trainctl launch ... --run-dir {item.run.root} makes it",
-        exit_code=ExitCode.run_state,
-    )
-
-
-def _attempt_again(item: RemainingRun, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
-    run = item.run
-    if item.next is SweepAction.make:
-        run = create_run(plan.config, run_dir=run.root, argv=sys.argv)
-    elif item.next is SweepAction.start:
-        return run, run.attempt(last_attempt(run))
-    with hold(run):
-        return run, new_attempt(run, plan)
-
-
-def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan:
-    return _checked(lambda: compose(point.overrides, config_dir), point.values, force=force)
-
-
-def _checked(
-    composing: Callable[[], Composed],
-    values: Mapping[str, str],
-    *,
-    force: bool,
-    folder: Path | None = None,
-) -> RunPlan:
-    """Return the plan of a run; errors name the run's values.
-
-    Raises:
-        TrainctlError: The plan is refused.
-    """
-    try:
-        planned = make_plan(composing(), with_files=True, folder=folder, tokenize=True)
-        made = planned.assessment.plan
-        errors = planned.unforceable_errors if force else planned.errors
-        if made is None or errors:
-            raise TrainctlError.from_findings(planned.findings)
-        if made.not_yet:
-            raise TrainctlError(made.not_yet[0])
-        found = check(made, Path.cwd(), None)
-        if any(finding.is_error for finding in found):
-            raise TrainctlError.from_findings(found)
-    except TrainctlError as error:
-        where = " ".join(f"{key}={value}" for key, value in values.items())
-        raise TrainctlError(
-            f"{error.message}; the run is {where or 'the only one'}",
-            hint=error.hint,
-            exit_code=error.exit_code,
-            findings=error.findings,
-        ) from None
-    return made
-
-
-def _check_queue(plans: Sequence[RunPlan]) -> None:
-    """Refuse runs that cannot be queued together.
-
-    Raises:
-        TrainctlError: The runs differ in their launcher or, in an array, in their resources; or the
-            launcher submits single runs only.
-    """
-    first = plans[0]
-    spec = spec_of(first.config.launcher)
-    if spec.queue and not spec.submit_sweep:
-        raise TrainctlError(
-            f"a sweep has no queue on {spec.name}",
-            hint=spec.sweep_hint or "launch the runs one by one",
-        )
-    for plan in plans:
-        if plan.config.launcher.kind != spec.name:
-            raise TrainctlError("the runs of a sweep need one launcher")
-        same = plan.config.launcher == first.config.launcher and plan.hardware == first.hardware
-        if spec.submit_sweep and not same:
-            raise TrainctlError(
-                f"the tasks of a {spec.queue} array ask for the same nodes, and this sweep varies "
-                "them",
-                hint="make a sweep for each value of launcher and hardware keys",
-            )
-
-
-def _make(
-    sweep_dir: Path | None,
-    overrides: Sequence[str],
-    points: Sequence[SweepPoint],
-    plans: Sequence[RunPlan],
-    config_dir: Path | None,
-) -> tuple[Path, Started]:
-    """Make the sweep's folder, its runs and the first attempt of each."""
-    folder = new_sweep(sweep_dir, overrides, points, config_dir)
-    started = []
-    for index, plan in enumerate(plans):
-        run = create_run(plan.config, run_dir=folder / str(index), argv=sys.argv)
-        started.append((run, new_attempt(run, plan)))
-    return folder, started
-
-
-def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None) -> None:
-    submit = function_of("launcher", plan.config.launcher.kind, "submit_sweep")
-    job = submit(folder, plan, started, parallel)
-    say(f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them")
 
 
 def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) -> None:

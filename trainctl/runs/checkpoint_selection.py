@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.attempts import config_of
-from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, own_id
+from trainctl.runs.checkpoints import (
+    checkpoint_folders,
+    examine,
+    list_checkpoints,
+    newest_checkpoint,
+    own_id,
+)
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest, verify_files
 
@@ -102,3 +109,64 @@ def verify(run: RunPaths, path: Path, progress: Progress) -> list[str]:
         done += entry["bytes"]
     progress(f"verifying {path.name}", done, total)
     return problems
+
+
+def require_another(run: RunPaths, doomed: Sequence[Path], progress: Progress) -> None:
+    """Refuse to remove the last intact checkpoint.
+
+    Raises:
+        TrainctlError: None would be left (exit code 5).
+    """
+    full = [path for _, path in reversed(checkpoint_folders(run))]
+    if any(not verify(run, path, progress) for path in full if path not in doomed):
+        return
+    last = next((path for path in full if path in doomed and not verify(run, path, progress)), None)
+    if last is not None:
+        raise TrainctlError(
+            f"{last.name} is the last intact checkpoint of {run.root}",
+            hint="--force removes it all the same",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def require_no_checkpoint(run: RunPaths) -> None:
+    """Refuse to remove a run with a complete checkpoint.
+
+    Raises:
+        TrainctlError: It has one (exit code 5).
+    """
+    checkpoint, _ = newest_checkpoint(run)
+    if checkpoint is not None:
+        raise TrainctlError(
+            f"{run.root} has a checkpoint of step {checkpoint.step:,}",
+            hint="--force removes it all the same",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def describe_checkpoints(run: RunPaths) -> list[dict[str, Any]]:
+    """Return the facts of each checkpoint, oldest first; a damaged one comes with its problem."""
+    full = examine(run)
+    infos = [look.info for look in full if look.info is not None]
+    metric = config_of(run).checkpoint.best_of or "loss"
+    scored = [info for info in infos if metric in info.metrics]
+    best = min(scored, key=lambda info: info.metrics[metric]) if scored else None
+    newest = infos[-1] if infos else None
+    rows = []
+    for look in sorted([*examine(run, weights_only=True), *full], key=lambda look: look.step):
+        info = look.info
+        rows.append(
+            {
+                "step": look.step,
+                "path": str(look.path),
+                "saved": look.path.stat().st_mtime,
+                "bytes": info.size_bytes if info else None,
+                "metrics": info.metrics if info else {},
+                "weights_only": look.path.name.startswith("weights"),
+                "newest": info is not None and info is newest,
+                "best": info is not None and info is best,
+                "kept_for": info.kept_for if info else "",
+                "problem": look.problem,
+            }
+        )
+    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,12 @@ def sentence(event: Event) -> str:
     if event.get("pid"):
         where += f", process {event['pid']}"
     return f"rank {event['rank']} ({where}) {event['message']}"
+
+
+def first_failure(events: Iterable[Event], attempt: int) -> Event | None:
+    """Return the record of the failure that an attempt reported first; None without one."""
+    failures = [
+        event for event in events if event["event"] == "failure" and event["attempt"] == attempt
+    ]
+    # The report of an agent that lost its launcher counts only if there is no other.
+    return min(failures, key=lambda event: "launcher_lost" in event, default=None)

@@ -78,6 +78,32 @@ class FoundPlan:
         return self.tokens_per_second / self.plan.mesh.world_size
 
     @property
+    def seconds_to_train(self) -> float:
+        """Predicted seconds of all optimizer steps."""
+        return self.plan.total_steps * self.time.seconds
+
+    @property
+    def tokens_to_train(self) -> int:
+        return self.plan.total_steps * self.plan.batch.tokens_per_step
+
+    def cost_per_billion_tokens(self, price: float) -> float:
+        """Return the cost of a billion tokens; `price` is per device and hour."""
+        hours = 1e9 / self.tokens_per_second / 3600
+        return price * self.plan.mesh.world_size * hours
+
+    def time_compared_with(self, other: FoundPlan) -> tuple[float, dict[str, float]]:
+        """Return the relative change of the time per token, in all and by part of a step."""
+        size = self.plan.batch.tokens_per_step / other.plan.batch.tokens_per_step
+        before = other.time.seconds * size
+        if not before:
+            return 0.0, {}
+        parts = {
+            name: (seconds - other.time.parts[name] * size) / before
+            for name, seconds in self.time.parts.items()
+        }
+        return self.time.seconds / before - 1, parts
+
+    @property
     def utilisation(self) -> float | None:
         """Model FLOPs utilisation; None if the device's peak is unknown."""
         config = self.plan.config
