@@ -21,8 +21,7 @@ from trainctl.cli.arguments import (
     split_target,
 )
 from trainctl.cli.commands import script_arguments
-from trainctl.cli.resume import resume_run
-from trainctl.cli.start import start_run
+from trainctl.cli.start import resume_run, start_run
 from trainctl.config.compose import recompose
 from trainctl.config.user_code import with_script_arguments
 from trainctl.errors import TrainctlError
