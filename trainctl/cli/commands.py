@@ -141,13 +141,12 @@ def _refuse_addresses(command: Any) -> None:
 
 def _check_places(callback: Any, context: Any, parameter: Any, value: Any) -> Any:
     """Return a parameter's value after its own callback; refuse what is, or contains, a URL."""
-    given = callback(context, parameter, value) if callback is not None else value
-    for place in given if isinstance(given, list | tuple) else [given]:
+    for place in value if isinstance(value, list | tuple) else [value]:
         wrong = explain_address(str(place))
         if wrong is not None:
             name = parameter.opts[-1] if parameter.opts[-1].startswith("-") else parameter.metavar
             raise TrainctlError(f"{name}: {wrong[0]}", hint=wrong[1])
-    return given
+    return callback(context, parameter, value) if callback is not None else value
 
 
 def _join_lines(command: Any) -> None:
