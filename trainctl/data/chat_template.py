@@ -60,7 +60,6 @@ class ChatTokens:
     """An encoded conversation with its loss mask."""
 
     ids: Ids
-    """Token ids, shape (tokens,)."""
     loss_mask: BoolArray
     """True for tokens that are labels, shape (tokens,)."""
 

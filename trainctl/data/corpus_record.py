@@ -70,13 +70,9 @@ class Corpus:
     """Record of a tokenized corpus, as stored in `corpus.json`."""
 
     folder: str
-    """Folder of the token files."""
     dtype: str
-    """numpy dtype of the ids."""
     end_of_document: int | None
-    """Id that closes a document, or None."""
     train: Split
-    """Training text."""
     held_out: Split
     """Held-out text; 0 tokens if nothing is held out."""
     unigram_entropy: float
@@ -90,7 +86,6 @@ class Corpus:
     former_digest: str = ""
     """Digest of the same tokens in format 1, for a run that started with format 1."""
     format: int = FORMAT
-    """Version of this record's format."""
     is_marked: bool = False
     """Whether each id carries a bit that tells whether it is learned (`data.token_arrays`)."""
 

@@ -151,9 +151,7 @@ class _CheckedFile:
 
     stream: IO[bytes]
     folder: Path
-    """Corpus folder, for errors."""
     sha256: Any = field(default_factory=hashlib.sha256)
-    """Hash of everything written so far."""
     blocks: list[int] = field(default_factory=list)
     """CRC-32 of each full block; complete after `finish`."""
     _in_block: int = 0
@@ -290,7 +288,6 @@ class Chunk:
 
     split: str
     ids: npt.NDArray[np.integer]
-    """Tokens of the documents."""
     ends: npt.NDArray[np.integer]
     """End of each document, in tokens of the chunk."""
     files: npt.NDArray[np.integer] | None = None

@@ -58,11 +58,8 @@ class TokenizedSource:
     """Name of the source; `data` if there is only one."""
     config: DataConfig
     store: TokenStore
-    """Store of its tokens."""
     tasks: Sequence[Task]
-    """All tasks of the source, in order."""
     files: TextFiles
-    """The split of its files into training and held-out files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,6 @@ class KeptDocuments:
     keep: Mapping[str, Mapping[str, Bool]]
     """Mask of kept documents, [documents], by source and task key."""
     dropped: Mapping[str, Mapping[str, Any]]
-    """Content of `DROPPED` by source, as plain JSON."""
 
 
 def selection_digest(

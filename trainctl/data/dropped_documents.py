@@ -129,7 +129,6 @@ class DroppedDocument:
     like: str = ""
     """Location of the document that stays in its place; empty if there is none."""
     other: str = ""
-    """Start of that document's text."""
 
 
 def describe_examples(

@@ -42,15 +42,11 @@ class Infilling:
     key: Words
     """Random key of the source, which depends on the seed."""
     rate: float
-    """Fraction of documents to rearrange."""
     spm_rate: float
     """Fraction of rearranged documents in SPM form."""
     prefix: int
-    """Sentinel id before a prefix."""
     middle: int
-    """Sentinel id before a middle."""
     suffix: int
-    """Sentinel id before a suffix."""
     end_of_document: int | None
     """Id that closes a document and stays last; None if there is none."""
 

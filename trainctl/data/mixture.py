@@ -37,7 +37,6 @@ class SourceLength:
     """Length of a source."""
 
     tokens: int
-    """Tokens of the training text."""
     is_estimate: bool = False
     """Whether the length is estimated from file sizes because the files are not
     tokenized yet.
@@ -53,7 +52,6 @@ class SourceUse:
     share: float
     """Fraction of all tokens of the stage or run."""
     epochs: float
-    """Epochs of the training text."""
     unseen: int | None = None
     """Training tokens that no sample contains; None for a single stage."""
 

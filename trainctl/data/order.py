@@ -51,7 +51,6 @@ class OrderedSource:
     are.
     """
     tokens: int
-    """Tokens of the training text."""
     window: int | None = None
     """Number of shards that are shuffled together; None shuffles the whole text."""
 
@@ -73,11 +72,9 @@ class SampleCoordinates:
     """Coordinates of samples: arrays with the shape of the counters."""
 
     stage: Integers
-    """Number of the stage."""
     source: Integers
     """Number of the source: index into `SampleOrder.names`."""
     epoch: Integers
-    """Epoch of the source, from 0."""
     index: Integers
     """Index of the sample in its source: its tokens begin at index x length of the stage."""
 
@@ -289,11 +286,9 @@ class SourceSchedule:
     quotas: Integers
     """Draws of each source per period."""
     source: Integers
-    """Source of each slot."""
     rank: Integers
     """Number of earlier draws of each slot's source in the period."""
     slots: tuple[Integers, ...]
-    """Slots of each source, ascending."""
 
     @property
     def size(self) -> int:

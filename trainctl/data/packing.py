@@ -68,7 +68,6 @@ class Bins:
     starts: Array
     """Position of each piece's first token in the text, bin after bin."""
     lengths: Array
-    """Tokens of each piece."""
     firsts: Array
     """Index of each bin's first piece, and the total number of pieces, (bins + 1,)."""
     counts: Mapping[str, int] = field(default_factory=dict)

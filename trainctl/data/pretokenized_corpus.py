@@ -34,7 +34,6 @@ class _Document:
     """Consecutive documents of a file."""
 
     first: int
-    """Position of the first token in the file."""
     end: int
     """Position in the file, one past the last token."""
     ends: Ends

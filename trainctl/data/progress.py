@@ -20,7 +20,6 @@ class PreparationProgress:
     """Bytes of all files left to read at the start; 0 if unknown."""
     seconds: float = 0.0
     doing: str = TOKENIZING
-    """Name of the current activity."""
 
     @property
     def is_tokenizing(self) -> bool:
@@ -56,14 +55,10 @@ class PreparationMeter:
     """Counter of the work that one process has done."""
 
     whole: int
-    """Bytes of the files left to read at the start."""
     show: Progress
-    """Called with each new snapshot."""
     documents: int = 0
     size: int = 0
-    """Bytes of finished tasks."""
     doing: str = TOKENIZING
-    """Name of the current activity."""
     _of_task: int = 0
     _began: float = field(default_factory=time.monotonic)
 

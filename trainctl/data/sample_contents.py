@@ -51,7 +51,6 @@ class Passage:
     separated.
     """
     file: str | None
-    """Current file of the document; None if unknown."""
     line: int | None
     """Line or row of the file, from 1; None if the file is one document."""
     start: int
@@ -65,9 +64,7 @@ class ChatStretch:
     """Consecutive tokens of a sample that are either all learned or all not learned."""
 
     text: str
-    """Text of the tokens, including special tokens."""
     has_loss: bool
-    """Whether the tokens are labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +78,11 @@ class Sample:
     index: int
     """Index in the source, in samples of the stage's length."""
     epoch: int
-    """Epoch of the source, from 0."""
     first_token: int
     """Position of the sample (of its first passage, if packed) in the training split."""
     passages: tuple[Passage, ...]
-    """Parts of documents in the sample, in order."""
     text: str
-    """Decoded text, cut to the requested length."""
     is_cut: bool
-    """Whether the text was cut."""
     stretches: tuple[ChatStretch, ...] = ()
     """Text divided into learned and other tokens; only of sources with loss marks."""
 

@@ -54,9 +54,7 @@ class FixedLengthSegment:
     """The draws of a source at one sample length, counted from 0 in each segment."""
 
     key: int
-    """Permutation key of the source."""
     tokens: int
-    """Tokens of the source's text."""
     length: int
     """Tokens per sample."""
     window: int | None
@@ -74,7 +72,6 @@ class FixedLengthSegment:
     tail_from: int = 0
     """Draw of the previous segment at which the tail begins."""
     tail: int = 0
-    """Number of samples in the tail."""
 
     @property
     def samples(self) -> int:

@@ -33,9 +33,7 @@ class SourceText:
     """Text of a source to compute statistics of."""
 
     tokens: Tokens
-    """Training token ids."""
     ends: npt.NDArray[np.uint64]
-    """Document ends in tokens, (documents,)."""
     held_out_documents: int
     held_out_tokens: int
 
@@ -46,17 +44,13 @@ class SourceStatistics:
 
     documents: int
     tokens: int
-    """Number of tokens, including ends of documents."""
     held_out_documents: int
     held_out_tokens: int
     bytes_per_token: float | None
     """UTF-8 bytes per token, from documents all over the source; None if there are none."""
     mean_length: float
-    """Mean tokens per document."""
     percentiles: Mapping[int, int]
-    """Percentiles of document lengths, in tokens."""
     longest: int
-    """Tokens of the longest document."""
     lengths: Mapping[int, int]
     """Histogram of document lengths: key n, a power of two, counts lengths above n / 2 up to n
     tokens.

@@ -55,7 +55,6 @@ class TokenStore:
     """Section of the source: how it is read, and what is done with bad text."""
     tokenizer: Encoder
     claims: Claims = field(init=False)
-    """Claims of processes on tasks."""
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.folder / "claims")

@@ -42,7 +42,6 @@ class Origin:
     """Origin of a document: a piece of the task, and a line in it."""
 
     piece: int
-    """Number of the piece in its task."""
     line: int
     """Line in the piece, from 1; 0 if the file is the document."""
 
@@ -54,7 +53,6 @@ class RangeCounts:
     lines: int = 0
     """Number of line feeds: the offset of line numbers in the next piece of the same file."""
     replaced: int = 0
-    """Number of documents in which bad text was replaced."""
     skipped: int = 0
     examples: tuple[str, ...] = ()
     """Places of bad text, to be appended to the file's path."""
@@ -66,11 +64,9 @@ class StorePart:
 
     folder: Path
     dtype: str
-    """numpy dtype of the ids."""
     tokens: int
     documents: int
     text_bytes: int
-    """Total UTF-8 length of the documents."""
     files: dict[str, tuple[int, int]]
     """Size in bytes and CRC-32 of each file, by name."""
     pieces: tuple[RangeCounts, ...]

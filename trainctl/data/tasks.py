@@ -52,7 +52,6 @@ class FileRange:
     file: File
     """Absolute path, or a remote file."""
     size: int
-    """Size of the whole file in bytes."""
     version: str
     """Modification time in nanoseconds; for a URL, the version that its server reports."""
     start: int = 0
@@ -80,9 +79,7 @@ class Task:
     """Unit of tokenizing: done by one process, and stored completely or not at all."""
 
     pieces: tuple[FileRange, ...]
-    """Files and ranges to read, in order."""
     size: int
-    """Approximate number of bytes to read."""
     key: str = field(init=False)
     """Name in a store, a hash of the pieces: other or changed files make another task."""
 

@@ -60,9 +60,7 @@ class _Renderer:
     owner: int
     """Process id of the parent. Another process forks its own renderer."""
     pid: int
-    """Process id of the fork."""
     connection: Connection
-    """The parent's end of the pipe."""
 
 
 _lock = Lock()

@@ -30,11 +30,8 @@ class Sighting:
     """A sample of the run that contained the text."""
 
     step: int
-    """Number of the optimizer step, from 1."""
     sample: int
-    """Sample counter, as in the records."""
     epoch: int
-    """Epoch of the source, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class Match:
     document: int
     """Number of the document in the source's training text, from 0."""
     file: str | None
-    """File of the document; None if unknown."""
     line: int | None
     """Line or row of the file, from 1; None if the file is one document."""
     token: int
@@ -54,7 +50,6 @@ class Match:
     text: str
     """The match with `AROUND` characters on each side."""
     times: int
-    """Number of occurrences in the document."""
     seen: tuple[Sighting, ...]
     """Samples that contained the first occurrence, from the run's records so far."""
 

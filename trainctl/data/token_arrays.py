@@ -47,14 +47,12 @@ class Span:
 
     file: str
     dtype: str
-    """numpy dtype of the ids."""
     offset: int
     """Bytes of the file before its first id."""
     first: int
     """Position of the span's first id among the file's ids."""
     tokens: int
     size: int
-    """Bytes of the file."""
     limit: int
     """Vocabulary size: all ids must be below it."""
     fingerprint: str = ""

@@ -59,7 +59,6 @@ class Tokenized:
 
     file: Path
     ids: Ids
-    """All ids, memory-mapped, shape (tokens,)."""
     ends: Ends | None
     """End of each document (exclusive), ascending, shape (documents,); None if there is no
     index.

@@ -34,7 +34,6 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Hash that changes whenever the same text could be encoded differently."""
     file: Path | None
-    """File of the tokenizer; None for bytes."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of a text, shape (tokens,)."""

@@ -33,7 +33,6 @@ class Rank:
     """
 
     rank: int
-    """Rank in the world."""
     world_size: int
     local_rank: int
     """Rank on this machine, which is the index of its device."""

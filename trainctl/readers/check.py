@@ -55,7 +55,6 @@ class FileProblem:
     """A problem of one file."""
 
     rule: str
-    """Identifier of its finding."""
     kind: str
     """Kind of problem: files with the same kind share a finding."""
     message: str
@@ -63,7 +62,6 @@ class FileProblem:
     key: str = ""
     """Key to change; empty for the key that names the file."""
     exit_code: ExitCode = ExitCode.bad_input
-    """Exit code of a command that stops because of it."""
 
 
 Look = Callable[[File, Any], FileProblem | None]

@@ -60,9 +60,7 @@ class BadText:
     """Counts and examples of bad text in the documents that were read."""
 
     replaced: int = 0
-    """Documents with a replacement by U+FFFD."""
     skipped: int = 0
-    """Documents and lines left out."""
     examples: list[str] = field(default_factory=list)
     """First places of bad text, each with its problem."""
 

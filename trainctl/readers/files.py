@@ -50,7 +50,6 @@ class TextFiles:
     """Files of a corpus, each list sorted by path."""
 
     train: list[File]
-    """Files to train on."""
     held_out: list[File]
     by_document: bool = False
     """Whether documents of the only file in `train` are held out: there is no other file."""
@@ -65,7 +64,6 @@ class FoundFiles:
     left_out: Counter[str]
     """Number of the folder's other files, by ending."""
     is_folder: bool = False
-    """Whether the path names a folder."""
 
 
 Choose = Callable[[list[File]], list[File]]

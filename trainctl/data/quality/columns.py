@@ -102,7 +102,6 @@ class Columns:
 
     folder: Path
     manifest: Mapping[str, Any]
-    """Content of `manifest.json`."""
 
     @classmethod
     def load(cls, folder: Path) -> Columns:
@@ -215,9 +214,7 @@ class MeasuredPart:
     source: str
     name: str
     columns: Columns
-    """Measured columns of the part."""
     first: int
-    """Id of the part's first document."""
 
     @property
     def ids(self) -> I64:
@@ -237,7 +234,6 @@ class MeasuredCorpus:
     """The table of all parts."""
 
     parts: Sequence[MeasuredPart]
-    """Parts in the order of their ids."""
 
     @classmethod
     def load(

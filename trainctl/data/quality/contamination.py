@@ -72,14 +72,11 @@ class HeldOut:
     """Hashed n-grams of held-out texts."""
 
     key: str
-    """Digest of the n-grams."""
     ngrams: U64
     numbers: I64
     """Number of the first text with each n-gram, [n-grams]."""
     sizes: tuple[int, ...]
-    """The different lengths of the n-grams, in words."""
     too_short: int
-    """Number of texts that are too short to search for."""
     table: npt.NDArray[np.bool_]
     """Lookup by the top bits of a hash: False if no n-gram has them, which excludes most hashes
     quickly.

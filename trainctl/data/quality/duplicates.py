@@ -143,7 +143,6 @@ class Pairs:
     ids: I64
     """Two ids a row, the lower first; rows ascend: [pairs, 2]."""
     jaccard: npt.NDArray[np.float32]
-    """Jaccard index of each pair, [pairs]."""
 
     def above(self, threshold: float) -> Pairs:
         """Return the pairs with an index of at least `threshold`."""
@@ -378,7 +377,6 @@ class Passages:
     anchor: I64
     """Number of the anchor, from 0 without gaps, [occurrences]."""
     document: I64
-    """Id of the document, [occurrences]."""
     word: I64
     """Word of the document at which the anchor begins, [occurrences]."""
 

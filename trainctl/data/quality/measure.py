@@ -46,11 +46,8 @@ class WantedColumns:
     """Columns to measure of all parts."""
 
     exact: bool = True
-    """Whether to hash texts."""
     near: bool = True
-    """Whether to compute MinHash signatures."""
     passages: bool = False
-    """Whether to find anchors of passages."""
     held_out: Path | None = None
     """Folder of held-out n-grams (`contamination.write_held_out`), or None."""
 

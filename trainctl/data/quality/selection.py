@@ -67,7 +67,6 @@ class Example:
     source: str
     part: str
     number: int
-    """Number of the document in its part."""
     value: float | None = None
     """The number that decided: the filter's statistic, the number of held-out n-grams, the
     Jaccard index, or the share of words in shared passages. None if it is not finite.

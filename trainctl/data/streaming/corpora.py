@@ -136,7 +136,6 @@ class StreamedCorpus(Corpus):
     """A remote corpus that is read through a local cache."""
 
     stream: Stream | None = None
-    """Reader of the shards."""
 
     def tokens(self, split: Split, *, in_order: bool = True) -> StreamedTokens:
         """Return the split's ids, which are fetched when they are read."""

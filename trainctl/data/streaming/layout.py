@@ -36,9 +36,7 @@ class ShardFacts:
     documents: int
     """Number of documents that end in the shard."""
     size: int
-    """Bytes of the file."""
     crc: int
-    """CRC-32 of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class StreamRecord:
     corpus: dict[str, Any]
     """Record of the corpus (`corpus.json`) on the machine that prepared it."""
     tokenizer: str
-    """Fingerprint of the tokenizer."""
     shard_tokens: int
     """Tokens of each shard except the last of a split."""
     shards: dict[str, tuple[ShardFacts, ...]]
