@@ -5,7 +5,7 @@ blocks the answers are found by prefixes. The rendering of the messages before a
 generation prompt, must be a prefix of the rendering of the whole conversation, and so must the
 rendering up to and including the answer. The answer lies between the two prefixes, with the token
 that ends its turn. A template that renders earlier turns differently once others follow is refused,
-because its learned tokens are not known.
+because the tokens of its answers are not known.
 
 User text is plain text: the name of a special token in it is encoded as its letters and cannot
 forge a turn. In messages of a user or a tool this also holds for any other added token that the
@@ -189,10 +189,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         learn: Learn = Learn.assistant,
     ) -> ChatTokens:
-        """Encode a conversation and return its ids with the mask of learned tokens.
+        """Encode a conversation and return its ids with the loss mask.
 
         No token is added to what the template writes. The token that ends an assistant turn is
-        learned if the template writes one: inside the `{% generation %}` block, or anywhere if
+        has a loss if the template writes one: inside the `{% generation %}` block, or anywhere if
         there are no such blocks. `tools` are JSON schemas of the tools that may be called.
 
         Raises:
@@ -260,7 +260,7 @@ class ChatTemplate:
         if len(special):
             last = first + int(special[-1]) + 1
             if not whole[places[last - 1, 1] : len(through_answer.text)].strip():
-                end = last  # white space after the turn is not learned
+                end = last  # white space after the turn has no loss
         return first, end
 
     def _not_a_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:

@@ -87,7 +87,7 @@ class Corpus:
     """Digest of the same tokens in format 1, for a run that started with format 1."""
     format: int = FORMAT
     is_marked: bool = False
-    """Whether each id carries a bit that tells whether it is learned (`data.token_arrays`)."""
+    """Whether ids carry loss marks (`data.token_arrays`)."""
 
     def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
         """Return the split's ids without loss marks, shape (tokens,), read by slices.
@@ -98,7 +98,7 @@ class Corpus:
         return UnmarkedTokens(found) if self.is_marked else found
 
     def loss_mask(self, split: Split) -> LossMask | None:
-        """Return the split's loss mask, read by slices; None if every token is learned."""
+        """Return the split's loss mask, read by slices; None if every token has a loss."""
         return LossMask(self.stored(split, in_order=False)) if self.is_marked else None
 
     def stored(self, split: Split, *, in_order: bool = True) -> Tokens:

@@ -133,7 +133,7 @@ def select_training_documents(
     The caller holds the lock of `folder`, so that no other process uses it meanwhile.
 
     Args:
-        whole: The run's `data` section: deduplication, precedence, held-out sets.
+        run_data: The run's `data` section: deduplication, precedence, held-out sets.
         workers: Number of processes; None uses as many as are worth their start, up to one per
             core.
 

@@ -121,7 +121,7 @@ def conversations_of(
 ) -> Conversations:
     """Return each conversation as one piece; conversations that are too long are cut or left out.
 
-    A cut conversation is left out too if nothing in its beginning is learned. So is a conversation
+    A cut conversation is left out too if no token of its beginning has a loss. So is a conversation
     that its template could not render, which has no token.
 
     Args:

@@ -61,7 +61,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class ChatStretch:
-    """Consecutive tokens of a sample that are either all learned or all not learned."""
+    """Consecutive tokens of a sample that all have a loss, or all have none."""
 
     text: str
     has_loss: bool
@@ -84,7 +84,7 @@ class Sample:
     text: str
     is_cut: bool
     stretches: tuple[ChatStretch, ...] = ()
-    """Text divided into learned and other tokens; only of sources with loss marks."""
+    """Text divided by the loss mask; only of sources with loss marks."""
 
 
 def parse_counters(text: str) -> list[int]:
@@ -245,7 +245,7 @@ def _stretches(
     tokenizer: Tokenizer,
     most_characters: int,
 ) -> Iterator[ChatStretch]:
-    """Yield a sample's text by runs of learned and other tokens. The first token is no label."""
+    """Yield a sample's text by runs of the loss mask. The first token is no label."""
     has_loss = np.concatenate([[False], ~ignored[: len(ids) - 1]])
     borders = np.flatnonzero(np.diff(has_loss)) + 1
     for first, end in pairwise([0, *borders.tolist(), len(ids)]):

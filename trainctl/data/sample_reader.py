@@ -22,8 +22,8 @@ class SampleBatch:
     ends: npt.NDArray[np.bool_]
     """True for the last token of each document, (samples, length)."""
     ignored: npt.NDArray[np.bool_]
-    """True for tokens without a label, (samples, length): padding, and the token before a token
-    that is padding or not learned.
+    """True where the label is ignored, (samples, length): padding, and the token before a token
+    that is padding or has no loss.
     """
 
     @classmethod
@@ -126,7 +126,7 @@ class SampleReader:
     def _mark_ignored(
         self, ignored: npt.NDArray[np.bool_], start: int, *, is_whole: bool = False
     ) -> None:
-        """Mark the tokens that precede tokens which are not learned.
+        """Mark the tokens that precede tokens without a loss.
 
         `ignored` is the mask of consecutive tokens, the first at position `start` of the text. With
         `is_whole` a document ends with the last token, so that the next token is no label of it.

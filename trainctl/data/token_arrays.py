@@ -172,7 +172,7 @@ def marked_vocab_size(vocab_size: int) -> int:
 
 
 def marked(ids: Ids, loss_mask: npt.NDArray[np.bool_], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Set the mark of the learned ids. Both arrays have the shape (tokens,)."""
+    """Set the mark of ids with a loss. Both arrays have the shape (tokens,)."""
     return np.where(loss_mask, ids | (marked_vocab_size(vocab_size) >> 1), ids).astype(np.int64)
 
 

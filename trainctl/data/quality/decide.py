@@ -57,10 +57,9 @@ def decide_removals(
 
     Args:
         rules: Every source must be measured for its filters.
-        same: Identical texts, from `exact_duplicates.find_identical_texts`.
-        pairs: Near duplicates, from `near_duplicates.near_pairs` at the threshold of the rules or a
-            lower one.
-        fixed: Mask of held-out documents, [documents]. They always stay, and precede all others.
+        identical: From `duplicates.find_identical_texts`.
+        pairs: From `duplicates.near_pairs`, at the threshold of the rules or a lower one.
+        protected: Mask of held-out documents, [documents]. They always stay and precede others.
             None has none.
     """
     removals = _Removals(corpus, protected)
@@ -108,8 +107,8 @@ class _Removals:
 
         Args:
             ids: Ids, ascending. Documents that are already removed only count in `Tally.applies`;
-                fixed ones stay.
-            likes: The document that stays in place of each.
+                protected ones stay.
+            originals: The document that stays in place of each.
         """
         goes = ~self.protected[ids]
         if not goes.all():
@@ -344,7 +343,7 @@ def select_documents(
         precedence: Sources, the first with the highest precedence; others follow by name.
         held_out: Texts to search for, if the rules have `contamination`.
         held_out_identity: Identity of these texts; if it is unchanged, none is read.
-        fixed: Returns the mask of a part's documents that always stay, [documents].
+        protected: Returns the mask of a part's documents that always stay, [documents].
 
     Raises:
         TrainctlError: What reading a part or a user's function raises; or stored results are

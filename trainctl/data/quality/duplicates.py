@@ -165,7 +165,7 @@ def near_pairs(
     bands miss a few pairs. This takes 24 bytes a pair beside `memory`.
 
     Args:
-        same: Identical texts, from `exact_duplicates.find_identical_texts`; copies are left out.
+        identical: From `find_identical_texts`; copies are left out.
         threshold: Minimum Jaccard index of the sets of word 5-grams.
         bands: Banding of the signatures; None finds 95 % of the pairs at the threshold.
     """
