@@ -12,7 +12,7 @@ from trainctl.config.codec import from_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
 from trainctl.data.store import TokenStore
-from trainctl.data.task_workers import work
+from trainctl.data.task_workers import run_unclaimed_tasks
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import encoder_of
 from trainctl.errors import TrainctlError
@@ -30,7 +30,7 @@ def main() -> int:
         data = read_section(job["data"])
         tokenizer = encoder_of(data, function_of("tokenizer", section.kind)(section))
         store = TokenStore(Path(job["folder"]), data, tokenizer)
-        work(store, [Task.from_plain(task) for task in job["tasks"]])
+        run_unclaimed_tasks(store, [Task.from_plain(task) for task in job["tasks"]])
     except TrainctlError as error:
         answer = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
         print(json.dumps(answer), flush=True)

@@ -191,7 +191,7 @@ class ChatTemplate:
     ) -> ChatTokens:
         """Encode a conversation and return its ids with the loss mask.
 
-        No token is added to what the template writes. The token that ends an assistant turn is
+        No token is added to what the template writes. The token that ends an assistant turn
         has a loss if the template writes one: inside the `{% generation %}` block, or anywhere if
         there are no such blocks. `tools` are JSON schemas of the tools that may be called.
 

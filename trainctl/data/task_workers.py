@@ -62,13 +62,15 @@ def run_tasks(
         require_space(store, tasks, open_tasks)
         count = worker_count(open_tasks, workers) if section is not None else 1
         if count > 1 and section is not None:
-            _in_processes(store, open_tasks, section, count, show)
+            _run_in_processes(store, open_tasks, section, count, show)
         else:
-            work(store, open_tasks, show)
+            run_unclaimed_tasks(store, open_tasks, show)
     store.finish(tasks)
 
 
-def work(store: TokenStore, tasks: Sequence[Task], show: Progress = ignore_progress) -> None:
+def run_unclaimed_tasks(
+    store: TokenStore, tasks: Sequence[Task], show: Progress = ignore_progress
+) -> None:
     """Do unclaimed tasks in this process until all tasks are done, by any process."""
     left = [task for task in tasks if not store.is_done(task)]
     meter = PreparationMeter(sum(task.size for task in left), show)
@@ -86,7 +88,7 @@ def work(store: TokenStore, tasks: Sequence[Task], show: Progress = ignore_progr
             time.sleep(_POLL_SECONDS)
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
 
@@ -99,10 +101,10 @@ def worker_count(tasks: Sequence[Task], workers: int | None) -> int:
     if workers is not None:
         return max(1, min(workers, len(tasks)))
     size = sum(task.size for task in tasks)
-    return max(1, min(cores(), len(tasks), size // _WORTH_A_PROCESS))
+    return max(1, min(available_cores(), len(tasks), size // _WORTH_A_PROCESS))
 
 
-def _in_processes(
+def _run_in_processes(
     store: TokenStore, tasks: Sequence[Task], section: TokenizerConfig, count: int, show: Progress
 ) -> None:
     """Run worker processes until all tasks are done, and kill them on any error.
@@ -137,7 +139,7 @@ def _in_processes(
 
 
 def _start(count: int) -> subprocess.Popen[bytes]:
-    threads = str(max(1, cores() // count))
+    threads = str(max(1, available_cores() // count))
     environment = {
         "RAYON_NUM_THREADS": threads,  # for the tokenizers library
         **os.environ,
@@ -165,7 +167,7 @@ def _watch(
         codes = [process.poll() for process in processes]
         for process, code in zip(processes, codes, strict=True):
             if code:
-                raise _error_of(process, code)
+                raise _process_error(process, code)
         looked = time.monotonic()
         done = [task for task in left if store.is_done(task)]
         for task in done:
@@ -178,7 +180,7 @@ def _watch(
         time.sleep(max(_POLL_SECONDS, 10 * (time.monotonic() - looked)))
 
 
-def _error_of(process: subprocess.Popen[bytes], code: int) -> TrainctlError:
+def _process_error(process: subprocess.Popen[bytes], code: int) -> TrainctlError:
     assert process.stdout is not None
     answer: dict[str, Any] = {}
     with suppress(ValueError):
