@@ -7,7 +7,7 @@ import mmap
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.remote import Notify
 from trainctl.runs.access import open_lock
 
 CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
 _BLOCK_BYTES = 1 << 24
-
-Notify = Callable[[str], None]
-"""Called with a sentence for the user, such as why a process waits."""
 
 
 def ignore_message(message: str) -> None:

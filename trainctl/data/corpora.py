@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.data.cache_files import Notify, ignore_message
+from trainctl.data.cache_files import ignore_message
 from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
@@ -25,6 +25,7 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.check import with_source_keys
+from trainctl.readers.remote import Notify
 from trainctl.runs.atomic import write_json
 
 Corpora = dict[str, Corpus]

@@ -17,7 +17,7 @@ from typing import Any
 from trainctl.config.quality import has_quality_rules
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
-from trainctl.data.cache_files import Notify, cache_folder, ignore_message, locked
+from trainctl.data.cache_files import cache_folder, ignore_message, locked
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
     bad_text,
@@ -47,7 +47,7 @@ from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
 from trainctl.readers.files import TextFiles, digest_of, split_files
-from trainctl.readers.remote import File, version_of
+from trainctl.readers.remote import File, Notify, version_of
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus"]
 

@@ -64,10 +64,13 @@ def _cached(config: RunConfig) -> Corpus | None:
 
 def _tokenized(config: RunConfig) -> Corpus:
     from trainctl.data.corpora import build_corpora
-    from trainctl.data.prepare import TokenizingProgress, say
+    from trainctl.data.prepare import TokenizingProgress
     from trainctl.data.tokenizer import load_tokenizer
+    from trainctl.readers.remote import print_notice
 
     if _cached(config) is None:
-        say("reading the corpus, to know how long training.epochs is; it is kept for the training")
+        print_notice(
+            "reading the corpus, to know how long training.epochs is; it is kept for the training"
+        )
     tokenizer = load_tokenizer(config.tokenizer)
-    return build_corpora(config, tokenizer, TokenizingProgress(), say)[SINGLE_SOURCE]
+    return build_corpora(config, tokenizer, TokenizingProgress(), print_notice)[SINGLE_SOURCE]

@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from trainctl.config.schema import OnTooLong, Packing, RunConfig
 from trainctl.data.cache_files import (
-    Notify,
     cache_folder,
     crc32_of,
     ignore_message,
@@ -46,6 +45,7 @@ from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.readers.files import digest_of
+from trainctl.readers.remote import Notify
 from trainctl.runs.atomic import sync_directory, write_json
 
 Array = npt.NDArray[np.int64]

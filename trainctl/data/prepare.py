@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,18 +26,14 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.layout import RunPaths
-
-
-def say(message: str) -> None:
-    """Print to stderr, which is the agent's log."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def prepare(
     plan: RunPlan,
     run: RunPaths,
-    notify: Callable[[str], None] = say,
+    notify: Notify = print_notice,
     show: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Tokenize the plan's corpus into the cache and record its location in `corpus.json`.
@@ -58,7 +53,7 @@ def prepare(
 
 def build_plan_corpora(
     plan: RunPlan,
-    notify: Callable[[str], None] = say,
+    notify: Notify = print_notice,
     show: Callable[[str], None] = lambda _: None,
     *,
     users_folder: Path | None = None,
@@ -164,7 +159,7 @@ def load_run_corpora(plan: RunPlan, run: RunPaths) -> Corpora:
 
     def build() -> Corpora:
         tokenizer = load_tokenizer(config.tokenizer)
-        return build_corpora(config, tokenizer, notify=say, users_folder=run.users_corpus)
+        return build_corpora(config, tokenizer, notify=print_notice, users_folder=run.users_corpus)
 
     if config.data.factory is not None:
         return build()
@@ -201,4 +196,4 @@ class TokenizingProgress:
             self._show(str(progress))
         if now - self._last >= 5:
             self._last = now
-            say(str(progress))
+            print_notice(str(progress))

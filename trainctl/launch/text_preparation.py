@@ -50,10 +50,10 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
     """
     from trainctl.data.corpora import build_corpora
     from trainctl.data.dropped_documents import dropped_by_source
-    from trainctl.data.prepare import say
     from trainctl.data.source_sampler import SHARD_TOKENS
     from trainctl.data.streaming.corpora import upload_corpus
     from trainctl.data.tokenizer import load_tokenizer
+    from trainctl.readers.remote import print_notice
 
     streamed = [
         name for name, section in sources_of(config.data).items() if section.kind == "stream"
@@ -64,13 +64,13 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
             hint="copy its folder",
         )
     tokenizer, counter = load_tokenizer(config.tokenizer), _DocumentCounter()
-    corpora = build_corpora(config, tokenizer, counter, say, workers=workers)
+    corpora = build_corpora(config, tokenizer, counter, print_notice, workers=workers)
     places = {}
     if to is not None:
         base = to.rstrip("/")
         places = {name: f"{base}/{name}" if config.data.sources else base for name in corpora}
         for name, corpus in corpora.items():
-            upload_corpus(corpus, tokenizer, places[name], SHARD_TOKENS, say)
+            upload_corpus(corpus, tokenizer, places[name], SHARD_TOKENS, print_notice)
     dropped = list(dropped_by_source(config)) if has_quality_rules(config.data) else []
     return PreparedText(
         documents=counter.documents, corpora=corpora, places=places, dropped=dropped

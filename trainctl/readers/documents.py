@@ -28,7 +28,7 @@ from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.secrets import redact_text
 from trainctl.errors import TrainctlError
 from trainctl.readers.files import TextFiles
-from trainctl.readers.remote import File, say
+from trainctl.readers.remote import File, print_notice
 
 EXAMPLES = 10
 """Maximum places of bad text that are recorded."""
@@ -258,7 +258,9 @@ class _Watch:
             for file, since in waiting:
                 if now - since >= SILENT_SECONDS:
                     seconds = f"{now - since:.0f} s"
-                    say(redact_text(f"still reading {file}: nothing has come for {seconds}"))
+                    print_notice(
+                        redact_text(f"still reading {file}: nothing has come for {seconds}")
+                    )
 
 
 _watch = _Watch()

@@ -49,10 +49,10 @@ _TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", 
 
 sleep = time.sleep
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def say(message: str) -> None:
+def print_notice(message: str) -> None:
     """Print a message on stderr."""
     print(message, file=sys.stderr, flush=True)
 
@@ -82,14 +82,14 @@ class RemoteFile:
         """Return a stat result in which only the size is meaningful."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.size, 0, 0, 0))
 
-    def open(self, mode: str = "rb", tell: Tell = say) -> BinaryIO:
+    def open(self, mode: str = "rb", notify: Notify = print_notice) -> BinaryIO:
         """Open the file; broken reads are resumed, up to `ATTEMPTS` times, and reported.
 
         Raises:
             TrainctlError: While reading: all attempts failed, or the file has changed.
         """
         assert mode == "rb"
-        return cast(BinaryIO, io.BufferedReader(_ResumableStream(self, tell), _READ_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_ResumableStream(self, notify), _READ_BYTES))
 
     def read_bytes(self) -> bytes:
         """Return the whole content."""
@@ -117,7 +117,7 @@ def version_of(file: File) -> str:
     return f"{file}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
-def list_url(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
+def list_url(url: str, notify: Notify = print_notice) -> tuple[list[RemoteFile], bool]:
     """Return the files of a URL, of a folder or of a glob, and whether the URL is a folder.
 
     For HTTP, `?` begins a query, only `*` makes a glob, and a page of links is a folder. A `file://`
@@ -127,7 +127,7 @@ def list_url(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
         TrainctlError: The protocol is unknown or its package missing (exit code 4), or no server
             answers.
     """
-    file_system, path = file_system_of(url, tell)
+    file_system, path = file_system_of(url, notify)
     protocol = url.partition("://")[0]
     signs = {"http": "*", "https": "*", "file": ""}.get(protocol, "*?[")
     is_glob = any(sign in url for sign in signs)
@@ -145,12 +145,12 @@ def list_url(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
             return file_system.find(path, detail=True), True
         return {path: entry}, False
 
-    entries, is_folder = call_with_retries(look, url, tell=tell)
+    entries, is_folder = call_with_retries(look, url, notify=notify)
     files = []
     for name, entry in entries.items():
         if entry.get("type") == "file":
             if entry.get("size") is None:  # a page of links gives no sizes
-                entry = call_with_retries(partial(file_system.info, name), url, tell=tell)
+                entry = call_with_retries(partial(file_system.info, name), url, notify=notify)
             files.append(_remote(protocol, name, entry))
     return sorted(files), is_folder
 
@@ -169,8 +169,8 @@ def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
 class _ResumableStream(io.RawIOBase):
     """Raw stream of a remote file, reopened at its position when reading fails."""
 
-    def __init__(self, file: RemoteFile, tell: Tell) -> None:
-        self._file, self._tell = file, tell
+    def __init__(self, file: RemoteFile, notify: Notify) -> None:
+        self._file, self._notify = file, notify
         self._at = 0
         self._stream: Any = None
 
@@ -192,7 +192,7 @@ class _ResumableStream(io.RawIOBase):
         wanted = min(len(buffer), self._file.size - self._at)
         if wanted <= 0:
             return 0
-        data = call_with_retries(lambda: self._read(wanted), self._file.url, self._at, self._tell)
+        data = call_with_retries(lambda: self._read(wanted), self._file.url, self._at, self._notify)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -244,7 +244,7 @@ def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
 
 
 def call_with_retries(
-    attempt: Callable[[], Any], url: str, at: int | None = None, tell: Tell = say
+    attempt: Callable[[], Any], url: str, at: int | None = None, notify: Notify = print_notice
 ) -> Any:
     """Return the result of a call of a file system, retried if a retry may succeed.
 
@@ -279,7 +279,7 @@ def call_with_retries(
             if isinstance(error, _FINAL) or is_missing_library:
                 raise _unreadable(url, why, "") from None
         if number < ATTEMPTS:
-            tell(
+            notify(
                 redact_text(
                     f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s"
                 )
@@ -321,9 +321,9 @@ def _missing(url: str, error: ImportError) -> TrainctlError:
     )
 
 
-def file_system_of(url: str, tell: Tell = say) -> tuple[Any, str]:
+def file_system_of(url: str, notify: Notify = print_notice) -> tuple[Any, str]:
     """Return the file system of a URL, and the URL's path within it."""
-    found: tuple[Any, str] = call_with_retries(partial(_file_system_of, url), url, tell=tell)
+    found: tuple[Any, str] = call_with_retries(partial(_file_system_of, url), url, notify=notify)
     return found
 
 

@@ -17,7 +17,7 @@ from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.plan.types import RunPlan
-from trainctl.readers.remote import say
+from trainctl.readers.remote import print_notice
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.imports import gc_disabled
 from trainctl.runs.layout import RunPaths
@@ -147,7 +147,7 @@ class Trainer:
 
     def _tell_stream(self, message: str) -> None:
         """Report which data this rank waits for, in its log and in the run's events."""
-        say(message)
+        print_notice(message)
         run = self._session.run
         with suppress(OSError), EventWriter(run.events, self._journal.attempt) as writer:
             writer.write("corpus", message=message, host=socket.gethostname())

@@ -24,9 +24,10 @@ from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 
-from trainctl.data.cache_files import Notify, crc32_of, writing
+from trainctl.data.cache_files import crc32_of, writing
 from trainctl.data.streaming.layout import ShardFacts
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.readers.remote import Notify
 from trainctl.runs.access import open_lock
 
 CHUNK_SAMPLES = 1 << 13

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.data.cache_files import Notify, cache_folder, writing
+from trainctl.data.cache_files import cache_folder, writing
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.order import SampleOrder
 from trainctl.data.streaming.cache import Lookahead, ShardCache
@@ -41,7 +41,7 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.plan.mixture import sources_of
-from trainctl.readers.remote import say
+from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.atomic import write_bytes
 
 _KEPT = 1e18
@@ -63,7 +63,7 @@ class Stream:
 
     def __init__(self, section: StreamConfig, record: StreamRecord) -> None:
         assert section.url is not None
-        self.notify: Notify = say
+        self.notify: Notify = print_notice
         self.record = record
         self.limit = section.cache_bytes
         self._ahead: Lookahead | None = None

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainctl.data.cache_files import Notify
 from trainctl.data.streaming.layout import (
     END,
     RECORD,
@@ -30,7 +29,14 @@ from trainctl.data.streaming.layout import (
 )
 from trainctl.data.token_arrays import Tokens
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.readers.remote import call_with_retries, file_system_of, is_url, list_url, say
+from trainctl.readers.remote import (
+    Notify,
+    call_with_retries,
+    file_system_of,
+    is_url,
+    list_url,
+    print_notice,
+)
 from trainctl.runs.atomic import write_bytes
 
 _BLOCK_BYTES = 1 << 24
@@ -49,7 +55,7 @@ def as_url(place: str) -> str:
     return f"file://{Path(place).expanduser().resolve()}"  # not quoted: fsspec decodes no %20
 
 
-def read_record(place: str, notify: Notify = say) -> StreamRecord:
+def read_record(place: str, notify: Notify = print_notice) -> StreamRecord:
     """Read the record of the corpus at a URL or in a folder.
 
     Raises:
@@ -80,7 +86,7 @@ def blocks_of_shard(place: str, digest: str, notify: Notify, name: str) -> Itera
             hint="write the corpus again: trainctl data prepare ... --to URL",
             exit_code=ExitCode.environment,
         )
-    with files[0].open(tell=notify) as stream:
+    with files[0].open(notify=notify) as stream:
         while block := stream.read(_BLOCK_BYTES):
             yield block
 
@@ -90,7 +96,7 @@ def upload_shards(
     record: StreamRecord,
     splits: dict[str, SplitArrays],
     show: Callable[[str], None],
-    notify: Notify = say,
+    notify: Notify = print_notice,
 ) -> StreamRecord:
     """Write a corpus to a URL or into a folder, and return the record with its shards.
 
@@ -158,7 +164,7 @@ def _text_of(url: str, notify: Notify) -> bytes | None:
         except FileNotFoundError:
             return None
 
-    found: bytes | None = call_with_retries(look, url, tell=notify)
+    found: bytes | None = call_with_retries(look, url, notify=notify)
     return found
 
 
@@ -167,6 +173,6 @@ def _put(url: str, raw: bytes, notify: Notify) -> None:
     file_system, path = file_system_of(url)
     if url.startswith("file://"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        call_with_retries(partial(write_bytes, Path(path), raw), url, tell=notify)
+        call_with_retries(partial(write_bytes, Path(path), raw), url, notify=notify)
     else:
-        call_with_retries(partial(file_system.pipe_file, path, raw), url, tell=notify)
+        call_with_retries(partial(file_system.pipe_file, path, raw), url, notify=notify)
