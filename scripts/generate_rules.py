@@ -15,7 +15,7 @@ from rule_examples import meanings
 
 from trainctl.rules.deepspeed_schema import load
 from trainctl.rules.handbook import JSON_PAGE, PLAN_PAGE, READING_PAGE, Meaning
-from trainctl.rules.registry import JSON_RULES
+from trainctl.rules.registry import JSON_RULES, PLAN_RULES
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "rules.md"
@@ -44,8 +44,8 @@ def page(rules: Mapping[str, Meaning]) -> str:
     """The whole page of tables, as Markdown."""
     parts = [
         INTRODUCTION,
-        "## The configuration and the plan\n| rule | what must hold |\n|---|---|",
-        "\n".join(_rows(rules, PLAN_PAGE)),
+        "## The configuration and the plan\n| rule | what must hold | keys |\n|---|---|---|",
+        "\n".join(_plan_rows()),
         "\n## While reading, and on this machine\n| rule | what is found |\n|---|---|",
         "\n".join(_rows(rules, READING_PAGE)),
         "",
@@ -91,6 +91,13 @@ def _comparison() -> Iterator[str]:
     yield "and trainctl refuses breaks a rule of the table above where DeepSpeed says nothing or"
     yield "fails later; and Hjson without quotes or commas is refused (TC200). Not drawn are"
     yield "settings that two CPU processes cannot show: GPU kernels, NVMe, real models, services."
+
+
+def _plan_rows() -> Iterator[str]:
+    for rule in PLAN_RULES:
+        keys = ", ".join(f"`{key}`" for key in rule.keys if key != "*") or "any"
+        title = f"[{_cell(rule.title)}]({PLAN_PAGE}.md#{rule.code.lower()})"
+        yield f"| {rule.code} | {title} | {keys} |"
 
 
 def _rows(rules: Mapping[str, Meaning], page: str) -> Iterator[str]:

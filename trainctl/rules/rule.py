@@ -150,8 +150,9 @@ def rule(
     *keys: str,
     example: str | Mapping[str, Any] = "",
     severity: Severity = Severity.error,
-    file: str = "",
-    meets: Enforcement = Enforcement.refused,
+    refused: str = "",
+    silent: str = "",
+    later: str = "",
     **more: Any,
 ) -> Callable[[Check[Input]], Rule[Input]]:
     """Return a decorator that makes a function a rule, and registers it.
@@ -159,7 +160,9 @@ def rule(
     Args:
         keys: Keys that the rule reports; the first is the key of problems that name none.
         example: What breaks the rule: arguments of `trainctl validate`, or values of a JSON.
-        file: File of DeepSpeed, for a rule over JSONs.
+        refused: For a rule over JSONs, the file of DeepSpeed that refuses one that breaks it.
+        silent: The file in its place that does something else than one expects.
+        later: The file in its place that fails later.
         more: Other fields of the `RuleExample`.
     """
     given: dict[str, Any] = (
@@ -168,7 +171,8 @@ def rule(
     shown = RuleExample(**given, **more)
 
     def make(check: Check[Input]) -> Rule[Input]:
-        told = meets if file else None
-        return register(Rule(code, check, keys, severity, example=shown, file=file, meets=told))
+        files = zip(Enforcement, (refused, silent, later), strict=True)
+        meets, file = next((each for each in files if each[1]), (None, ""))
+        return register(Rule(code, check, keys, severity, example=shown, file=file, meets=meets))
 
     return make

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainctl.plan.nearest import choices, nearest_divisors, nearest_multiples
 from trainctl.rules.deepspeed.case import AUTO, Case
 from trainctl.rules.deepspeed.values import is_whole
-from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 TOTAL, MICRO, STEPS = (
     "train_batch_size",
@@ -19,7 +19,7 @@ TOTAL, MICRO, STEPS = (
 @rule(
     "TC220",
     "train_micro_batch_size_per_gpu",
-    file="runtime/config.py",
+    refused="runtime/config.py",
     example={"train_batch_size": LEFT_OUT, "train_micro_batch_size_per_gpu": LEFT_OUT},
 )
 def a_batch_is_given(case: Case) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def a_batch_is_given(case: Case) -> Iterator[Problem]:
     )
 
 
-@rule("TC221", "train_batch_size", file="runtime/config.py", example={"train_batch_size": 7})
+@rule("TC221", "train_batch_size", refused="runtime/config.py", example={"train_batch_size": 7})
 def the_batch_is_a_product(case: Case) -> Iterator[Problem]:
     """train_batch_size = micro batch x accumulation steps x data-parallel ranks.
 
@@ -64,8 +64,7 @@ def the_batch_is_a_product(case: Case) -> Iterator[Problem]:
 @rule(
     "TC222",
     "sequence_parallel_size",
-    file="runtime/config.py",
-    meets=Enforcement.later,
+    later="runtime/config.py",
     example={"sequence_parallel_size": 3, "train_micro_batch_size_per_gpu": LEFT_OUT},
 )
 def sequence_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
@@ -87,7 +86,7 @@ def sequence_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
 @rule(
     "TC223",
     "data_parallel_size",
-    file="__init__.py",
+    refused="__init__.py",
     example={"sequence_parallel_size": 2, "data_parallel_size": 2},
 )
 def the_mesh_holds_all_ranks(case: Case) -> Iterator[Problem]:
@@ -113,8 +112,7 @@ def the_mesh_holds_all_ranks(case: Case) -> Iterator[Problem]:
     "TC224",
     "data_parallel_size",
     severity=WARNING,
-    file="__init__.py",
-    meets=Enforcement.silent,
+    silent="__init__.py",
     example={"data_parallel_size": 4},
 )
 def the_data_size_has_an_effect(case: Case) -> Iterator[Problem]:
@@ -134,8 +132,7 @@ def the_data_size_has_an_effect(case: Case) -> Iterator[Problem]:
     "TC225",
     "tensor_parallel.autotp_size",
     severity=WARNING,
-    file="runtime/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py",
     example={
         "tensor_parallel": {
             "autotp_size": 2,
@@ -173,7 +170,7 @@ def tensor_ranks_share_their_samples(case: Case) -> Iterator[Problem]:
 @rule(
     "TC226",
     "tensor_parallel.autotp_size",
-    file="utils/groups.py",
+    refused="utils/groups.py",
     example={"tensor_parallel": {"autotp_size": 3}},
 )
 def tensor_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:

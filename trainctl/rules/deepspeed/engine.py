@@ -10,7 +10,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.plan.nearest import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed.values import is_number, outside
-from trainctl.rules.rule import WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import WARNING, Problem, rule
 
 ZERO = "zero_optimization"
 STAGE = f"{ZERO}.stage"
@@ -24,7 +24,7 @@ RANDOM_LTD_NEEDS = ("total_layer_num", "random_ltd_layer_num", "random_ltd_sched
 @rule(
     "TC215",
     "zero_optimization.stage",
-    file="runtime/pipe/engine.py",
+    refused="runtime/pipe/engine.py",
     example={"stages": 2, "zero_optimization.stage": 2},
 )
 def pipelines_keep_their_gradients(case: Case) -> Iterator[Problem]:
@@ -46,8 +46,7 @@ def pipelines_keep_their_gradients(case: Case) -> Iterator[Problem]:
 @rule(
     "TC216",
     "gradient_clipping",
-    file="runtime/pipe/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/pipe/engine.py",
     example={"stages": 2, "zero_optimization.stage": 0, "gradient_clipping": 1.0},
 )
 def pipelines_clip_over_all_stages(case: Case) -> Iterator[Problem]:
@@ -69,7 +68,7 @@ def pipelines_clip_over_all_stages(case: Case) -> Iterator[Problem]:
 @rule(
     "TC217",
     "managed_gradient_accumulation",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={
         "managed_gradient_accumulation": False,
         "zero_optimization.stage": 1,
@@ -100,8 +99,7 @@ def the_engine_accumulates(case: Case) -> Iterator[Problem]:
     "TC218",
     "tensor_parallel.autotp_size",
     "sequence_parallel_size",
-    file="module_inject, sequence/layer.py",
-    meets=Enforcement.later,
+    later="module_inject, sequence/layer.py",
     example={"tensor_parallel.autotp_size": 3},
     around=JsonContext(model=ModelConfig(num_attention_heads=4)),
     situation="With `--model DIR`, a model of 4 attention heads",
@@ -128,8 +126,7 @@ def heads_are_shared_evenly(case: Case) -> Iterator[Problem]:
 @rule(
     "TC434",
     "tensor_parallel.preset_model",
-    file="runtime/tensor_parallel/config.py",
-    meets=Enforcement.silent,
+    silent="runtime/tensor_parallel/config.py",
     example={"tensor_parallel.preset_model": "lama"},
 )
 def the_preset_exists(case: Case) -> Iterator[Problem]:
@@ -150,7 +147,7 @@ def the_preset_exists(case: Case) -> Iterator[Problem]:
     "expert_parallel.expert_tensor_parallel_size",
     "expert_parallel.autoep_size",
     "expert_parallel.enabled",
-    file="module_inject/auto_ep_folding.py",
+    refused="module_inject/auto_ep_folding.py",
     example={"expert_parallel": {"enabled": True, "autoep_size": 3}},
 )
 def experts_go_with_the_rest(case: Case) -> Iterator[Problem]:
@@ -189,8 +186,7 @@ def experts_go_with_the_rest(case: Case) -> Iterator[Problem]:
     "TC295",
     "activation_checkpointing.contiguous_memory_optimization",
     severity=WARNING,
-    file="runtime/activation_checkpointing/checkpointing.py",
-    meets=Enforcement.later,
+    later="runtime/activation_checkpointing/checkpointing.py",
     example={"activation_checkpointing": {"contiguous_memory_optimization": True}},
 )
 def contiguous_checkpoints_have_a_size(case: Case) -> Iterator[Problem]:
@@ -219,8 +215,7 @@ def contiguous_checkpoints_have_a_size(case: Case) -> Iterator[Problem]:
     "TC296",
     "activation_checkpointing",
     severity=WARNING,
-    file="runtime/activation_checkpointing/checkpointing.py",
-    meets=Enforcement.silent,
+    silent="runtime/activation_checkpointing/checkpointing.py",
     example={"activation_checkpointing": {"partition_activations": True}},
 )
 def recomputation_needs_the_model(case: Case) -> Iterator[Problem]:
@@ -242,7 +237,7 @@ def recomputation_needs_the_model(case: Case) -> Iterator[Problem]:
     "TC246",
     "checkpoint.writer",
     "checkpoint.writer.data_parallel",
-    file="runtime/model_checkpointing",
+    refused="runtime/model_checkpointing",
     example={"checkpoint.writer": {"type": "python"}},
 )
 def the_writer_can_be_made(case: Case) -> Iterator[Problem]:
@@ -263,7 +258,7 @@ def the_writer_can_be_made(case: Case) -> Iterator[Problem]:
         )
 
 
-@rule("TC297", "*.enabled", file="monitor", example={"comet.enabled": True})
+@rule("TC297", "*.enabled", refused="monitor", example={"comet.enabled": True})
 def monitors_are_installed(case: Case) -> Iterator[Problem]:
     """The package of each enabled monitor is installed.
 
@@ -282,7 +277,7 @@ def monitors_are_installed(case: Case) -> Iterator[Problem]:
     "TC298",
     "*.*",
     "data_efficiency.data_routing.random_ltd.*",
-    file="runtime/data_pipeline/config.py",
+    refused="runtime/data_pipeline/config.py",
     example={"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}},
 )
 def data_efficiency_is_complete(case: Case) -> Iterator[Problem]:
@@ -314,8 +309,7 @@ def data_efficiency_is_complete(case: Case) -> Iterator[Problem]:
     "compile.offload_opt_states",
     "compile.*",
     "compile.passes",
-    file="compile",
-    meets=Enforcement.later,
+    later="compile",
     example={
         "compile.deepcompile": True,
         "compile.offload_activation": True,

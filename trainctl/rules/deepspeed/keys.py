@@ -15,10 +15,10 @@ from trainctl.rules.deepspeed.case import (
 )
 from trainctl.rules.deepspeed.values import outside, read, shown
 from trainctl.rules.deepspeed_schema import Path, Schema
-from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 
-@rule("TC203", "*", file="runtime/config_utils.py", example={"fp16.loss_scale_windw": 10})
+@rule("TC203", "*", refused="runtime/config_utils.py", example={"fp16.loss_scale_windw": 10})
 def checked_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
     """Sections that DeepSpeed validates contain known keys only.
 
@@ -27,13 +27,7 @@ def checked_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
     yield from _unknown_keys(case, "refused")
 
 
-@rule(
-    "TC204",
-    "*",
-    file="runtime/config.py",
-    meets=Enforcement.silent,
-    example={"gradient_cliping": 0.5},
-)
+@rule("TC204", "*", silent="runtime/config.py", example={"gradient_cliping": 0.5})
 def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
     """Keys at the top level, and in sections that DeepSpeed does not validate, are keys that it
     reads.
@@ -49,8 +43,7 @@ def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
     "TC433",
     "*",
     severity=WARNING,
-    file="runtime/config.py",
-    meets=Enforcement.silent,
+    silent="runtime/config.py",
     example={"my_own_tool": {"verbose": True}},
 )
 def keys_of_other_programs_are_known(case: Case) -> Iterator[Problem]:
@@ -63,7 +56,7 @@ def keys_of_other_programs_are_known(case: Case) -> Iterator[Problem]:
             yield problem._replace(hint=_LEAVE_OUT)
 
 
-@rule("TC205", "*", file="runtime/config.py", example={"amp": {"enabled": True}})
+@rule("TC205", "*", refused="runtime/config.py", example={"amp": {"enabled": True}})
 def removed_keys_are_gone(case: Case) -> Iterator[Problem]:
     """No key has been removed from DeepSpeed.
 
@@ -82,8 +75,7 @@ def removed_keys_are_gone(case: Case) -> Iterator[Problem]:
     "zero_optimization",
     "*",
     severity=WARNING,
-    file="runtime/config_utils.py",
-    meets=Enforcement.silent,
+    silent="runtime/config_utils.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.cpu_offload": True,
@@ -111,7 +103,7 @@ def keys_are_not_deprecated(case: Case) -> Iterator[Problem]:
 @rule(
     "TC207",
     "*",
-    file="runtime/config_utils.py",
+    refused="runtime/config_utils.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.cpu_offload": True,
@@ -135,7 +127,7 @@ def one_name_for_one_setting(case: Case) -> Iterator[Problem]:
             yield Problem(f"{name} and {other} are the same setting", f"leave out {name}", key=name)
 
 
-@rule("TC208", "*", file="runtime/config.py", example={"train_batch_size": "auto"})
+@rule("TC208", "*", refused="runtime/config.py", example={"train_batch_size": "auto"})
 def nothing_is_left_open(case: Case) -> Iterator[Problem]:
     """No value that DeepSpeed uses unchecked is "auto".
 
@@ -147,8 +139,7 @@ def nothing_is_left_open(case: Case) -> Iterator[Problem]:
 @rule(
     "TC227",
     "*",
-    file="runtime/config_utils.py",
-    meets=Enforcement.silent,
+    silent="runtime/config_utils.py",
     example={"zero_optimization.reduce_bucket_size": "auto"},
 )
 def nothing_is_dropped(case: Case) -> Iterator[Problem]:
@@ -165,8 +156,7 @@ def nothing_is_dropped(case: Case) -> Iterator[Problem]:
     "TC209",
     "*",
     severity=WARNING,
-    file="runtime/config_utils.py",
-    meets=Enforcement.later,
+    later="runtime/config_utils.py",
     example={"train_batch_size": "auto"},
     around=JsonContext(fills_auto=True),
     situation="Read by transformers' Trainer, which fills in the value",
@@ -189,7 +179,7 @@ def others_fill_in_what_they_can(case: Case) -> Iterator[Problem]:
 @rule(
     "TC210",
     "*",
-    file="runtime/config_utils.py",
+    refused="runtime/config_utils.py",
     example={"zero_optimization.reduce_bucket_size": "5e8"},
 )
 def checked_values_have_their_type(case: Case) -> Iterator[Problem]:
@@ -200,13 +190,7 @@ def checked_values_have_their_type(case: Case) -> Iterator[Problem]:
     yield from _wrong_types(case, checked=True)
 
 
-@rule(
-    "TC211",
-    "*",
-    file="runtime/config.py",
-    meets=Enforcement.later,
-    example={"train_batch_size": "4"},
-)
+@rule("TC211", "*", later="runtime/config.py", example={"train_batch_size": "4"})
 def other_values_have_their_type(case: Case) -> Iterator[Problem]:
     """Values that DeepSpeed uses unchecked have the type of their key.
 
@@ -215,7 +199,7 @@ def other_values_have_their_type(case: Case) -> Iterator[Problem]:
     yield from _wrong_types(case, checked=False)
 
 
-@rule("TC212", "*", file="runtime/config_utils.py", example={"zero_optimization.stage": 4})
+@rule("TC212", "*", refused="runtime/config_utils.py", example={"zero_optimization.stage": 4})
 def checked_values_are_in_range(case: Case) -> Iterator[Problem]:
     """Values in sections that DeepSpeed validates are in the range of their key.
 
@@ -224,13 +208,7 @@ def checked_values_are_in_range(case: Case) -> Iterator[Problem]:
     yield from _out_of_range(case, checked=True)
 
 
-@rule(
-    "TC213",
-    "*",
-    file="runtime/config.py",
-    meets=Enforcement.later,
-    example={"communication_data_type": "fp8"},
-)
+@rule("TC213", "*", later="runtime/config.py", example={"communication_data_type": "fp8"})
 def other_values_are_in_range(case: Case) -> Iterator[Problem]:
     """Values that DeepSpeed uses unchecked are in the range of their key.
 
@@ -243,8 +221,7 @@ def other_values_are_in_range(case: Case) -> Iterator[Problem]:
     "TC214",
     "*",
     severity=WARNING,
-    file="runtime/config_utils.py",
-    meets=Enforcement.silent,
+    silent="runtime/config_utils.py",
     example={"zero_optimization.stage": 2, "zero_optimization.reduce_bucket_size": "500000"},
 )
 def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:

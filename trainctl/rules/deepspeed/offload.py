@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed.values import is_number, shown
-from trainctl.rules.rule import LEFT_OUT, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, Problem, rule
 
 STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer"
@@ -21,8 +21,7 @@ ADAM_TENSORS = 4
     "TC286",
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param.device",
-    file="runtime/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.offload_param": {"device": "cpu", "pin_memory": False},
@@ -61,7 +60,7 @@ def offload_has_its_stage(case: Case) -> Iterator[Problem]:
 @rule(
     "TC287",
     "zero_optimization.offload_optimizer.ratio",
-    file="runtime/zero/config.py, runtime/zero/stage3.py",
+    refused="runtime/zero/config.py, runtime/zero/stage3.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5},
@@ -89,8 +88,7 @@ def a_part_is_offloaded_at_stage_3(case: Case) -> Iterator[Problem]:
 @rule(
     "TC288",
     "*.nvme_path",
-    file="runtime/zero/partition_parameters.py, runtime/zero/stage3.py",
-    meets=Enforcement.later,
+    later="runtime/zero/partition_parameters.py, runtime/zero/stage3.py",
     example={"zero_optimization.stage": 3, "zero_optimization.offload_param": {"device": "nvme"}},
 )
 def nvme_has_a_path(case: Case) -> Iterator[Problem]:
@@ -115,8 +113,7 @@ def nvme_has_a_path(case: Case) -> Iterator[Problem]:
     "TC289",
     "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_param.buffer_size",
-    file="runtime/swap_tensor",
-    meets=Enforcement.later,
+    later="runtime/swap_tensor",
     example={
         "zero_optimization.stage": 3,
         "zero_optimization.offload_optimizer": {
@@ -156,7 +153,10 @@ def nvme_buffers_hold_a_parameter(case: Case) -> Iterator[Problem]:
 
 
 @rule(
-    "TC290", "aio.use_gds", file="runtime/swap_tensor/aio_config.py", example={"aio.use_gds": True}
+    "TC290",
+    "aio.use_gds",
+    refused="runtime/swap_tensor/aio_config.py",
+    example={"aio.use_gds": True},
 )
 def gds_is_for_cuda(case: Case) -> Iterator[Problem]:
     """GPUDirect Storage is used on CUDA.
@@ -170,7 +170,7 @@ def gds_is_for_cuda(case: Case) -> Iterator[Problem]:
 @rule(
     "TC291",
     "zero_optimization.offload_optimizer.super_offload",
-    file="runtime/superoffload/superoffload_stage3.py",
+    refused="runtime/superoffload/superoffload_stage3.py",
     example={
         "zero_optimization.stage": 3,
         "zero_optimization.offload_optimizer": {
@@ -193,8 +193,7 @@ def super_offload_is_for_cuda(case: Case) -> Iterator[Problem]:
 @rule(
     "TC292",
     "zero_optimization.offload_optimizer.super_offload",
-    file="runtime/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.offload_optimizer": {
@@ -224,7 +223,7 @@ def super_offload_has_its_stage(case: Case) -> Iterator[Problem]:
     "zero_optimization.zenflow",
     "zero_optimization.zenflow.offload",
     "zero_optimization.zenflow.select_interval",
-    file="runtime/zenflow",
+    refused="runtime/zenflow",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.offload_optimizer": LEFT_OUT,
@@ -256,8 +255,7 @@ def zenflow_has_what_it_needs(case: Case) -> Iterator[Problem]:
 @rule(
     "TC294",
     "zero_optimization.zenflow",
-    file="runtime/zenflow",
-    meets=Enforcement.later,
+    later="runtime/zenflow",
     example={"zero_optimization.stage": 0, "zero_optimization.zenflow": {}},
 )
 def zenflow_has_its_stage(case: Case) -> Iterator[Problem]:
@@ -274,8 +272,7 @@ def zenflow_has_its_stage(case: Case) -> Iterator[Problem]:
 @rule(
     "TC247",
     "zero_optimization.zenflow",
-    file="runtime/zenflow/engine_stage3.py",
-    meets=Enforcement.later,
+    later="runtime/zenflow/engine_stage3.py",
     example={
         "zero_optimization.stage": 3,
         "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False},
@@ -303,7 +300,7 @@ def zenflow_is_for_gpus_at_stage_3(case: Case) -> Iterator[Problem]:
 @rule(
     "TC248",
     "optimizer.params.*",
-    file="runtime/zenflow/zenflow_stage_1_and_2.py",
+    refused="runtime/zenflow/zenflow_stage_1_and_2.py",
     example={
         "zero_optimization.stage": 1,
         "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False},
@@ -330,8 +327,7 @@ def zenflow_takes_the_parameters(case: Case) -> Iterator[Problem]:
 @rule(
     "TC249",
     "zero_optimization.zenflow",
-    file="runtime/zero/stage_1_and_2.py",
-    meets=Enforcement.silent,
+    silent="runtime/zero/stage_1_and_2.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False},

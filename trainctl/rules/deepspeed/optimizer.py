@@ -8,14 +8,14 @@ from importlib.util import find_spec
 from trainctl.config.suggest import nearest
 from trainctl.rules.deepspeed.case import AUTO, Case
 from trainctl.rules.deepspeed.values import is_number, shown
-from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ADAMS = ("adam", "adamw")
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW")
 """Optimizers that runtime/zero/utils.py lists as tested; with offload, DeepSpeed's own kernels."""
 
 
-@rule("TC250", "optimizer.type", file="runtime/engine.py", example={"optimizer.type": "AdamZ"})
+@rule("TC250", "optimizer.type", refused="runtime/engine.py", example={"optimizer.type": "AdamZ"})
 def the_optimizer_exists(case: Case) -> Iterator[Problem]:
     """optimizer.type is an optimizer of DeepSpeed or of torch.optim, in torch's spelling.
 
@@ -41,7 +41,7 @@ def the_optimizer_exists(case: Case) -> Iterator[Problem]:
 @rule(
     "TC251",
     "optimizer.params.*",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"optimizer.params.weight_decays": 0.1},
 )
 def the_optimizer_takes_its_parameters(case: Case) -> Iterator[Problem]:
@@ -66,7 +66,7 @@ def the_optimizer_takes_its_parameters(case: Case) -> Iterator[Problem]:
 @rule(
     "TC252",
     "optimizer.params.max_grad_norm",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"optimizer.params.max_grad_norm": 1.0},
 )
 def clipping_is_not_the_optimizers(case: Case) -> Iterator[Problem]:
@@ -83,7 +83,10 @@ def clipping_is_not_the_optimizers(case: Case) -> Iterator[Problem]:
 
 
 @rule(
-    "TC253", "optimizer.params.*", file="runtime/engine.py", example={"optimizer.params.lr": "1e-5"}
+    "TC253",
+    "optimizer.params.*",
+    refused="runtime/engine.py",
+    example={"optimizer.params.lr": "1e-5"},
 )
 def the_optimizer_can_use_its_numbers(case: Case) -> Iterator[Problem]:
     """Learning rate, betas, epsilon and weight decay are numbers in the optimizer's range.
@@ -103,7 +106,7 @@ def the_optimizer_can_use_its_numbers(case: Case) -> Iterator[Problem]:
 @rule(
     "TC254",
     "optimizer.type",
-    file="runtime/zero/utils.py",
+    refused="runtime/zero/utils.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.zenflow": LEFT_OUT,
@@ -126,7 +129,7 @@ def zero_knows_the_optimizer(case: Case) -> Iterator[Problem]:
         )
 
 
-@rule("TC255", "optimizer.type", file="runtime/engine.py", example={"optimizer": LEFT_OUT})
+@rule("TC255", "optimizer.type", refused="runtime/engine.py", example={"optimizer": LEFT_OUT})
 def something_updates_the_weights(case: Case) -> Iterator[Problem]:
     """The JSON or the script gives an optimizer.
 
@@ -141,7 +144,7 @@ def something_updates_the_weights(case: Case) -> Iterator[Problem]:
 @rule(
     "TC256",
     "optimizer.type",
-    file="op_builder/cpu",
+    refused="op_builder/cpu",
     example={
         "optimizer": {"type": "Lion", "params": {"lr": 0.0001}},
         "zero_optimization.offload_optimizer": LEFT_OUT,
@@ -167,7 +170,7 @@ def the_optimizer_has_a_kernel(case: Case) -> Iterator[Problem]:
 @rule(
     "TC257",
     "fp16.loss_scale",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"optimizer": {"type": "Lamb", "params": {}}, "fp16": {"loss_scale": 128}},
 )
 def lamb_adapts_its_loss_scale(case: Case) -> Iterator[Problem]:
@@ -191,7 +194,7 @@ def lamb_adapts_its_loss_scale(case: Case) -> Iterator[Problem]:
     "TC258",
     "zero_optimization.reduce_scatter",
     "zero_optimization.zero_quantized_gradients",
-    file="runtime/zero/stage3.py",
+    refused="runtime/zero/stage3.py",
     example={
         "optimizer": {"type": "Muon", "params": {"lr": 0.001, "torch_adam": True}},
         "zero_optimization.stage": 3,
@@ -223,8 +226,7 @@ def muon_sees_whole_gradients(case: Case) -> Iterator[Problem]:
     "TC259",
     "optimizer.type",
     severity=WARNING,
-    file="runtime/config.py",
-    meets=Enforcement.silent,
+    silent="runtime/config.py",
     example={"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "torch_adam": True}}},
 )
 def adam_decays_as_adamw(case: Case) -> Iterator[Problem]:
@@ -247,7 +249,7 @@ def adam_decays_as_adamw(case: Case) -> Iterator[Problem]:
 @rule(
     "TC260",
     "optimizer.type",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"optimizer": {"type": "MuAdam", "params": {}}},
 )
 def another_packages_optimizer_is_installed(case: Case) -> Iterator[Problem]:
@@ -262,8 +264,7 @@ def another_packages_optimizer_is_installed(case: Case) -> Iterator[Problem]:
 @rule(
     "TC261",
     "optimizer.type",
-    file="runtime/engine.py",
-    meets=Enforcement.later,
+    later="runtime/engine.py",
     example={"optimizer": {"type": "SparseAdam", "params": {}}, "scheduler": LEFT_OUT},
 )
 def the_optimizer_steps_without_help(case: Case) -> Iterator[Problem]:
@@ -282,8 +283,7 @@ def the_optimizer_steps_without_help(case: Case) -> Iterator[Problem]:
 @rule(
     "TC262",
     "*.type",
-    file="runtime/config.py",
-    meets=Enforcement.later,
+    later="runtime/config.py",
     example={"scheduler": {"params": {"warmup_num_steps": 10}}},
 )
 def blocks_have_a_type(case: Case) -> Iterator[Problem]:
@@ -307,8 +307,7 @@ def blocks_have_a_type(case: Case) -> Iterator[Problem]:
     "TC263",
     "gradient_clipping",
     severity=WARNING,
-    file="runtime/constants.py",
-    meets=Enforcement.silent,
+    silent="runtime/constants.py",
     example={"gradient_clipping": LEFT_OUT},
 )
 def clipping_is_chosen(case: Case) -> Iterator[Problem]:

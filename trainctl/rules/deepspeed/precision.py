@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.deepspeed.values import is_number, shown
-from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 STAGE = "zero_optimization.stage"
 LARGEST_POWER = 127
@@ -20,7 +20,7 @@ SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32
 @rule(
     "TC230",
     "fp16.enabled",
-    file="runtime/config.py",
+    refused="runtime/config.py",
     example={"fp16": {"enabled": True}, "bf16": {"enabled": True}},
 )
 def one_format_of_16_bits(case: Case) -> Iterator[Problem]:
@@ -38,7 +38,7 @@ def one_format_of_16_bits(case: Case) -> Iterator[Problem]:
 @rule(
     "TC231",
     "fp16.enabled",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"fp16": {"enabled": True}, "bf16": LEFT_OUT},
 )
 def device_supports_the_format(case: Case) -> Iterator[Problem]:
@@ -56,8 +56,7 @@ def device_supports_the_format(case: Case) -> Iterator[Problem]:
 @rule(
     "TC432",
     "zero_optimization.stage",
-    file="runtime/engine.py, runtime/fp16/fused_optimizer.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py, runtime/fp16/fused_optimizer.py",
     example={"zero_optimization.stage": 0, "fp16": {"enabled": True}, "bf16": LEFT_OUT},
 )
 def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Problem]:
@@ -78,13 +77,7 @@ def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Pr
         )
 
 
-@rule(
-    "TC228",
-    "fp16.auto_cast",
-    file="runtime/engine.py",
-    meets=Enforcement.later,
-    example={"fp16": {"auto_cast": True}},
-)
+@rule("TC228", "fp16.auto_cast", later="runtime/engine.py", example={"fp16": {"auto_cast": True}})
 def inputs_are_cast_to_the_weights_format(case: Case) -> Iterator[Problem]:
     """fp16.auto_cast is used with fp16 weights.
 
@@ -102,8 +95,7 @@ def inputs_are_cast_to_the_weights_format(case: Case) -> Iterator[Problem]:
 @rule(
     "TC229",
     "fp16.initial_scale_power",
-    file="runtime/precision_config.py",
-    meets=Enforcement.later,
+    later="runtime/precision_config.py",
     example={"fp16": {"initial_scale_power": 20000}},
 )
 def the_first_loss_scale_is_a_number(case: Case) -> Iterator[Problem]:
@@ -123,7 +115,7 @@ def the_first_loss_scale_is_a_number(case: Case) -> Iterator[Problem]:
     "TC232",
     "bf16.*",
     "fp16.*",
-    file="runtime/config.py",
+    refused="runtime/config.py",
     example={
         "zero_optimization.stage": 0,
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
@@ -146,7 +138,7 @@ def low_precision_states_need_zero(case: Case) -> Iterator[Problem]:
 @rule(
     "TC233",
     "bf16.bf16_optimizer_states",
-    file="runtime/config.py",
+    refused="runtime/config.py",
     example={
         "zero_optimization.stage": 2,
         "bf16": {"enabled": True, "bf16_optimizer_states": True},
@@ -165,7 +157,7 @@ def low_precision_states_need_masters(case: Case) -> Iterator[Problem]:
     "TC234",
     "bf16.*",
     "fp16.*",
-    file="runtime/base_optimizer.py",
+    refused="runtime/base_optimizer.py",
     example={
         "zero_optimization.stage": 2,
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
@@ -195,7 +187,7 @@ def low_precision_masters_are_updated_by_cpu_adam(case: Case) -> Iterator[Proble
 @rule(
     "TC235",
     "fp16.*",
-    file="runtime/base_optimizer.py",
+    refused="runtime/base_optimizer.py",
     example={
         "zero_optimization.stage": 2,
         "bf16": {
@@ -220,7 +212,7 @@ def one_kind_of_masters(case: Case) -> Iterator[Problem]:
 @rule(
     "TC236",
     "data_types.param_dtype",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"data_types.param_dtype": "fp16"},
 )
 def the_weights_have_one_format(case: Case) -> Iterator[Problem]:
@@ -239,7 +231,7 @@ def the_weights_have_one_format(case: Case) -> Iterator[Problem]:
 @rule(
     "TC237",
     "data_types.grad_accum_dtype",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={
         "zero_optimization.stage": 0,
         "bf16": {"enabled": True},
@@ -265,8 +257,7 @@ def without_zero_gradients_have_the_weights_format(case: Case) -> Iterator[Probl
     "TC238",
     "data_types.grad_accum_dtype",
     severity=WARNING,
-    file="runtime/zero/stage_1_and_2.py",
-    meets=Enforcement.silent,
+    silent="runtime/zero/stage_1_and_2.py",
     example={
         "zero_optimization.stage": 2,
         "bf16": {"enabled": True},
@@ -290,7 +281,7 @@ def gradients_accumulate_in_a_wide_format(case: Case) -> Iterator[Problem]:
 @rule(
     "TC239",
     "zero_optimization.zero_quantized_weights",
-    file="runtime/torch_autocast.py",
+    refused="runtime/torch_autocast.py",
     example={"torch_autocast": {"enabled": True}, "zero_optimization.zero_quantized_weights": True},
 )
 def autocast_without_quantized_weights(case: Case) -> Iterator[Problem]:
@@ -312,8 +303,7 @@ def autocast_without_quantized_weights(case: Case) -> Iterator[Problem]:
     "torch_autocast.enabled",
     "torch_autocast.dtype",
     severity=WARNING,
-    file="runtime/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py",
     example={"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
 )
 def autocast_has_something_to_lower(case: Case) -> Iterator[Problem]:
@@ -339,7 +329,7 @@ def autocast_has_something_to_lower(case: Case) -> Iterator[Problem]:
 @rule(
     "TC241",
     "fp16.*",
-    file="runtime/precision_config.py",
+    refused="runtime/precision_config.py",
     example={"fp16": {"enabled": True, "loss_scale_window": 0}, "bf16": LEFT_OUT},
 )
 def an_adaptive_loss_scale_can_move(case: Case) -> Iterator[Problem]:
@@ -361,8 +351,7 @@ def an_adaptive_loss_scale_can_move(case: Case) -> Iterator[Problem]:
     "TC242",
     "fp16.*",
     severity=WARNING,
-    file="runtime/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py",
     example={"fp16": {"initial_scale_power": 8}},
 )
 def a_loss_scale_has_an_effect(case: Case) -> Iterator[Problem]:
@@ -383,7 +372,7 @@ def a_loss_scale_has_an_effect(case: Case) -> Iterator[Problem]:
     "TC243",
     "torch_autocast.lower_precision_safe_modules",
     "data_types.keep_in_fp32_modules",
-    file="runtime/config.py, runtime/torch_autocast.py",
+    refused="runtime/config.py, runtime/torch_autocast.py",
     example={"data_types.keep_in_fp32_modules": "norm"},
 )
 def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:
@@ -418,8 +407,7 @@ def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:
     "TC244",
     "bf16.check_grad_overflow",
     severity=WARNING,
-    file="runtime/precision_config.py",
-    meets=Enforcement.silent,
+    silent="runtime/precision_config.py",
     example={"bf16": {"enabled": True, "check_grad_overflow": False}},
 )
 def gradients_are_checked(case: Case) -> Iterator[Problem]:
@@ -439,8 +427,7 @@ def gradients_are_checked(case: Case) -> Iterator[Problem]:
     "bf16.*",
     "fp16.*",
     severity=WARNING,
-    file="runtime/bf16_optimizer.py",
-    meets=Enforcement.silent,
+    silent="runtime/bf16_optimizer.py",
     example={
         "zero_optimization.stage": 1,
         "zero_optimization.offload_optimizer": LEFT_OUT,

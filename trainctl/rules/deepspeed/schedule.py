@@ -9,7 +9,7 @@ from trainctl.config.suggest import nearest
 from trainctl.rules.deepspeed.case import AUTO, Case
 from trainctl.rules.deepspeed.values import is_number, is_whole, shown
 from trainctl.rules.deepspeed_schema import Arguments
-from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 TYPE = "scheduler.type"
 WHOLE = ("warmup_num_steps", "lr_range_test_step_size")
@@ -22,7 +22,7 @@ FUNCTIONS = ("lr_lambda", "scale_fn", "schedulers")
 @rule(
     "TC265",
     "scheduler.type",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"scheduler": {"type": "WarmupLr", "params": {}}},
 )
 def the_schedule_exists(case: Case) -> Iterator[Problem]:
@@ -44,7 +44,7 @@ def the_schedule_exists(case: Case) -> Iterator[Problem]:
     "TC266",
     "scheduler.params",
     "scheduler.params.*",
-    file="runtime/lr_schedules.py",
+    refused="runtime/lr_schedules.py",
     example={"scheduler": {"type": "WarmupLR"}},
 )
 def the_schedule_takes_its_parameters(case: Case) -> Iterator[Problem]:
@@ -76,7 +76,7 @@ def the_schedule_takes_its_parameters(case: Case) -> Iterator[Problem]:
 @rule(
     "TC267",
     "scheduler.params.*",
-    file="runtime/lr_schedules.py",
+    refused="runtime/lr_schedules.py",
     example={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
 )
 def the_schedule_can_use_its_numbers(case: Case) -> Iterator[Problem]:
@@ -106,8 +106,7 @@ def the_schedule_can_use_its_numbers(case: Case) -> Iterator[Problem]:
     "TC268",
     "scheduler.params.warmup_num_steps",
     severity=WARNING,
-    file="runtime/lr_schedules.py",
-    meets=Enforcement.silent,
+    silent="runtime/lr_schedules.py",
     example={
         "scheduler": {
             "type": "WarmupCosineLR",
@@ -134,7 +133,7 @@ def the_warmup_ends_in_the_run(case: Case) -> Iterator[Problem]:
 @rule(
     "TC269",
     "scheduler.type",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={
         "scheduler": {"type": "StepLR", "params": {"step_size": 3}},
         "zero_optimization.stage": 1,
@@ -162,8 +161,7 @@ def torch_schedules_need_a_torch_optimizer(case: Case) -> Iterator[Problem]:
     "TC270",
     "scheduler.params.warmup_max_lr",
     severity=WARNING,
-    file="runtime/lr_schedules.py",
-    meets=Enforcement.silent,
+    silent="runtime/lr_schedules.py",
     example={
         "optimizer.params.lr": 0.002,
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10000}},
@@ -190,8 +188,7 @@ def the_peak_is_the_optimizers(case: Case) -> Iterator[Problem]:
 @rule(
     "TC271",
     "scheduler.params.warmup_type",
-    file="runtime/lr_schedules.py",
-    meets=Enforcement.silent,
+    silent="runtime/lr_schedules.py",
     example={"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},
 )
 def the_warmup_has_a_known_shape(case: Case) -> Iterator[Problem]:
@@ -211,8 +208,7 @@ def the_warmup_has_a_known_shape(case: Case) -> Iterator[Problem]:
     "TC272",
     "scheduler.type",
     severity=WARNING,
-    file="runtime/engine.py",
-    meets=Enforcement.silent,
+    silent="runtime/engine.py",
     example={"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": LEFT_OUT},
 )
 def a_schedule_has_its_optimizer(case: Case) -> Iterator[Problem]:

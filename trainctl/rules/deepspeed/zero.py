@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainctl.plan.nearest import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.deepspeed.values import is_number, shown, words
-from trainctl.rules.rule import LEFT_OUT, WARNING, Enforcement, Problem, rule
+from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ZERO = "zero_optimization"
 QUANTIZED = (
@@ -50,7 +50,7 @@ NEEDS_STAGE = {
     "TC275",
     "prescale_gradients",
     "gradient_predivide_factor",
-    file="runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py",
+    refused="runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py",
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.reduce_scatter": True,
@@ -82,8 +82,7 @@ def reduce_scatter_scales_afterwards(case: Case) -> Iterator[Problem]:
 @rule(
     "TC431",
     "gradient_predivide_factor",
-    file="runtime/zero/stage3.py",
-    meets=Enforcement.silent,
+    silent="runtime/zero/stage3.py",
     example={
         "zero_optimization.stage": 3,
         "zero_optimization.reduce_scatter": False,
@@ -110,7 +109,7 @@ def stage_3_multiplies_back(case: Case) -> Iterator[Problem]:
 @rule(
     "TC276",
     "zero_optimization.allgather_bucket_size",
-    file="runtime/zero/stage_1_and_2.py",
+    refused="runtime/zero/stage_1_and_2.py",
     example={"zero_optimization.stage": 2, "zero_optimization.allgather_bucket_size": 1001},
 )
 def the_gather_bucket_is_even(case: Case) -> Iterator[Problem]:
@@ -133,7 +132,7 @@ def the_gather_bucket_is_even(case: Case) -> Iterator[Problem]:
 @rule(
     "TC277",
     "gradient_allreduce_op",
-    file="runtime/config.py",
+    refused="runtime/config.py",
     example={"zero_optimization.stage": 3, "gradient_allreduce_op": "sum"},
 )
 def sums_are_supported(case: Case) -> Iterator[Problem]:
@@ -159,7 +158,7 @@ def sums_are_supported(case: Case) -> Iterator[Problem]:
 @rule(
     "TC278",
     "zero_optimization.legacy_stage1",
-    file="runtime/engine.py",
+    refused="runtime/engine.py",
     example={"zero_optimization.stage": 1, "zero_optimization.legacy_stage1": True},
 )
 def stage_1_is_the_new_one(case: Case) -> Iterator[Problem]:
@@ -174,7 +173,7 @@ def stage_1_is_the_new_one(case: Case) -> Iterator[Problem]:
 @rule(
     "TC279",
     "zero_optimization.compute_grad_norm",
-    file="runtime/zero/config.py, runtime/engine.py",
+    refused="runtime/zero/config.py, runtime/engine.py",
     example={"zero_optimization.stage": 3, "zero_optimization.compute_grad_norm": False},
 )
 def the_norm_is_computed_where_it_is_needed(case: Case) -> Iterator[Problem]:
@@ -200,8 +199,7 @@ def the_norm_is_computed_where_it_is_needed(case: Case) -> Iterator[Problem]:
 @rule(
     "TC280",
     "zero_optimization.zero_hpz_partition_size",
-    file="utils/groups.py",
-    meets=Enforcement.later,
+    later="utils/groups.py",
     example={"zero_optimization.stage": 3, "zero_optimization.zero_hpz_partition_size": 3},
 )
 def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
@@ -222,8 +220,7 @@ def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
 @rule(
     "TC281",
     "zero_optimization.zero_quantized_*",
-    file="op_builder/cpu",
-    meets=Enforcement.later,
+    later="op_builder/cpu",
     example={"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True},
 )
 def quantized_communication_has_a_kernel(case: Case) -> Iterator[Problem]:
@@ -247,8 +244,7 @@ def quantized_communication_has_a_kernel(case: Case) -> Iterator[Problem]:
     "TC282",
     "zero_optimization.*",
     severity=WARNING,
-    file="runtime/zero/config.py",
-    meets=Enforcement.silent,
+    silent="runtime/zero/config.py",
     example={"zero_optimization.stage": 2, "zero_optimization.stage3_prefetch_bucket_size": 1000},
 )
 def keys_of_zero_have_an_effect(case: Case) -> Iterator[Problem]:
@@ -273,8 +269,7 @@ def keys_of_zero_have_an_effect(case: Case) -> Iterator[Problem]:
     "TC283",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     severity=WARNING,
-    file="runtime/engine.py",
-    meets=Enforcement.later,
+    later="runtime/engine.py",
     example={
         "zero_optimization.stage": 3,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": LEFT_OUT,
@@ -296,8 +291,7 @@ def saved_models_have_weights(case: Case) -> Iterator[Problem]:
 @rule(
     "TC284",
     "zero_optimization.pipeline_loading_checkpoint",
-    file="runtime/engine.py",
-    meets=Enforcement.later,
+    later="runtime/engine.py",
     example={"zero_optimization.stage": 2, "zero_optimization.pipeline_loading_checkpoint": True},
 )
 def staged_loading_has_its_stage(case: Case) -> Iterator[Problem]:
@@ -318,8 +312,7 @@ def staged_loading_has_its_stage(case: Case) -> Iterator[Problem]:
     "TC285",
     "zero_optimization.elastic_checkpoint",
     severity=WARNING,
-    file="runtime/zero/config.py",
-    meets=Enforcement.silent,
+    silent="runtime/zero/config.py",
     example={"zero_optimization.stage": 3, "zero_optimization.elastic_checkpoint": True},
 )
 def checkpoints_are_not_elastic(case: Case) -> Iterator[Problem]:

@@ -103,12 +103,7 @@ def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Problem]:
         )
 
 
-@rule(
-    "TC035",
-    "offload.super_offload",
-    "*",
-    example="recipe=tiny offload.zenflow=true",
-)
+@rule("TC035", "offload.super_offload", "*", example="recipe=tiny offload.zenflow=true")
 def offload_variants_have_their_base(draft: Draft) -> Iterator[Problem]:
     """ZenFlow and SuperOffload are combined only with settings that they support.
 
