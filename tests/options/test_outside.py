@@ -217,6 +217,20 @@ def test_a_callback_has_keys_and_checks_of_its_own(trainctl) -> None:
     assert "callbacks" not in trainctl("config", "show", *chosen, "callbacks=[]").stdout
 
 
+def test_a_recipe_chooses_callbacks(trainctl) -> None:
+    (trainctl.folder / "recipes").mkdir()
+    chosen = "defaults: [tiny, override /callbacks: [smoothed], _self_]\n"
+    recipe = trainctl.folder / "recipes" / "mine.yaml"
+    recipe.write_text(f"{chosen}callbacks: {{smoothed: {{decay: 0.2}}}}\n")
+    assert "decay: 0.2" in trainctl("config", "show", "recipe=mine").stdout
+    again = trainctl("config", "show", "recipe=mine", "callbacks=[smoothed]")
+    assert "decay: 0.2" in again.stdout and not again.stderr
+    assert "callbacks" not in trainctl("config", "show", "recipe=mine", "callbacks=[]").stdout
+    recipe.write_text(chosen.replace("smoothed", "smothed"))
+    wrong = trainctl("validate", "recipe=mine", expect=2)
+    assert "did you mean callbacks=[smoothed]?" in wrong.stderr
+
+
 def test_a_callback_is_called_and_keeps_its_state(trained: Trained) -> None:
     means = {}
     for run in (trained.run, trained.whole):

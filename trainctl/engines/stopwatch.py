@@ -177,6 +177,16 @@ class Stopwatch:
                 self._part = ""
                 self._busy[name] += busy_seconds() - started
             return
+        with self.plain_part(name):
+            yield
+
+    @contextmanager
+    def plain_part(self, name: str) -> Iterator[None]:
+        """Time the work of the context as `part` does, but neither its memory nor busy time."""
+        if not self._on_device:
+            with self.host_part(name):
+                yield
+            return
         begin, end = self._event(), self._event()
         begin.record()
         try:

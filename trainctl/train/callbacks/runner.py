@@ -137,7 +137,7 @@ class Callbacks:
         if not entry.is_users:
             yield
             return
-        with self._times.part(f"{STATES}/{entry.name}"):
+        with self._times.plain_part(f"{STATES}/{entry.name}"):
             try:
                 yield
             except TrainctlError:
