@@ -6,7 +6,8 @@ import pytest
 
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose, recompose
-from trainctl.config.literal_secrets import references
+from trainctl.config.literal_secrets import literal_secrets, references
+from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     is_plain_variable,
     is_secret_name,
@@ -213,6 +214,12 @@ def test_a_literal_of_an_older_run_is_refused_until_it_is_a_reference() -> None:
     assert CANARY not in repr(caught.value.findings)
     mended = recompose(saved, ["launcher.environment.HF_TOKEN=${oc.env:HF_TOKEN}"]).config
     assert mended.launcher.environment == {"HF_TOKEN": "${oc.env:HF_TOKEN}"}
+
+
+@pytest.mark.parametrize("keys", [{"api_token": CANARY}, {"url": f"https://me:{CANARY}@host/x"}])
+def test_a_secret_among_the_keys_of_a_callback_is_refused(keys: dict[str, str]) -> None:
+    (found,) = literal_secrets(RunConfig(callbacks={"mine": keys, "removed": None}))
+    assert found.key == f"callbacks.mine.{next(iter(keys))}" and CANARY not in repr(found)
 
 
 def test_command_lines_are_shown_without_secrets() -> None:

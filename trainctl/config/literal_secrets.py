@@ -67,6 +67,16 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             hint=f"leave it out, and give ranks the variable that stands for it, such as "
             f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
         )
+    own = config.callbacks
+    for key in (*_secret_keys(own, "callbacks"), *_urls_with_secrets(own, "callbacks")):
+        name = key.rpartition(".")[2].upper()
+        yield Finding(
+            rule=LITERAL,
+            key=key,
+            message=f"{key} is a secret, and the plan is written with the run",
+            hint=f"leave it out, give ranks the variable, such as "
+            f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}', and read it in the callback",
+        )
     for name, words in to_plain(launcher).items():
         if isinstance(words, list) and any(redact_text(word) != word for word in words):
             yield Finding(
