@@ -16,7 +16,7 @@ from trainctl.data.corpora import load_corpora
 from trainctl.plan.types import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import TrainingData
-from trainctl.train.gradient_changes import normal
+from trainctl.train.gradients import normal
 from trainctl.train.models.build import materialise
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.weights import SeedWeights

@@ -20,9 +20,7 @@ from trainctl.engines.fragments import ElementRange
 from trainctl.engines.shards import Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.clipping import NormHistory
-from trainctl.train.gradient_changes import elementwise, normal
-from trainctl.train.gradients import _totals
+from trainctl.train.gradients import NormHistory, _totals, elementwise, normal
 
 STEPS = 4
 CLIPPING = 20.0  # more than any norm here

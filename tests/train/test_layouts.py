@@ -19,9 +19,9 @@ from trainctl.engines.deepspeed.pipeline import group_of_ends
 from trainctl.engines.process import Axis
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.groups import parameter_groups
 from trainctl.train.models.build import whole_pieces
 from trainctl.train.models.model import skeleton, transformers_config
+from trainctl.train.optimizers import parameter_groups
 from trainctl.train.parallel.pipeline import tied_weight
 
 STEPS = 4

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainctl.train.patience import Patience
+from trainctl.train.learning_rate import Patience
 
 
 @pytest.mark.parametrize(

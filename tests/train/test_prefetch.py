@@ -11,7 +11,7 @@ import torch
 
 from trainctl.plan.mixture import DataStage, StagedBatches
 from trainctl.plan.types import Batch, Batches, BatchPhase
-from trainctl.train.prefetch import PREFETCH_STEPS, BatchPrefetcher
+from trainctl.train.data import PREFETCH_STEPS, BatchPrefetcher
 
 STOP = 12
 

@@ -19,8 +19,7 @@ from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.checkpoint.export import export
-from trainctl.train.evaluation import sampled_ids
-from trainctl.train.prompts import prompts_of
+from trainctl.train.evaluation import prompts_of, sampled_ids
 
 OVER = UNMARKED.replace("<|im_end|>", "<s>")
 """A template whose turns end otherwise than documents."""

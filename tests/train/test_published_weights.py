@@ -27,11 +27,11 @@ from trainctl.plan.identity import description
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.checkpoint.export import export
 from trainctl.train.checkpoint.tensor_file import write_tensors
-from trainctl.train.groups import parameter_groups as rank_groups
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.build import materialise, whole_pieces
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, parameter_initializers
+from trainctl.train.optimizers import parameter_groups as rank_groups
 
 CPU = torch.device("cpu")
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"

@@ -19,8 +19,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
 from trainctl.train.checkpoint import save as saver_module
 from trainctl.train.checkpoint.content import Checkpoint
-from trainctl.train.checkpoint.save import Saver, write_checkpoint
-from trainctl.train.faults import FAULT_VARIABLE
+from trainctl.train.checkpoint.save import FAULT_VARIABLE, Saver, write_checkpoint
 
 BEHIND = CheckpointConfig(keep=1, asynchronous=True)
 

@@ -24,8 +24,8 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.callbacks.order import callbacks_of_run
+from trainctl.train.data import BatchPrefetcher
 from trainctl.train.objectives.reference import attach_reference
-from trainctl.train.prefetch import BatchPrefetcher
 from trainctl.train.session import Session, assemble
 from trainctl.train.step import Stepper
 

@@ -223,9 +223,8 @@ def _evaluate(
 
 def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.data.tokenizer import load_tokenizer
-    from trainctl.train.evaluation import sampled_ids
+    from trainctl.train.evaluation import prompts_of, sampled_ids
     from trainctl.train.models.loaded import load
-    from trainctl.train.prompts import prompts_of
 
     training = plan.config.training
     seed = training.seed if arguments.seed is None else arguments.seed
@@ -290,9 +289,9 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
     from trainctl.plan.settings import formats
     from trainctl.runs.manifest import read_manifest
     from trainctl.train.checkpoint.export import export
+    from trainctl.train.evaluation import first_source
     from trainctl.train.models.loaded import choose_device
     from trainctl.train.models.model import TORCH_TYPES
-    from trainctl.train.prompts import first_source
     from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of
 
     choose_device(arguments.device, 0)  # before the export, which may take long

@@ -33,11 +33,8 @@ from trainctl.train.adapters.quantized import dequantized, quantize, quantized
 from trainctl.train.checkpoint.average import WeightAverage
 from trainctl.train.checkpoint.content import Checkpoint, RunProgress, newest_valid_checkpoint
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
-from trainctl.train.clipping import NormHistory
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
-from trainctl.train.gradient_changes import centralize
-from trainctl.train.gradients import Gradients
-from trainctl.train.groups import parameter_groups
+from trainctl.train.gradients import Gradients, NormHistory, centralize
 from trainctl.train.learning_rate import LearningRate
 from trainctl.train.models import build
 from trainctl.train.models.frozen_base import (
@@ -59,7 +56,7 @@ from trainctl.train.models.recompute import wrap_blocks
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import loss_of
 from trainctl.train.objectives.loss import LanguageModel
-from trainctl.train.optimizers import own_optimizer
+from trainctl.train.optimizers import own_optimizer, parameter_groups
 from trainctl.train.parallel.experts import keep_local_experts
 from trainctl.train.parallel.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.parallel.routers import Routers

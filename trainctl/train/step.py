@@ -24,13 +24,11 @@ from trainctl.runs.records import short
 from trainctl.train.callbacks.context import StepState
 from trainctl.train.callbacks.runner import Callbacks
 from trainctl.train.checkpoint.content import Checkpoint, newest_valid_checkpoint
-from trainctl.train.clipping import clipped_groups
-from trainctl.train.gradient_changes import elementwise
-from trainctl.train.gradients import Norms
+from trainctl.train.data import BatchPrefetcher
+from trainctl.train.gradients import Norms, clipped_groups, elementwise
 from trainctl.train.models.build import fill_buffers
 from trainctl.train.nonfinite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.parallel.routers import Load
-from trainctl.train.prefetch import BatchPrefetcher
 from trainctl.train.session import Session, seed_step
 from trainctl.train.stability import BadStep, BadStepKind
 

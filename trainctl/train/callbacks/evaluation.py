@@ -1,4 +1,4 @@
-"""Evaluation on held-out samples during training, and what follows from its loss."""
+"""Evaluation on held-out samples, what follows from its loss, and text sampled at the end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from trainctl.options.objective import objective_of
 from trainctl.plan.settings import EMA_METRIC
 from trainctl.runs.heartbeats import Phase
 from trainctl.train.callbacks.context import Journal, StepState
-from trainctl.train.evaluation import HeldOutLoss, evaluate_sources, inference
-from trainctl.train.learning_rate import LearningRate
-from trainctl.train.patience import Patience
+from trainctl.train.evaluation import (
+    HeldOutLoss,
+    evaluate_sources,
+    inference,
+    prompts_of,
+    sampled_ids,
+)
+from trainctl.train.learning_rate import LearningRate, Patience
 from trainctl.train.session import Session
 
 
@@ -115,3 +120,49 @@ class EarlyStopping(Callback):
     def after_load(self, state: Mapping[str, Any]) -> None:
         limit, min_delta = self._training.stop_patience, self._training.stop_min_delta
         self._patience = Patience(limit, state, min_delta=min_delta)
+
+
+class Sampling(Callback):
+    """Samples `training.sample_tokens` tokens after each prompt, when training is done.
+
+    Raises:
+        TrainctlError: The chat template refuses a prompt; before the first step.
+    """
+
+    def __init__(self, session: Session, now: StepState, journal: Journal) -> None:
+        self._session, self._now, self._journal = session, now, journal
+        training = session.plan.config.training
+        self._prompts = prompts_of(session.plan.config.data, session.tokenizer)
+        self._chosen = [(text, self._prompts.ids(text)) for text in training.sample_prompts]
+
+    def on_train_end(self, context: Context) -> None:
+        if not self._now.is_done:
+            return
+        session, journal = self._session, self._journal
+        journal.beat(Phase.end, "sampling text")
+        if not self._chosen:
+            prompt = session.plan.config.training.sample_prompt
+            ids = session.tokenizer.encode(prompt).tolist() or [0]
+            drawn = self._generate(ids, temperature=0.8)
+            journal.record(
+                "sample", step=context.step, text=session.tokenizer.decode([*ids, *drawn])
+            )
+        for prompt, ids in self._chosen:  # greedy decoding
+            text = session.tokenizer.decode(self._generate(ids))
+            journal.record("sample", step=context.step, prompt=prompt, text=text)
+
+    def _generate(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
+        """Generate a continuation of the prompt `ids`; on all ranks together."""
+        session = self._session
+        training = session.plan.config.training
+        with inference(session.engine.module):
+            return sampled_ids(
+                session.engine.next_scores,
+                ids,
+                num_tokens=training.sample_tokens,
+                window=training.sequence_length,
+                seed=training.seed,
+                vocab_size=session.tokenizer.vocab_size,
+                ends=self._prompts.ends,
+                temperature=temperature,
+            )

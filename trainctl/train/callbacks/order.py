@@ -17,11 +17,10 @@ from trainctl.plan.types import RunPlan
 from trainctl.train.callbacks.checkpoints import Checkpoints
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.callbacks.divergence import Divergence, DivergenceRecords
-from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau
+from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau, Sampling
 from trainctl.train.callbacks.memory import MemoryRecords
 from trainctl.train.callbacks.profile import Profile, Profiler
 from trainctl.train.callbacks.runner import CallbackEntry, Callbacks
-from trainctl.train.callbacks.sampling import Sampling
 from trainctl.train.callbacks.steps import Heartbeats, StepRecords
 from trainctl.train.callbacks.stragglers import StragglerRecords, Stragglers
 from trainctl.train.session import Session

@@ -34,11 +34,11 @@ from trainctl.train.adapters.layers import Merged
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.tensor_file import write_stream
+from trainctl.train.evaluation import first_source, prompts_of
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import skeleton, with_portable_attention
 from trainctl.train.models.mup import folded
 from trainctl.train.models.weights import WeightSource
-from trainctl.train.prompts import first_source, prompts_of
 
 SHARD_BYTES = 5 * 10**9
 """Largest weight file; only a single larger parameter exceeds it."""

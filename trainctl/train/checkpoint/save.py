@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +34,6 @@ from trainctl.runs import checkpoints
 from trainctl.runs.access import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train import faults
 from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
 from trainctl.train.checkpoint.tensor_file import write_stream
 
@@ -157,7 +158,7 @@ def write_checkpoint(
     weights_only: bool = facts["weights_only"]
     states = process.gather(part.states)  # a pipeline stage may have fewer than another
     folder = checkpoints.temporary_path(run, step, weights_only=weights_only)
-    reached = partial(faults.inject_fault, rank=process.rank, step=step)
+    reached = partial(inject_fault, rank=process.rank, step=step)
     (needed,) = process.sum(part.num_bytes)
 
     def prepare() -> None:
@@ -402,3 +403,25 @@ class Saver:
         seconds = time.monotonic() - started
         stall = seconds if stalled is None else stalled
         self._saved.put(Saved(facts["step"], path, weights_only, seconds, stall))
+
+
+FAULT_VARIABLE = "TRAINCTL_FAULT"
+"""Environment variable with ``phase:NAME``, then optionally ``:RANK`` (default 0) and ``:STEP`` of
+the save (default any).
+"""
+
+
+def inject_fault(phase: str, *, rank: int, step: int) -> None:
+    """Kill this process by SIGKILL if the environment asks for it at this point; for tests.
+
+    The points are ``fragment`` (a rank's file is half written), ``manifest`` (all files are
+    complete), ``rename`` (the manifest is complete too), ``pointer`` (the checkpoint has its final
+    name) and ``rotation`` (an old checkpoint is about to be deleted).
+    """
+    wanted = os.environ.get(FAULT_VARIABLE)
+    if wanted is None:
+        return
+    kind, name, at_rank, at_step = (*wanted.split(":"), "", "", "")[:4]
+    here = (kind, name, int(at_rank or 0)) == ("phase", phase, rank)
+    if here and at_step in ("", str(step)):
+        os.kill(os.getpid(), signal.SIGKILL)

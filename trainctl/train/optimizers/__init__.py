@@ -1,13 +1,19 @@
-"""Optimizers that DeepSpeed and torch lack, or compute wrongly on ZeRO's pieces."""
+"""Optimizers that DeepSpeed and torch lack, or compute wrongly on ZeRO's pieces; and the parameter
+groups of all optimizers.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
+from trainctl.engines.shards import ParameterPiece, Pieces
 from trainctl.options.optimizer import Maker
+from trainctl.plan.groups import GroupKey, group_of, in_order
 from trainctl.plan.optimizers import optimizer_maker
 from trainctl.plan.types import RunPlan
 
@@ -22,3 +28,37 @@ def own_optimizer(plan: RunPlan, groups: list[dict[str, Any]]) -> Optimizer | No
         return None
     made: Optimizer = function_of("optimizer", plan.config.optimizer.kind)(plan, groups)
     return made
+
+
+def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
+    """Return the parameter group of a parameter, by the plan's rule."""
+    embedding, head = piece.is_embedding, piece.is_head
+    return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)
+
+
+def parameter_groups(
+    pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups of a rank's trained parameters, by the plan's rule.
+
+    No group is empty. Experts that other replicas do not have form separate groups (`moe`) under
+    the same names.
+    """
+    members: dict[bool, dict[GroupKey, list[nn.Parameter]]] = {False: {}, True: {}}
+    for parameter, piece in pieces.items():
+        if not parameter.requires_grad:
+            continue
+        members[piece.is_expert].setdefault(group_key(piece, config), []).append(parameter)
+    return [
+        {
+            "params": found[key],
+            "name": key.name(config),
+            "moe": is_expert,
+            "uses_muon": key.uses_muon,
+            "weight_decay": key.weight_decay,
+            "lr": 0.0,
+            "peak_lr": key.peak_lr(config) * lr_scale,
+        }
+        for is_expert, found in members.items()
+        for key in in_order(found)
+    ]
