@@ -187,7 +187,11 @@ def naming_source(data: DataConfig, name: str) -> Iterator[None]:
 
 def save_corpora(path: Path, corpora: Mapping[str, Corpus]) -> None:
     """Write a run's record of its corpora."""
-    write_json(path, _plain(corpora))
+    if set(corpora) == {SINGLE_SOURCE}:
+        write_json(path, asdict(corpora[SINGLE_SOURCE]))
+    else:
+        sources = {name: asdict(corpus) for name, corpus in corpora.items()}
+        write_json(path, {"sources": sources})
 
 
 def load_corpora(path: Path, data: DataConfig) -> Corpora:
@@ -296,9 +300,3 @@ def bad_text(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
         "skipped": sum(each["skipped"] for each in found),
         "examples": [text for each in found for text in each["examples"]][:_EXAMPLES],
     }
-
-
-def _plain(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
-    if set(corpora) == {SINGLE_SOURCE}:
-        return asdict(corpora[SINGLE_SOURCE])
-    return {"sources": {name: asdict(corpus) for name, corpus in corpora.items()}}

@@ -192,12 +192,7 @@ def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File
 
 def lines_before(piece: FileRange) -> int:
     """Count the lines of a file before a range; everything before it is read."""
-    found, left = 0, piece.start
-    with piece.file.open("rb") as stream:
-        while left > 0 and (block := stream.read(min(_BLOCK, left))):
-            found += block.count(b"\n")
-            left -= len(block)
-    return found
+    return sum(block.count(b"\n") for block in _blocks(piece.file, 0, piece.start))
 
 
 def shift_line_number(text: str, piece: FileRange, before: int) -> str:
@@ -251,14 +246,15 @@ def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     lines = []
     for piece in task.pieces:
         lines.append(0)
+        blocks = _blocks(piece.file, piece.start, piece.size if piece.end is None else piece.end)
         if isinstance(piece.file, RemoteFile) or (piece.end is not None and not counts_lines):
             digest.update(json.dumps(piece.to_plain()).encode())
             if piece.end is not None and counts_lines:
-                lines[-1] = _lines_in(piece)
+                lines[-1] = sum(block.count(b"\n") for block in blocks)
             continue
         own = hashlib.blake2b(digest_size=32)
         try:
-            for block in _blocks(piece):
+            for block in blocks:
                 own.update(block)
                 lines[-1] += block.count(b"\n") if counts_lines else 0
         except OSError as error:
@@ -269,19 +265,13 @@ def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     return digest.hexdigest(), lines
 
 
-def _lines_in(piece: FileRange) -> int:
-    """Count the line feeds of a piece."""
-    return sum(block.count(b"\n") for block in _blocks(piece))
-
-
-def _blocks(piece: FileRange) -> Iterator[bytes]:
-    """Yield the bytes of a piece."""
-    left = piece.size if piece.end is None else piece.end - piece.start
-    with piece.file.open("rb") as stream:
-        stream.seek(piece.start)
-        while left > 0 and (block := stream.read(min(_BLOCK, left))):
+def _blocks(file: File, start: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes of a range of a file."""
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while start < end and (block := stream.read(min(_BLOCK, end - start))):
             yield block
-            left -= len(block)
+            start += len(block)
 
 
 def _require_unchanged(task: Task) -> None:

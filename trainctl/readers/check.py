@@ -338,13 +338,7 @@ def _missing(section: Any) -> Iterator[Finding]:
     try:
         found = find_files(path, spec.endings, spec.choose)
     except TrainctlError as error:
-        yield Finding(
-            rule=MISSING,
-            key="data.decontaminate",
-            message=error.message,
-            hint=error.hint,
-            exit_code=error.exit_code,
-        )
+        yield _not_read("data.decontaminate", error)
         return
     if not found.files:
         yield Finding(
