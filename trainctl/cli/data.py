@@ -12,6 +12,7 @@ import typer
 from trainctl.cli import data_plan, data_prepare
 from trainctl.cli.arguments import ConfigDir, Json, NamedRun, TargetAndOverrides, split_target
 from trainctl.cli.console import Meter, print_json, printable, put, put_marked, show_findings
+from trainctl.config.compose import Composed
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target
@@ -19,6 +20,7 @@ from trainctl.launch.text_preparation import check_text_settings, corpora_before
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import find_attempt, standing_attempt
 from trainctl.runs.directory import open_run, read_plan
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import iter_events, steps_from_end
 
 if TYPE_CHECKING:
@@ -144,15 +146,6 @@ def show(
     trainctl data show my-recipe data.paths=[chat.jsonl] --samples 0;
     trainctl data show my-recipe --dropped
     """
-    from trainctl.data.prepare import load_run_corpora
-    from trainctl.data.sample_contents import (
-        counters_of_step,
-        parse_counters,
-        planned_counters,
-        read_samples,
-    )
-    from trainctl.data.tokenizer import load_tokenizer
-
     name, overrides = split_target(target)
     if dropped:
         _show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
@@ -162,28 +155,52 @@ def show(
             "which samples of which run or recipe?",
             hint="trainctl data show runs/NAME --samples 12,40-44, or --step 40",
         )
-    counters = parse_counters(samples) if samples is not None else []
     found_run = find_attempt(Path(name)) if name is not None and not overrides else None
     if found_run is not None:
-        paths, attempt = found_run
-        plan = read_plan(paths.attempt(attempt or standing_attempt(paths).number).plan)
-        if step is not None:
-            counters = counters_of_step(steps_from_end(paths.events, [step]).values(), step)
-        corpora = load_run_corpora(plan, paths)
+        found = _samples_of_run(*found_run, samples, step, characters)
     else:
         composed = compose_target(name, overrides, config_dir)
-        show_findings(check_text_settings(composed))
-        plan, corpora = corpora_before_run(composed)
-        if step is not None:
-            counters = planned_counters(plan, step)
-    tokenizer = load_tokenizer(plan.config.tokenizer)
-    found = read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
+        found = _planned_samples(composed, samples, step, characters)
     if as_json:
         root = str(found_run[0].root) if found_run is not None else None
         print_json({"schema": 1, "run": root, "samples": [asdict(sample) for sample in found]})
         return
     for sample in found:
         _show_sample(sample)
+
+
+def _samples_of_run(
+    run: RunPaths, attempt: int | None, samples: str | None, step: int | None, characters: int
+) -> list[Sample]:
+    """Read samples of a run by their counters, or those that a step has drawn."""
+    from trainctl.data.prepare import load_run_corpora
+    from trainctl.data.sample_contents import counters_of_step, parse_counters, read_samples
+    from trainctl.data.tokenizer import load_tokenizer
+
+    plan = read_plan(run.attempt(attempt or standing_attempt(run).number).plan)
+    if step is None:
+        counters = parse_counters(samples or "")
+    else:
+        counters = counters_of_step(steps_from_end(run.events, [step]).values(), step)
+    corpora = load_run_corpora(plan, run)
+    tokenizer = load_tokenizer(plan.config.tokenizer)
+    return read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
+
+
+def _planned_samples(
+    composed: Composed, samples: str | None, step: int | None, characters: int
+) -> list[Sample]:
+    """Read samples that a run of the configuration would draw."""
+    from trainctl.data.sample_contents import parse_counters, planned_counters, read_samples
+    from trainctl.data.tokenizer import load_tokenizer
+
+    counters = parse_counters(samples) if samples is not None else []
+    show_findings(check_text_settings(composed))
+    plan, corpora = corpora_before_run(composed)
+    if step is not None:
+        counters = planned_counters(plan, step)
+    tokenizer = load_tokenizer(plan.config.tokenizer)
+    return read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
 
 
 def _show_sample(sample: Sample) -> None:

@@ -9,7 +9,7 @@ import math
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,15 +17,8 @@ from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, say
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
-from trainctl.runs.directory import open_or_newest, open_run
-from trainctl.runs.sweeps import is_sweep, made_runs
-
-if TYPE_CHECKING:
-    from trainctl.monitor.report.history import History
 
 DEFAULT_FILE = Path("report.html")
-MOST_RUNS = 50
-"""More curves cannot be told apart by colour; `trainctl runs ls FOLDER` lists any number."""
 
 
 class _Form(StrEnum):
@@ -82,7 +75,7 @@ def report(
 
     Examples: trainctl report runs/A runs/B -o report.html; trainctl report sweeps/125m
     """
-    from trainctl.monitor.report.document import report_document, rows
+    from trainctl.monitor.report.document import read_histories, report_document, title_of
     from trainctl.monitor.report.page import page
 
     form = _form(as_json=as_json, as_csv=as_csv, output=output)
@@ -94,23 +87,19 @@ def report(
         )
     if price is not None and not math.isfinite(price):
         raise TrainctlError(f"--price {price} is no price")
-    histories = _read(runs or [])
+    histories = read_histories(runs or [])
     made = report_document(histories, price=price, most=buckets, is_packed=form is _Form.html)
-    if form is _Form.html:
-        target = output or DEFAULT_FILE
-        _write(target, page(made, title=_title(histories)))
-        say(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
-    elif form is _Form.json and output is None:
+    if form is _Form.json and output is None:
         print_json(made)
-    elif form is _Form.json:
-        assert output is not None
-        _write(output, _json_text(made))
-    elif output is None:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(map(_cells, rows(made)))
-    else:
-        stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows(map(_cells, rows(made)))
-        _write(output, stream.getvalue())
+        return
+    text = page(made, title=title_of(histories)) if form is _Form.html else _text(made, form)
+    if form is not _Form.html and output is None:
+        sys.stdout.write(text)
+        return
+    target = output or DEFAULT_FILE
+    _write(target, text)
+    if form is _Form.html:
+        say(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
 
 
 def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
@@ -127,37 +116,6 @@ def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
     return _Form.json if as_json else _Form.csv if as_csv else _Form.html
 
 
-def _title(histories: list[History]) -> str:
-    """Return the names of the runs. Runs of a sweep (0, 1, 2) go by the sweep's name."""
-    roots = [history.run.root for history in histories]
-    sweeps = {root.parent: None for root in roots if is_sweep(root.parent)}
-    others = [root for root in roots if root.parent not in sweeps]
-    return ", ".join(path.name for path in (*sweeps, *others))
-
-
-def _read(runs: list[Path]) -> list[History]:
-    """Read the runs, each once.
-
-    Raises:
-        TrainctlError: A path is not a run (exit code 5), or there are too many runs (exit code 2).
-    """
-    from trainctl.monitor.report.history import History
-
-    opened = [
-        run for path in runs for run in (made_runs(path) if is_sweep(path) else [open_run(path)])
-    ] or [open_or_newest(None)]
-    opened = list({run.root: run for run in opened}.values())
-    if len(opened) > MOST_RUNS:
-        raise TrainctlError(
-            f"{len(opened)} runs are too many for one page",
-            hint=f"at most {MOST_RUNS}; `trainctl runs ls FOLDER` lists them all",
-        )
-    histories = [History(run) for run in opened]
-    for history in histories:
-        history.read()
-    return histories
-
-
 def _write(path: Path, text: str) -> None:
     try:
         # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
@@ -168,9 +126,13 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-def _json_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+def _text(made: dict[str, Any], form: _Form) -> str:
+    """Return the document as JSON, or its series as CSV."""
+    from trainctl.monitor.report.document import rows
 
-
-def _cells(row: list[Any]) -> list[Any]:
-    return ["" if value is None else value for value in row]
+    if form is _Form.json:
+        return json.dumps(made, ensure_ascii=False, allow_nan=False) + "\n"
+    stream = io.StringIO()
+    cells = (["" if value is None else value for value in row] for row in rows(made))
+    csv.writer(stream, lineterminator="\n").writerows(cells)
+    return stream.getvalue()

@@ -184,17 +184,6 @@ def block_activations(
         query_norms += count * _norm_bytes(spec.norm, width, element, liger, learns)
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
-    # Two norms and their outputs; autocast casts an output once for each product.
-    first, *others = (name for name in spec.block if isinstance(name, str))
-    norms = sum(
-        _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name)) for name in others
-    )
-    if not learning.begins:
-        norms += _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(first))
-    elif learning.norm(first):
-        norms += hidden * residual  # the scaled values, or the input
-    readers = [learning.readers(region) for region in (spec.attention, up)]
-    norms += hidden * element * sum(count if autocast else min(count, 1) for count in readers)
     inner = ffn * element * (spec.activation.saved_by_liger if liger else spec.activation.kept)
     # Input of a region's last product; fused attention keeps its output anyway.
     kept = qkvo
@@ -204,28 +193,15 @@ def block_activations(
         inner -= element * ffn
     separate = (heads, own_keys, own_keys)
     counts = separate if spec.attention.fused == 1 else (sum(separate),)
-    outputs = {
-        f"{spec.attention.module}.{name}": width * count
-        for name, count in zip(spec.attention.columns, counts, strict=True)
-    } | {f"{up.module}.{name}": ffn for name in up.columns}
-    added = {
-        region: sum(
-            _adapter_bytes(
-                rank,
-                hidden if name in outputs else length,
-                outputs.get(name, hidden),
-                element,
-                learning,
-            )
-            for name, rank in learning.adapters(region)
-        )
-        for region, length in ((spec.attention, heads * width), (up, ffn))
-    }
+    projections = [width * count for count in counts]
+    added = partial(_adapters_bytes, hidden=hidden, element=element, learning=learning)
+    in_attention = added(spec.attention, projections, inner=heads * width)
+    in_feed_forward = added(up, [ffn] * len(up.columns), inner=ffn)
     return BlockActivations(
-        norms=round(norms),
-        attention=round(kept + query_norms + statistics + added[spec.attention]),
+        norms=round(_norms_bytes(model, element, learning, autocast=autocast, liger=liger)),
+        attention=round(kept + query_norms + statistics + in_attention),
         scores=round(scores),
-        feed_forward=round(inner + added[up]),
+        feed_forward=round(inner + in_feed_forward),
         boundary=round(hidden * residual),
         products=round(products),
         feed_forward_gradient=round(2 * ffn * element + hidden * (element + residual)),
@@ -365,6 +341,55 @@ def compute_bytes(plan: LayoutPlan) -> int:
 
 def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> int:
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
+
+
+def _norms_bytes(
+    model: ModelConfig, element: int, learning: TrainableBlock, *, autocast: bool, liger: bool
+) -> float:
+    """Return the bytes per token that a block's two norms and their outputs take.
+
+    Autocast casts an output once for each product.
+    """
+    spec, hidden = spec_of(model), model.hidden_size
+    residual = FP32 if autocast else element
+    first, *others = (name for name in spec.block if isinstance(name, str))
+    norms = sum(
+        _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name)) for name in others
+    )
+    if not learning.begins:
+        norms += _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(first))
+    elif learning.norm(first):
+        norms += hidden * residual  # the scaled values, or the input
+    readers = [learning.readers(region) for region in (spec.attention, spec.feed_forward)]
+    return norms + hidden * element * sum(count if autocast else min(count, 1) for count in readers)
+
+
+def _adapters_bytes(
+    region: Region,
+    widths: Sequence[float],
+    *,
+    inner: float,
+    hidden: int,
+    element: int,
+    learning: TrainableBlock,
+) -> float:
+    """Return the bytes per token that the adapters of a region keep.
+
+    `widths` are those of the outputs of its first layers, `inner` is that of its last layer's
+    input.
+    """
+    names = [f"{region.module}.{name}" for name in region.columns]
+    outputs = dict(zip(names, widths, strict=True))
+    return sum(
+        _adapter_bytes(
+            rank,
+            hidden if name in outputs else inner,
+            outputs.get(name, hidden),
+            element,
+            learning,
+        )
+        for name, rank in learning.adapters(region)
+    )
 
 
 def _adapter_bytes(

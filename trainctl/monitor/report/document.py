@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from trainctl.monitor.report.memory_beside import memory_beside
 from trainctl.monitor.report.placement import placement
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import standing_attempt
-from trainctl.runs.directory import read_plan, read_record
+from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
 from trainctl.runs.listing import RunSummary, summarise
+from trainctl.runs.sweeps import is_sweep, made_runs
 
 DOCUMENT_SCHEMA = 1
 """Version of the document."""
@@ -41,7 +43,39 @@ CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "stra
 
 NOT_SERIES = ("step", "time", "attempt", "tokens")
 
+MOST_RUNS = 50
+"""More curves cannot be told apart by colour; `trainctl runs ls FOLDER` lists any number."""
+
 PACKAGES = ("trainctl", "torch", "deepspeed", "transformers", "numpy")
+
+
+def read_histories(runs: Sequence[Path]) -> list[History]:
+    """Read runs, and those of sweeps, each once; without any, the newest run.
+
+    Raises:
+        TrainctlError: A path is not a run (exit code 5), or there are too many runs (exit code 2).
+    """
+    opened = [
+        run for path in runs for run in (made_runs(path) if is_sweep(path) else [open_run(path)])
+    ] or [open_or_newest(None)]
+    opened = list({run.root: run for run in opened}.values())
+    if len(opened) > MOST_RUNS:
+        raise TrainctlError(
+            f"{len(opened)} runs are too many for one page",
+            hint=f"at most {MOST_RUNS}; `trainctl runs ls FOLDER` lists them all",
+        )
+    histories = [History(run) for run in opened]
+    for history in histories:
+        history.read()
+    return histories
+
+
+def title_of(histories: Sequence[History]) -> str:
+    """Return the names of the runs. Runs of a sweep (0, 1, 2) go by the sweep's name."""
+    roots = [history.run.root for history in histories]
+    sweeps = {root.parent: None for root in roots if is_sweep(root.parent)}
+    others = [root for root in roots if root.parent not in sweeps]
+    return ", ".join(path.name for path in (*sweeps, *others))
 
 
 def report_document(
