@@ -21,6 +21,7 @@ from trainctl.rules.handbook import (
     FAILURE,
     INTERVENTION,
     JSON_PAGE,
+    PLAN_PAGE,
     POLICY,
     RECORD,
     RULE,
@@ -34,6 +35,8 @@ from trainctl.rules.handbook import (
 from trainctl.runs.causes import Cause
 
 ROOT = Path(__file__).parents[1]
+LONG_TEXT = 60
+"""Characters from which a text is nobody else's by chance."""
 SOURCES = list((ROOT / "trainctl").rglob("*.py"))
 
 
@@ -89,7 +92,7 @@ def written_records() -> Iterator[tuple[str, set[str]]]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            if node.func.attr not in ("write", "record", "_record") or not node.args:
+            if node.func.attr not in ("write", "_write", "record", "_record") or not node.args:
                 continue
             for kind in ast.walk(node.args[0]):
                 named = isinstance(kind, ast.Constant) and str(kind.value)
@@ -142,6 +145,17 @@ def test_every_example_brings_its_rule_about_and_prints_what_is_shown() -> None:
     command = [sys.executable, ROOT / "scripts" / "generate_rules.py", "--check", "--all"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_texts_live_once() -> None:
+    """A rule's text is in its docstring alone; what a page says by hand is not in the code."""
+    sources = [" ".join(path.read_text().split()) for path in SOURCES]
+    for each in everything():
+        made = each.page in (JSON_PAGE, PLAN_PAGE)
+        cause = each.cause.partition(" DeepSpeed ")[0] if made else each.cause
+        for text in (each.meaning, cause, each.cure):
+            if len(text) > LONG_TEXT:
+                assert sum(text in source for source in sources) <= made, (each.word, text)
 
 
 def test_explain_says_it_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
