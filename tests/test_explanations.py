@@ -32,7 +32,7 @@ from trainctl.rules.handbook import (
     explain,
     hint_line,
 )
-from trainctl.runs.causes import Cause
+from trainctl.runs.failures import Cause
 
 ROOT = Path(__file__).parents[1]
 LONG_TEXT = 60

@@ -21,8 +21,8 @@ import pytest
 
 from trainctl.cli.progress import Activity, LiveFollower, LiveLine, Progress
 from trainctl.cli.record_lines import clock, event_lines, record_lines, step_line
-from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.status import Heartbeat, Phase
 
 
 def step(number: int, time: float = 0.0, **more: Any) -> dict[str, Any]:

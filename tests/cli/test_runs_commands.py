@@ -24,12 +24,11 @@ from trainctl.hardware import resolve_hardware
 from trainctl.rules.resolve import resolve
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt, read_plan
-from trainctl.runs.job import SchedulerJob, write_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.logs import LogFollower
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, is_requested
-from trainctl.runs.status import State, Status, read_status, write_status
+from trainctl.runs.status import SchedulerJob, State, Status, read_status, write_job, write_status
 
 HOSTS = ("node-a", "node-b")
 HOLD = """

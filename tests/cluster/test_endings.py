@@ -17,8 +17,8 @@ from hosts import Cluster, inner, wait
 from supervised import REPOSITORY, make_plan
 
 from trainctl.config.codec import to_plain
-from trainctl.runs.atomic import write_json
 from trainctl.runs.directory import create_run
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.runs.status import State, read_status

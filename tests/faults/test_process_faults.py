@@ -12,7 +12,7 @@ import time
 import pytest
 from struck import CONFIG, SAVES_EVERY
 
-from trainctl.runs.heartbeats import Phase, read_beat
+from trainctl.runs.status import Phase, read_beat
 
 pytestmark = pytest.mark.slow
 

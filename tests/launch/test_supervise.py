@@ -16,7 +16,7 @@ from supervised import Launches, carriers, make_plan
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadConfig, OffloadDevice
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
 from trainctl.runs.status import State

@@ -14,7 +14,7 @@ from plan_cases import config_with, cpus
 from trainctl.config.keys import keys_of
 from trainctl.config.registry import names, new_section
 from trainctl.config.schema import ScheduleUnit
-from trainctl.monitor.report.schedule import points_of
+from trainctl.monitor.report.charts import points_of
 from trainctl.options.schedule import WithInterval
 from trainctl.options.schedule.wsd import DecayShape
 from trainctl.plan.schedule import Curve, decay_length, warmup_length

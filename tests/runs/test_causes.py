@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs.causes import Cause, cause_of, exit_code, host_oom_kills
-from trainctl.runs.failures import describe
+from trainctl.runs.failures import Cause, cause_of, describe, exit_code, host_oom_kills
 
 # As torch 2.11 to 2.13, DeepSpeed 0.19 and the kernel say it.
 ERRORS = [

@@ -130,7 +130,7 @@ def test_no_pointer_is_trusted(run, content):
 
 def test_one_that_is_set_aside_does_not_count(run):
     make(run, 10)
-    aside = checkpoints.set_aside(make(run, 20))
+    aside = checkpoints.quarantine_checkpoint(make(run, 20))
     assert aside.is_dir() and steps(run) == [10]
     checkpoints.rotate(run, keep=1, best_of=None)
     assert aside.is_dir()
@@ -167,7 +167,7 @@ def test_going_back_leaves_the_later_ones_behind(run):
     for step in (10, 20, 30):
         make(run, step)
     (run.checkpoints / "step-00000040").mkdir()
-    aside = checkpoints.leave_behind(run, 10, attempt=3)
+    aside = checkpoints.archive_later_checkpoints(run, 10, attempt=3)
     assert [path.name for path in aside] == [
         f"step-000000{step}.before-attempt-3" for step in (40, 30, 20)
     ]
@@ -193,7 +193,7 @@ def test_weights_alone_are_kept_by_a_rule_of_their_own_and_never_found(run):
         (30, True),
         (40, True),
     ]
-    aside = checkpoints.leave_behind(run, 30, attempt=2)
+    aside = checkpoints.archive_later_checkpoints(run, 30, attempt=2)
     assert [path.name for path in aside] == ["weights-00000040.before-attempt-2"]
 
 

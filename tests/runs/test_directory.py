@@ -25,9 +25,9 @@ from trainctl.runs.directory import (
     open_run,
     read_plan,
     read_record,
+    remove_run,
     run_id,
 )
-from trainctl.runs.removal import remove_run
 
 PLAN = RunPlan(
     config=RunConfig(recipe="tiny"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs import causes, failures
+from trainctl.runs import failures
 
 TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -62,11 +62,11 @@ def test_how_a_rank_ended_in_words_and_as_an_exit_code(tmp_path: Path) -> None:
     raised = failures.describe(1, path)
     assert raised["message"] == "ended with exit code 1: ValueError: no: good"
     event = {"rank": 3, "node": 0, "host": "h", "pid": 7, **killed}
-    assert failures.sentence(event) == "rank 3 (node 0, h, process 7) was killed by SIGKILL"
-    assert failures.sentence({"rank": None, "message": "the corpus is empty"}) == (
+    assert failures.describe_failure(event) == "rank 3 (node 0, h, process 7) was killed by SIGKILL"
+    assert failures.describe_failure({"rank": None, "message": "the corpus is empty"}) == (
         "the corpus is empty"
     )
-    assert [causes.exit_code(code) for code in (-9, -15, 1, 77)] == [137, 143, 6, 6]
+    assert [failures.exit_code(code) for code in (-9, -15, 1, 77)] == [137, 143, 6, 6]
     assert failures.signal_name(35) == "signal 35"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs.heartbeats import Beat, Heartbeat, Phase, read_beat
+from trainctl.runs.status import Beat, Heartbeat, Phase, read_beat
 
 
 def test_the_last_beat_is_read_back(tmp_path: Path) -> None:

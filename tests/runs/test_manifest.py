@@ -88,7 +88,7 @@ def test_whatever_is_changed_gives_words_or_an_intact_checkpoint(run: RunPaths, 
     """Each value is deleted, and replaced by others, with the checksum made to match."""
     draw = random.Random(5)
     original = content(path)
-    run_id = checkpoints.own_id(run)
+    run_id = checkpoints.manifest_run_id(run)
     refused = 0
     for place in list(places(original)):
         for value in (..., *draw.sample(VALUES, 9)):

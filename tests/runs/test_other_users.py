@@ -16,8 +16,8 @@ import pytest
 
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
-from trainctl.runs.access import UMASK_VARIABLE
 from trainctl.runs.directory import create_run, find_runs
+from trainctl.runs.files import UMASK_VARIABLE
 from trainctl.runs.lock import hold, holder
 from trainctl.runs.records import EventWriter, read_events
 

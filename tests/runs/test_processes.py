@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs.processes import RunTag, die_with_parent, is_alive, processes_of, sweep
+from trainctl.runs.processes import (
+    RunTag,
+    die_with_parent,
+    is_alive,
+    processes_of,
+    terminate_processes,
+)
 
 SLEEP = "import time; time.sleep(60)"
 IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); " + SLEEP
@@ -73,7 +79,7 @@ def test_a_sweep_ends_forks_in_other_sessions_and_no_other_run(
     start(started, tag, FORK)
     bystander = start(started, other)
     wait_until(lambda: len(processes_of(tag)) == 4 and processes_of(other))
-    assert sweep(tag, grace_seconds=5) == set()
+    assert terminate_processes(tag, grace_seconds=5) == set()
     assert not processes_of(tag)
     assert processes_of(other) == {bystander.pid}
 
@@ -87,7 +93,7 @@ def test_sigterm_first_and_sigkill_after_the_grace(
     stubborn.stdout.readline()
     wait_until(lambda: len(processes_of(tag)) == 2)
     start_time = time.monotonic()
-    assert sweep(tag, grace_seconds=0.7) == set()
+    assert terminate_processes(tag, grace_seconds=0.7) == set()
     assert 0.7 <= time.monotonic() - start_time < 2.5
     assert (gentle.wait(), stubborn.wait()) == (-signal.SIGTERM, -signal.SIGKILL)
 
@@ -98,7 +104,7 @@ def test_a_sweep_keeps_whom_it_is_told_to(
     tag = RunTag("mine", tmp_path, 1)
     kept, ended = start(started, tag), start(started, tag)
     wait_until(lambda: len(processes_of(tag)) == 2)
-    assert sweep(tag, grace_seconds=1, keep={kept.pid}) == set()
+    assert terminate_processes(tag, grace_seconds=1, keep={kept.pid}) == set()
     assert (kept.poll(), ended.wait()) == (None, -signal.SIGTERM)
 
 
@@ -117,7 +123,7 @@ def test_a_sweep_catches_up_with_a_process_that_keeps_forking(
     )
     start(started, tag, code)
     wait_until(lambda: len(processes_of(tag)) > 5)
-    assert sweep(tag, grace_seconds=0.2) == set()
+    assert terminate_processes(tag, grace_seconds=0.2) == set()
     time.sleep(0.2)
     assert not processes_of(tag)
 

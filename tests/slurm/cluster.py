@@ -13,14 +13,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ports import reserved_port
 
-from trainctl.runs.processes import PARENT_VARIABLE
+from trainctl.runs.processes import PARENT_VARIABLE, pdeathsig_command
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("tca", "tcb")
@@ -168,7 +167,7 @@ class Cluster:
             self._daemons.append(
                 subprocess.Popen(
                     # Ended by the kernel too, should this process be killed.
-                    [sys.executable, "-m", "trainctl.runs.tied_entry", "15", name, *arguments],
+                    [*pdeathsig_command(signal.SIGTERM), name, *arguments],
                     env={**self.environment, PARENT_VARIABLE: str(os.getpid())},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -15,9 +15,8 @@ from cluster import Cluster
 from commands import TINY, curve, events, finish, live_processes, start
 
 from trainctl.runs.directory import read_plan
-from trainctl.runs.job import read_job
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.status import State, read_status
+from trainctl.runs.status import State, read_job, read_status
 
 pytestmark = pytest.mark.slurm
 

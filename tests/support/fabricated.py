@@ -41,7 +41,7 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: fl
         folder,
         {
             "format": FORMAT,
-            "run": checkpoints.own_id(run) or "",
+            "run": checkpoints.manifest_run_id(run) or "",
             "model": description(model, listed),
             "weights_only": False,
             "step": step,

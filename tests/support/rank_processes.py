@@ -27,7 +27,7 @@ from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.trainable import quantized_layers
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 

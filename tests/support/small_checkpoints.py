@@ -61,7 +61,7 @@ def save(
             )
     manifest = {
         "format": FORMAT,
-        "run": checkpoints.own_id(run) or "",
+        "run": checkpoints.manifest_run_id(run) or "",
         "model": description(model, shapes),
         "multipliers": multipliers(model),
         "weights_only": False,

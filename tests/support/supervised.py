@@ -18,8 +18,8 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, LoggingConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.types import Batch, Mesh, RunPlan
-from trainctl.runs.atomic import write_json
 from trainctl.runs.directory import create_run, run_id
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.runs.status import Status, read_status

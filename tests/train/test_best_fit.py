@@ -23,7 +23,7 @@ from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.protocol import Engine
 from trainctl.errors import TrainctlError
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.data import PackedDataset, TrainingData

@@ -31,8 +31,8 @@ from trainctl.data.source_lengths import preview_data_plan
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.resume import compare_with_checkpoint
-from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import CheckpointInfo
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 
 

@@ -26,7 +26,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.readers.files import split_files
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 
 

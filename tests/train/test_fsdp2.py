@@ -14,7 +14,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
 from trainctl.data.prepare import prepare
 from trainctl.plan.types import RunPlan
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from trainctl.config.schema import OnBadLoss, StabilityConfig
-from trainctl.runs.interventions import divergence_account, still_diverged
+from trainctl.runs.event_descriptions import describe_divergence, still_diverged
 from trainctl.train.callbacks.divergence import Divergence
 from trainctl.train.stability import BadStepKind, StepGuard
 
@@ -236,12 +236,12 @@ def test_what_a_divergence_is_told_as():
     watch = Divergence(257)
     found = [watch.see(600.0 + step, step) for step in range(1, 11)][-1]
     event = {"event": "divergence", "attempt": 2, "learning_rate": 5.0, **found}
-    told = divergence_account(event)
+    told = describe_divergence(event)
     assert told.startswith(
         "the loss diverges: the ten steps up to 10 are all above 8.324, 1.5 times"
     )
     assert "learning rate (5 there)" in told and "trainctl explain divergence" in told
     down = {**event, "diverged": False, "step": 40}
-    assert "has come down" in divergence_account(down)
+    assert "has come down" in describe_divergence(down)
     assert still_diverged([event], 2) == event
     assert still_diverged([event], 1) is None and still_diverged([event, down], 2) is None

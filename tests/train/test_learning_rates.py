@@ -135,7 +135,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
     kept = {info.step: info for info in checkpoints.list_checkpoints(run)}
     assert list(kept) == [STABLE, WHOLE]  # keep=1 has not removed the first
     assert kept[STABLE].kept_for == "stable_phase" and kept[STABLE].attempt == 2
-    (left,) = checkpoints.leave_behind(run, STABLE, attempt=3)
+    (left,) = checkpoints.archive_later_checkpoints(run, STABLE, attempt=3)
     train_cases(2, [Case(longer, run, attempt=3), Case(longer, other)], together=True)
     assert curve(run) == curve(other)
     rates = {step: record["learning_rates"] for step, record in steps_of(run).items()}

@@ -13,8 +13,8 @@ from trainctl.data.cache_files import CACHE_VARIABLE
 from trainctl.data.corpus import Corpus
 from trainctl.data.prepare import prepare
 from trainctl.errors import ExitCode
-from trainctl.runs.atomic import write_json
 from trainctl.runs.directory import new_attempt
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 
 

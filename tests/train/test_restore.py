@@ -12,7 +12,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import CheckpointConfig, DataType, ModelConfig, OnTooLong
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter

@@ -287,7 +287,7 @@ def test_a_stable_phase_is_extended_on_another_layout(tmp_path):
         run = trained(tmp_path / name, wsd(5, zero_stage__stage=2), 2)
         kept = [info for info in checkpoints.list_checkpoints(run) if info.kept_for]
         assert [(info.step, info.kept_for) for info in kept] == [(3, "stable_phase")]
-        checkpoints.leave_behind(run, 3, attempt=2)
+        checkpoints.archive_later_checkpoints(run, 3, attempt=2)
         train_cases(2, [Case(tiny_plan(wsd(8, **layout), 2), run, attempt=2)])
         assert_same_curve(run, longer)
         rates = [event["learning_rate"] for event in steps_of(run) if event["attempt"] == 2]

@@ -16,7 +16,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, RunConfig
 from trainctl.errors import ExitCode
 from trainctl.runs.checkpoints import list_checkpoints
-from trainctl.runs.interventions import account
+from trainctl.runs.event_descriptions import describe_intervention
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
 from trainctl.runs.records import read_events
@@ -346,4 +346,4 @@ def test_what_holds_the_nan_is_named(tmp_path, stage, struck, changes):
     else:
         assert f"{STRUCK}.weight" in found["names"]
         assert not any("layers.2" in name or "model.norm" in name for name in found["names"])
-    assert STRUCK in account(event)
+    assert STRUCK in describe_intervention(event)

@@ -12,9 +12,9 @@ import pytest
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.schema import DataType
+from trainctl.runs.event_descriptions import describe_straggler, still_slow
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.runs.stragglers import account, still_slow
 from trainctl.train.callbacks.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, behind
 
 CASES = {
@@ -127,12 +127,12 @@ def test_named_once_and_once_more_when_it_has_caught_up() -> None:
     (named,) = steps(made, 1, QUICK, LATE)
     assert (named["rank"], named["node"], named["host"], named["slow"]) == (1, 1, "n1", True)
     assert named["factor"] == pytest.approx(2.5) and named["part"] == "backward"
-    assert "rank 1 (node 1, n1) takes 2.50 times as long as its peers" in account(named)
+    assert "rank 1 (node 1, n1) takes 2.50 times as long as its peers" in describe_straggler(named)
     assert steps(made, 10 * WINDOW_STEPS, QUICK, LATE) == []
     assert steps(made, (WINDOWS - 1) * WINDOW_STEPS, QUICK, QUICK) == []
     (over,) = steps(made, WINDOW_STEPS, QUICK, QUICK)
     assert (over["rank"], over["slow"]) == (1, False)
-    assert account(over) == "rank 1 (node 1, n1) has caught up by step 7"
+    assert describe_straggler(over) == "rank 1 (node 1, n1) has caught up by step 7"
     records = [{"event": "straggler", "attempt": 2, **event} for event in (named, over)]
     assert still_slow(records[:1], 2) and not still_slow(records, 2)
     assert not still_slow(records[:1], 1)

@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target
 from trainctl.launch.text_preparation import check_text_settings, corpora_before_run
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.runs.attempts import find_attempt, standing_attempt
+from trainctl.runs.attempts import effective_attempt, find_attempt
 from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import iter_events, steps_from_end
@@ -59,7 +59,7 @@ def find(
     if not text:
         raise TrainctlError("there is nothing to look for", hint="trainctl data find RUN TEXT")
     paths = open_run(run)
-    plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
+    plan = read_plan(paths.attempt(effective_attempt(paths).number).plan)
     corpora = load_run_corpora(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
     events = iter_events(paths.events, "step")
@@ -177,7 +177,7 @@ def _samples_of_run(
     from trainctl.data.sample_contents import counters_of_step, parse_counters, read_samples
     from trainctl.data.tokenizer import load_tokenizer
 
-    plan = read_plan(run.attempt(attempt or standing_attempt(run).number).plan)
+    plan = read_plan(run.attempt(attempt or effective_attempt(run).number).plan)
     if step is None:
         counters = parse_counters(samples or "")
     else:

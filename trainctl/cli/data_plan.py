@@ -23,7 +23,7 @@ from trainctl.data.source_lengths import data_plan_of
 from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target, name_sources
 from trainctl.launch.planning import plan as make_plan
-from trainctl.monitor.report import corpus, mixture
+from trainctl.monitor.report.charts import corpus_chart, mixture_chart
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan, SourceLength, SourceUse, StageUse
@@ -60,7 +60,7 @@ def plan(
         from trainctl.monitor.report.figure import save_chart
 
         title = f"Data of {made.config.recipe or made.config.model.name}"
-        save_chart(lambda: mixture.chart(found, title), plot, title=title)
+        save_chart(lambda: mixture_chart(found, title), plot, title=title)
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(found, problems))
@@ -195,7 +195,7 @@ def stats(
         from trainctl.monitor.report.figure import save_chart
 
         title = f"Text of {config.recipe or config.model.name}"
-        save_chart(lambda: corpus.chart(found, title), plot, title=title)
+        save_chart(lambda: corpus_chart(found, title), plot, title=title)
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})

@@ -15,8 +15,8 @@ from typing import Any, Self, TextIO
 
 from trainctl.cli.console import print_json, put, say
 from trainctl.cli.record_lines import Event, clock, event_lines, step_line
-from trainctl.runs.heartbeats import Beat, Phase, read_beat
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.status import Beat, Phase, read_beat
 
 _AFTER_RECORD = {
     "waiting": "waiting for nodes",

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainctl.cli.console import printable
-from trainctl.runs.interventions import account as intervention
-from trainctl.runs.interventions import divergence_account
+from trainctl.runs.event_descriptions import (
+    describe_divergence,
+    describe_intervention,
+    describe_straggler,
+)
 from trainctl.runs.records import number
-from trainctl.runs.stragglers import account
 
 Event = Mapping[str, Any]
 
@@ -209,11 +211,11 @@ def _benchmark(event: Event) -> list[str]:
 
 
 def _divergence(event: Event) -> list[str]:
-    return [f"{'warning: ' if event['diverged'] else ''}{divergence_account(event)}"]
+    return [f"{'warning: ' if event['diverged'] else ''}{describe_divergence(event)}"]
 
 
 def _straggler(event: Event) -> list[str]:
-    return [f"{'slow: ' if event['slow'] else ''}{account(event)}"]
+    return [f"{'slow: ' if event['slow'] else ''}{describe_straggler(event)}"]
 
 
 def _stopping(event: Event) -> list[str]:
@@ -243,7 +245,7 @@ def _sample(event: Event) -> list[str]:
 
 
 def _intervention(event: Event) -> list[str]:
-    return [intervention(event)]
+    return [describe_intervention(event)]
 
 
 _LINES: dict[str, Callable[[Event], list[str]]] = {

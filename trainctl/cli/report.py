@@ -16,7 +16,7 @@ import typer
 from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, say
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import write_bytes
+from trainctl.runs.files import write_bytes
 
 DEFAULT_FILE = Path("report.html")
 

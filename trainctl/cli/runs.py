@@ -37,15 +37,19 @@ from trainctl.runs.directory import (
     open_or_newest,
     open_run,
     read_plan,
+    remove_run,
 )
-from trainctl.runs.failures import first_failure, sentence
-from trainctl.runs.interventions import divergence_account, still_diverged
+from trainctl.runs.event_descriptions import (
+    describe_divergence,
+    describe_straggler,
+    still_diverged,
+    still_slow,
+)
+from trainctl.runs.failures import describe_failure, first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summaries, summarise
 from trainctl.runs.logs import LogFollower, cut_line, logs_of, tails
 from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
-from trainctl.runs.removal import remove_run
-from trainctl.runs.stragglers import account, still_slow
 
 LINES = 20
 """Lines shown of each log, and of the records."""
@@ -98,11 +102,11 @@ def status(run: Run = None, as_json: Json = False) -> None:
     for line in _status_lines(summary):
         put(line)
     if diverged is not None:
-        put(f"warning: {divergence_account(diverged)}", style="warning")
+        put(f"warning: {describe_divergence(diverged)}", style="warning")
     for event in slow:
-        put(f"slow: {account(event)}", style="warning")
+        put(f"slow: {describe_straggler(event)}", style="warning")
     if failure:
-        put(f"first failure: {sentence(failure)}", style="error")
+        put(f"first failure: {describe_failure(failure)}", style="error")
         put(f"its log: {failure['log']}")
     put(f"checkpoint: step {checkpoint.step:,}" if checkpoint else "checkpoint: none yet")
 
@@ -390,7 +394,7 @@ def _status_lines(summary: RunSummary) -> list[str]:
 
 
 def _show_failure(failure: Event) -> None:
-    put(f"first failure: {sentence(failure)}", style="error")
+    put(f"first failure: {describe_failure(failure)}", style="error")
     for line in failure["log_tail"]:
         put(f"  {printable(line)}")
 

@@ -19,7 +19,7 @@ from trainctl.cli.console import print_json, put, say, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.launch.planning import compose_target
 from trainctl.launch.planning import plan as make_plan
-from trainctl.monitor.report.schedule import CurvePoint, chart, points_of, title_of
+from trainctl.monitor.report.charts import CurvePoint, points_of, schedule_chart, title_of
 from trainctl.options.schedule import WithPatience
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
@@ -66,7 +66,7 @@ def show(
     if plot is not None:
         from trainctl.monitor.report.figure import save_chart
 
-        save_chart(lambda: chart(made, points), plot, title=title_of(made))
+        save_chart(lambda: schedule_chart(made, points), plot, title=title_of(made))
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(made, points))

@@ -47,18 +47,22 @@ from trainctl.launch.resume import (
     why_done,
 )
 from trainctl.plan.types import RunPlan
-from trainctl.runs.attempts import standing_attempt
-from trainctl.runs.checkpoints import CheckpointInfo, leave_behind
+from trainctl.runs.attempts import effective_attempt
+from trainctl.runs.checkpoints import CheckpointInfo, archive_later_checkpoints
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import DEFAULT_ROOT, create_run, last_attempt, new_attempt, open_run
+from trainctl.runs.event_descriptions import (
+    describe_divergence,
+    describe_straggler,
+    still_diverged,
+    still_slow,
+)
 from trainctl.runs.ignored_config import changes_text, ignored_config_findings
-from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.listing import ResumePoint
 from trainctl.runs.lock import hold
 from trainctl.runs.records import read_events
-from trainctl.runs.resume_point import GoingOn
 from trainctl.runs.status import State
-from trainctl.runs.stragglers import account, still_slow
 
 
 def start_run(
@@ -192,9 +196,9 @@ def _show_warnings(run: RunPaths) -> None:
     told, attempt = read_events(run.events, "straggler", "divergence"), last_attempt(run)
     diverged = still_diverged(told, attempt)
     if diverged is not None:
-        say(f"warning: {divergence_account(diverged)}", style="warning")
+        say(f"warning: {describe_divergence(diverged)}", style="warning")
     for event in still_slow(told, attempt):
-        say(f"slow: {account(event)}", style="warning")
+        say(f"slow: {describe_straggler(event)}", style="warning")
 
 
 def _detach(
@@ -227,7 +231,7 @@ def _show_failure(outcome: Outcome) -> None:
 def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
     """Print, as the last line, how to continue a launch that ended early."""
     if made.config.trains_itself:
-        say(GoingOn.of(run).sentence(run))
+        say(ResumePoint.of(run).sentence(run))
     else:
         say(f"trainctl resume {run.root} starts {program_name(made.config)} again")
 
@@ -283,7 +287,7 @@ def resume_run(
     if not dry_run:
         tolerate_broken_pipe()
     with hold(run):
-        standing = standing_attempt(run) if attempt is None else None
+        standing = effective_attempt(run) if attempt is None else None
         show_findings(ignored_config_findings(run, standing))
         resume = plan_resume(
             run, configure, step=step, attempt=attempt, from_start=from_start, warn=warn
@@ -305,7 +309,7 @@ def resume_run(
             return
         check_machine(planned, made, run.root)
         if from_start or (checkpoint is not None and step is not None):
-            for path in leave_behind(run, step or 0, attempt=last_attempt(run) + 1):
+            for path in archive_later_checkpoints(run, step or 0, attempt=last_attempt(run) + 1):
                 say(f"left behind: {path}")
         size = checkpoint_bytes(planned)
         run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)

@@ -58,12 +58,12 @@ def watch(
 
     Ctrl-C ends it; the runs go on. Example: trainctl watch sweeps/NAME
     """
-    from trainctl.monitor.report.live.watching import Watching
+    from trainctl.monitor.report.live.watching import WatchApp
 
     if price is not None and not math.isfinite(price):
         raise TrainctlError(f"--price {price} is no price")
     opened, folder = _runs_or_folder(runs or [])
-    watching = Watching(opened, folder, price)
+    watching = WatchApp(opened, folder, price)
     try:
         server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
     except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.remote import Notify
-from trainctl.runs.access import open_lock
+from trainctl.runs.files import open_lock
 
 CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
 _BLOCK_BYTES = 1 << 24

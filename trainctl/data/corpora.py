@@ -26,7 +26,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.check import with_source_keys
 from trainctl.readers.remote import Notify
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 
 Corpora = dict[str, Corpus]
 

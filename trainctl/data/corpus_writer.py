@@ -36,7 +36,7 @@ from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_docume
 from trainctl.readers.documents import EXAMPLES, BadText, held_out_threshold
 from trainctl.readers.files import TextFiles
 from trainctl.readers.remote import File
-from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.runs.files import sync_directory, write_json
 
 
 def write_corpus(

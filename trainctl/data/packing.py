@@ -46,7 +46,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.readers.files import digest_of
 from trainctl.readers.remote import Notify
-from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.runs.files import sync_directory, write_json
 
 Array = npt.NDArray[np.int64]
 

@@ -40,7 +40,7 @@ from trainctl.options.data import identity_of, spec_of
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import digest_of, file_sort_key
 from trainctl.readers.remote import File, RemoteFile
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 
 FORMAT = 1
 _BLOCK = 1 << 20

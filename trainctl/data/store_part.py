@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from trainctl.data.cache_files import map_array, write_synced
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
-from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.runs.files import sync_directory, write_json
 
 MANIFEST = "part.json"
 ORIGIN = np.dtype([("piece", "<u4"), ("line", "<u4")])

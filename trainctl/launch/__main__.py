@@ -20,10 +20,10 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.listing import ResumePoint
 from trainctl.runs.lock import hold, holder, inherit_lock
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import read_events
-from trainctl.runs.resume_point import GoingOn
 from trainctl.runs.status import State, change_status, read_status
 
 _PATIENCE_SECONDS = 60.0
@@ -72,7 +72,7 @@ def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
     if outcome.message:
         print(outcome.message, flush=True)
     if plan.config.trains_itself and outcome.state in (State.failed, State.stopped):
-        print(GoingOn.of(run).sentence(run), flush=True)
+        print(ResumePoint.of(run).sentence(run), flush=True)
     return outcome.exit_code, plan
 
 

@@ -24,16 +24,15 @@ from trainctl.launch.interface import (
     Rendered,
 )
 from trainctl.launch.loggers import Loggers
-from trainctl.launch.processes import AgentProcess, start_agent, start_tied
+from trainctl.launch.processes import AgentProcess, start_agent, start_with_pdeathsig
 from trainctl.launch.stop import StopHandler
 from trainctl.plan.types import RunPlan
-from trainctl.runs.causes import Cause, disk_is_full
 from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
 from trainctl.runs.directory import new_attempt, run_id
-from trainctl.runs.failures import sentence
+from trainctl.runs.failures import Cause, describe_failure, disk_is_full
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
-from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.processes import RunTag, terminate_processes
 from trainctl.runs.records import Event, EventFollower, EventWriter
 from trainctl.runs.status import State, Status, change_status, write_status
 
@@ -117,7 +116,7 @@ def start_program(
         agents: Class that watches the program.
     """
     log = attempt.request.attempt.logs / f"{name}.log"
-    process = start_tied(
+    process = start_with_pdeathsig(
         attempt.rendered.commands[0],
         tag=attempt.tag,
         environment=attempt.rendered.command.nodes[0].environment,
@@ -215,10 +214,10 @@ def supervise(
             _watch(attempt, agents, records, stop, status, writer)
         except BaseException as error:  # raised by on_event
             agents.terminate()
-            sweep(attempt.tag, grace_seconds=grace_seconds)
+            terminate_processes(attempt.tag, grace_seconds=grace_seconds)
             write_status(run, status.changed(State.failed, message=f"launcher: {error}"))
             raise
-        stuck = sweep(attempt.tag, grace_seconds=grace_seconds)
+        stuck = terminate_processes(attempt.tag, grace_seconds=grace_seconds)
         code = agents.returncode
         assert code is not None
         records.poll()
@@ -265,7 +264,7 @@ def _watch(
             latest = time.monotonic() + grace_seconds + agents.margin_seconds
             deadline = min(deadline, latest)
         if time.monotonic() > deadline:
-            sweep(attempt.tag, grace_seconds=0)
+            terminate_processes(attempt.tag, grace_seconds=0)
         time.sleep(_POLL_SECONDS)
 
 
@@ -355,7 +354,7 @@ def _outcome(code: int, stop: StopHandler, records: _Records, stuck: set[int]) -
     return Outcome(
         exit_code=code if code > 0 else 128 - code,
         state=State.failed,
-        message=sentence(failure) + left,
+        message=describe_failure(failure) + left,
         cause=failure["cause"],
         hint=failure["hint"],
         log=Path(failure["log"]),

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from trainctl.launch.rank_command import user_code_folder
 from trainctl.plan.types import RunPlan
-from trainctl.runs.atomic import write_text
 from trainctl.runs.command import AttemptCommand, write_command
+from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.records import Event
 from trainctl.runs.status import State

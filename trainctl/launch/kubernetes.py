@@ -31,11 +31,10 @@ from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand
-from trainctl.runs.job import SchedulerJob
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
-from trainctl.runs.status import State
+from trainctl.runs.status import SchedulerJob, State
 
 MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"

@@ -14,8 +14,8 @@ from trainctl.errors import ExitCode, Finding
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
 from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
-from trainctl.runs.job import SchedulerJob
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.status import SchedulerJob
 
 
 def launch_function(plan: RunPlan) -> Callable[[LaunchRequest], Outcome]:

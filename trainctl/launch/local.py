@@ -18,7 +18,7 @@ from trainctl.launch.rank_command import attempt_command, rank_variables
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import run_id
 from trainctl.runs.lock import hold
-from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.processes import RunTag, terminate_processes
 
 _LEFTOVER_GRACE_SECONDS = 1.0
 
@@ -65,7 +65,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
         require_space(run.root, launch.checkpoint_bytes)
     with hold(run):
         # Finds processes only if an earlier attempt's launcher and agent were killed at once.
-        sweep(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
+        terminate_processes(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
         return run_attempts(launch, render=render, start=start_one_agent)
 
 

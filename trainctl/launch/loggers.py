@@ -14,10 +14,10 @@ from typing import Self
 
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
-from trainctl.launch.processes import Process, start_tied
+from trainctl.launch.processes import Process, start_with_pdeathsig
 from trainctl.monitor.loggers.cursor import read_cursor
 from trainctl.monitor.loggers.sending import ALERTS, command
-from trainctl.runs.access import ensure_folder
+from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag
 from trainctl.runs.records import Event, EventWriter
@@ -31,7 +31,7 @@ _RESTARTS = 5
 _POLL_SECONDS = 0.05
 
 
-def followers(config: RunConfig) -> list[str]:
+def logger_process_names(config: RunConfig) -> list[str]:
     """Return the names of the processes: one for each logger, and one for alerts if wanted."""
     return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
 
@@ -51,7 +51,7 @@ class Loggers:
         tag: RunTag,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._loggers = [_Logger(run, name, config, tag) for name in followers(config)]
+        self._loggers = [_Logger(run, name, config, tag) for name in logger_process_names(config)]
         self._run, self._on_event = run, on_event
         self._checked_at = time.monotonic()
         self._attempt = 1
@@ -128,7 +128,9 @@ class _Logger:
         argv = command(self._run, self.name, "--follow", config=self._config)
         try:
             ensure_folder(self._paths.folder)
-            self._process = start_tied(argv, tag=self._tag, log=self._paths.log, has_input=True)
+            self._process = start_with_pdeathsig(
+                argv, tag=self._tag, log=self._paths.log, has_input=True
+            )
             self._failure = ""
         except OSError as error:
             self._failure = f"it cannot be started: {error.strerror}"

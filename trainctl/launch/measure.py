@@ -28,7 +28,7 @@ from trainctl.hardware.resolve import (
     with_calibration,
 )
 from trainctl.launch.planning import compose, plan
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import Event
 

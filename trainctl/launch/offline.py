@@ -21,7 +21,7 @@ from typing import Any
 from trainctl.config.store import load_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.checkpoint_selection import Progress, Warn, choose_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import PARENT_VARIABLE
@@ -112,7 +112,7 @@ def evaluate_tasks(choice: WeightsChoice, tasks: TaskSettings) -> dict[str, Any]
     found = _work("tasks", choice, options, chat=tasks.chat)
     record = {name: value for name, value in found.items() if name != "run"}
     try:
-        with EventWriter(choice.run.events, standing_attempt(choice.run).number) as writer:
+        with EventWriter(choice.run.events, effective_attempt(choice.run).number) as writer:
             writer.write("tasks", **record)
     except OSError as error:  # another user's run, which is read-only
         choice.warn(f"not added to the run's records: {error.strerror}")

@@ -26,7 +26,7 @@ from trainctl.plan.shapes import head_dim
 from trainctl.plan.types import RunPlan
 from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
-from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
+from trainctl.runs.attempts import config_of, effective_attempt, find_attempt
 from trainctl.runs.directory import open_run
 from trainctl.runs.ignored_config import ignored_config_findings
 from trainctl.runs.layout import RunPaths
@@ -275,7 +275,7 @@ def _compose_run(
     run: RunPaths, attempt: int | None, overrides: Sequence[str], config_dir: Path | None
 ) -> Composed:
     """Compose the configuration of a run, with warnings of configuration that it ignores."""
-    standing = standing_attempt(run)
+    standing = effective_attempt(run)
     number = standing.number if attempt is None else attempt
     composed = recompose(
         config_of(run, attempt),

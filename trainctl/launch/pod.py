@@ -19,10 +19,10 @@ from trainctl.launch import kubernetes
 from trainctl.launch.attempts import PreparedAttempt, run_attempts, start_one_agent
 from trainctl.launch.interface import LaunchRequest, Rendered
 from trainctl.launch.processes import AgentProcess
-from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import NODE_VARIABLE
 

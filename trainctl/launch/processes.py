@@ -20,7 +20,7 @@ from trainctl.runs.command import NodeCommand
 from trainctl.runs.failures import describe
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
-from trainctl.runs.processes import PARENT_VARIABLE, RunTag
+from trainctl.runs.processes import PARENT_VARIABLE, RunTag, pdeathsig_command
 
 Process = subprocess.Popen[bytes]
 
@@ -86,7 +86,7 @@ def start_agent(
     return AgentProcess(process, log, "the agent", node=node.node)
 
 
-def start_tied(
+def start_with_pdeathsig(
     argv: Sequence[str],
     *,
     tag: RunTag,
@@ -106,7 +106,7 @@ def start_tied(
     """
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainctl.runs.tied_entry", str(int(death_signal)), *argv],
+            [*pdeathsig_command(death_signal), *argv],
             env=_variables(tag, environment or {}),
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=stream,
@@ -127,17 +127,17 @@ def _variables(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_in_background(
-    run: RunPaths, attempt: AttemptPaths, lock: int, *, is_tied: bool = False
+    run: RunPaths, attempt: AttemptPaths, lock: int, *, dies_with_parent: bool = False
 ) -> Process:
     """Start the attempt's launcher in a session of its own; its output goes to `launcher.log`.
 
     It inherits the run's lock, so no other process can take the run when this process ends.
 
     Args:
-        is_tied: Whether the launcher gets SIGTERM when this process ends.
+        dies_with_parent: Whether the launcher gets SIGTERM when this process ends.
     """
     environment = {k: v for k, v in os.environ.items() if k != PARENT_VARIABLE}
-    if is_tied:
+    if dies_with_parent:
         environment[PARENT_VARIABLE] = str(os.getpid())
     command = [sys.executable, "-P", "-m", "trainctl.launch", str(run.root)]
     command += ["--attempt", str(attempt.number), "--lock", str(lock)]

@@ -29,7 +29,7 @@ from trainctl.plan.identity import (
 from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.sample_order import changes_of_order, changes_overlong_handling
 from trainctl.plan.types import RunPlan
-from trainctl.runs.attempts import config_of, standing_attempt
+from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.checkpoint_selection import Warn, select
 from trainctl.runs.checkpoints import CheckpointInfo, examine, list_checkpoints, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_plan
@@ -90,7 +90,7 @@ def plan_resume(
     folder = user_code_folder(composed.config, run)
     planned = plan(composed, with_files=True, tokenize=True, folder=folder)
     return PlannedResume(
-        continues=attempt or standing_attempt(run).number,
+        continues=attempt or effective_attempt(run).number,
         changes=tuple(diff(before, planned.composed.config)),
         checkpoint=checkpoint,
         planned=planned,

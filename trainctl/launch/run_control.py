@@ -13,7 +13,7 @@ from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise
 from trainctl.runs.lock import holder
-from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.processes import RunTag, terminate_processes
 from trainctl.runs.records import Event, EventFollower, events_from_end
 from trainctl.runs.requests import Request, file_request, withdraw_request
 from trainctl.runs.status import State, read_status, write_status
@@ -77,7 +77,7 @@ def _end_by_force(run: RunPaths) -> None:
     if summary.job is not None:
         cancel(summary.job)
     elif summary.holder.host == socket.gethostname():
-        sweep(RunTag(run_id(run), run.root), grace_seconds=0)
+        terminate_processes(RunTag(run_id(run), run.root), grace_seconds=0)
     else:
         raise TrainctlError(
             f"{run.root} does not answer: process {summary.holder.pid} on {summary.holder.host}",

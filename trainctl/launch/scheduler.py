@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.job import SchedulerJob, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.status import State, Status, change_status, write_status
+from trainctl.runs.status import SchedulerJob, State, Status, change_status, write_job, write_status
 
 _SECONDS = 60
 

@@ -35,12 +35,11 @@ from trainctl.launch.scheduler import run_tool, submit
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan
-from trainctl.runs.atomic import write_text
-from trainctl.runs.job import SchedulerJob
+from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
-from trainctl.runs.status import State, change_status
+from trainctl.runs.status import SchedulerJob, State, change_status
 
 _PORTS = range(20_000, 30_000)
 """Ports of the rendezvous where `launcher.port` is null: below the kernel's ephemeral ports."""

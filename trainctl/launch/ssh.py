@@ -27,7 +27,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import last_attempt, run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
-from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.processes import RunTag, terminate_processes
 from trainctl.runs.records import EventWriter
 
 
@@ -94,7 +94,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     planner = ElasticPlanner(launch, hosts, probed.group, on_wait)
     with hold(run):
         everything = RunTag(run_id(run), run.root)
-        sweep(everything, grace_seconds=0)
+        terminate_processes(everything, grace_seconds=0)
         if launch.attempt.number > 1:  # agents of a lost launcher may still run
             terminate_on_hosts(hosts, launcher, everything)
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from trainctl.config.hosts import Host
 from trainctl.errors import ExitCode
-from trainctl.launch.processes import Process, ssh, start_tied
+from trainctl.launch.processes import Process, ssh, start_with_pdeathsig
 from trainctl.options.launcher.ssh import SshConfig
-from trainctl.runs.causes import Cause
 from trainctl.runs.command import NodeCommand
-from trainctl.runs.failures import log_tail
+from trainctl.runs.failures import Cause, log_tail
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.node_entry import encode_command
 from trainctl.runs.processes import LEASE_BEAT, LEASE_END, LEASE_VARIABLE, RunTag
@@ -67,7 +66,7 @@ class SshAgents:
         """Start the agent of each node, in the same `folder` on every host."""
         lease = {LEASE_VARIABLE: str(self._launcher.node_timeout_seconds)}
         for host, node in zip(self._hosts, nodes, strict=True):
-            process = start_tied(
+            process = start_with_pdeathsig(
                 ssh(host, self._launcher, "trainctl.runs.node_entry"),
                 tag=self._tag,
                 log=self._attempt.agent_log(node.node),
@@ -202,7 +201,7 @@ def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) 
         arguments += ["--attempt", str(tag.attempt)]
     started = [
         subprocess.Popen(
-            ssh(host, launcher, "trainctl.runs.sweep_entry", *arguments),
+            ssh(host, launcher, "trainctl.runs.processes", "terminate", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from trainctl.launch.interface import Agents
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.processes import RunTag, terminate_processes
 from trainctl.runs.records import Event, events_from_end, iter_events
 from trainctl.runs.requests import (
     Request,
@@ -223,7 +223,7 @@ class StopHandler:
         if is_first:
             self._agents.terminate()
         else:
-            sweep(self._tag, grace_seconds=0)
+            terminate_processes(self._tag, grace_seconds=0)
 
 
 class TimeLimit:

@@ -240,7 +240,9 @@ def run_queue(
             while waiting and len(running) < parallel and not received:
                 run, attempt = waiting.pop(0)
                 with hold(run) as lock:
-                    running.append((run, start_in_background(run, attempt, lock, is_tied=True)))
+                    running.append(
+                        (run, start_in_background(run, attempt, lock, dies_with_parent=True))
+                    )
                 if received:  # a signal between hold and here
                     running[-1][1].send_signal(received[0])
             for run, process in [item for item in running if item[1].poll() is not None]:

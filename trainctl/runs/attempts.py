@@ -13,9 +13,8 @@ from pathlib import Path
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import Change, diff, load_config
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.causes import Cause
 from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan
-from trainctl.runs.failures import sentence
+from trainctl.runs.failures import Cause, describe_failure
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, events_from_end
 
@@ -30,7 +29,7 @@ _OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class EffectiveAttempt:
     """The attempt that stands for the run."""
 
     number: int
@@ -39,7 +38,7 @@ class Standing:
     """Newer attempts that failed before their first step, newest first, with a sentence."""
 
 
-def standing_attempt(run: RunPaths) -> Standing:
+def effective_attempt(run: RunPaths) -> EffectiveAttempt:
     """Return the newest attempt that did not fail before its first step; the newest one if all did.
 
     An attempt that was stopped before its first step, or whose launcher was killed, has not failed.
@@ -50,9 +49,9 @@ def standing_attempt(run: RunPaths) -> Standing:
     for number in range(newest, 0, -1):
         how = _failure_at_start([event for event in records if event.get("attempt") == number])
         if how is None:
-            return Standing(number, failed)
+            return EffectiveAttempt(number, failed)
         failed[number] = how
-    return Standing(newest)
+    return EffectiveAttempt(newest)
 
 
 def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
@@ -65,7 +64,7 @@ def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
     Raises:
         TrainctlError: There is no such attempt, or its files are damaged (exit code 5).
     """
-    number = standing_attempt(run).number if attempt is None else attempt
+    number = effective_attempt(run).number if attempt is None else attempt
     file = run.attempt(number).plan
     if file.is_file():
         return read_plan(file).config
@@ -112,7 +111,7 @@ def _failure_at_start(records: Iterable[Event]) -> str | None:
         if event["event"] in _WORKED:
             return None
         if event["event"] == "failure" and found is None and not _is_the_machines(event):
-            found = sentence(event)
+            found = describe_failure(event)
     return found if launched else None
 
 

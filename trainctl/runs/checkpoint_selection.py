@@ -12,8 +12,8 @@ from trainctl.runs.checkpoints import (
     checkpoint_folders,
     examine,
     list_checkpoints,
+    manifest_run_id,
     newest_checkpoint,
-    own_id,
 )
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest, verify_files
@@ -97,7 +97,7 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
 def verify(run: RunPaths, path: Path, progress: Progress) -> list[str]:
     """Read every byte of a checkpoint and return its problems; empty if it is intact."""
     try:
-        manifest = read_manifest(path, own_id(run))
+        manifest = read_manifest(path, manifest_run_id(run))
     except ValueError as error:
         return [str(error)]
     problems: list[str] = []

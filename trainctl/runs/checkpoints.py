@@ -19,16 +19,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainctl.runs import atomic
-from trainctl.runs.atomic import sync_directory, write_text
+from trainctl.runs import files
 from trainctl.runs.directory import run_id
+from trainctl.runs.files import sync_directory, write_text
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import NAME, read_manifest
 
 LATEST = "latest"
 BEST = "best"
 
-Reached = Callable[[str], None]
+PhaseHook = Callable[[str], None]
 """Called with each phase of a save as it begins: a hook for tests that kill the process there."""
 
 
@@ -58,7 +58,7 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointLook:
+class CheckpointStatus:
     """Result of checking a folder with a checkpoint's name."""
 
     step: int
@@ -77,10 +77,10 @@ def checkpoint_name(step: int, *, weights_only: bool = False) -> str:
 
 def temporary_path(run: RunPaths, step: int, *, weights_only: bool = False) -> Path:
     """Return the folder in which a checkpoint is written before it is committed."""
-    return atomic.temporary_path(run.checkpoints / checkpoint_name(step, weights_only=weights_only))
+    return files.temporary_path(run.checkpoints / checkpoint_name(step, weights_only=weights_only))
 
 
-def own_id(run: RunPaths) -> str | None:
+def manifest_run_id(run: RunPaths) -> str | None:
     """Return the run id that manifests of its checkpoints must have; None if the run has no record.
 
     Raises:
@@ -89,14 +89,14 @@ def own_id(run: RunPaths) -> str | None:
     return run_id(run) if run.record.is_file() else None
 
 
-def set_aside(path: Path) -> Path:
+def quarantine_checkpoint(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it no longer counts, and return its new path."""
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
     path.rename(aside)
     return aside
 
 
-def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
+def archive_later_checkpoints(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     """Rename the checkpoints after `step`, whole or not, so that `step` has the newest one.
 
     For an attempt that resumes from an earlier checkpoint: later checkpoints stay on disk for a
@@ -109,7 +109,7 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     Returns:
         Their new paths, the newest first: an interruption leaves no gap between the remaining ones.
     """
-    aside = leave_weights_behind(run, step, attempt=attempt)
+    aside = archive_later_weights(run, step, attempt=attempt)
     for number, path in reversed(checkpoint_folders(run)):
         if number > step:
             aside.append(_leave(path, attempt))
@@ -122,7 +122,7 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     return aside
 
 
-def leave_weights_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
+def archive_later_weights(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     """Rename the weights-only checkpoints after `step`, and return their new paths, newest first.
 
     The attempt that resumes from `step` may not save them again.
@@ -162,9 +162,9 @@ def checkpoint_folders(run: RunPaths, *, weights_only: bool = False) -> list[tup
     return sorted(found)
 
 
-def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointLook]:
+def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointStatus]:
     """Check every folder with a checkpoint's name, whole or not, oldest first."""
-    run_id = own_id(run)
+    run_id = manifest_run_id(run)
     looks = []
     for step, path in checkpoint_folders(run, weights_only=weights_only):
         info, problem = None, ""
@@ -183,12 +183,12 @@ def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointLook
                 patience=manifest.get("patience", {}),
                 weights_only=weights_only,
             )
-        looks.append(CheckpointLook(step, path, info, problem))
+        looks.append(CheckpointStatus(step, path, info, problem))
     return looks
 
 
 def commit(
-    run: RunPaths, step: int, reached: Reached = _unwatched, *, weights_only: bool = False
+    run: RunPaths, step: int, reached: PhaseHook = _unwatched, *, weights_only: bool = False
 ) -> Path:
     """Rename a complete temporary checkpoint to its final name, then update the `latest` pointer.
 
@@ -217,7 +217,7 @@ def commit(
 
 
 def rotate(
-    run: RunPaths, *, keep: int, best_of: str | None, reached: Reached = _unwatched
+    run: RunPaths, *, keep: int, best_of: str | None, reached: PhaseHook = _unwatched
 ) -> list[Path]:
     """Delete whole checkpoints, except the newest `keep`, the best, and those with a `kept_for`.
 
@@ -250,7 +250,9 @@ def rotate(
     return removed
 
 
-def rotate_weights(run: RunPaths, *, keep: int | None, reached: Reached = _unwatched) -> list[Path]:
+def rotate_weights(
+    run: RunPaths, *, keep: int | None, reached: PhaseHook = _unwatched
+) -> list[Path]:
     """Delete all but the newest `keep` weights-only checkpoints; None keeps all.
 
     Returns:
@@ -283,9 +285,9 @@ def delete(run: RunPaths, path: Path) -> None:
         best.unlink()
 
 
-def _remove(path: Path, reached: Reached = _unwatched) -> None:
+def _remove(path: Path, reached: PhaseHook = _unwatched) -> None:
     """Delete a checkpoint, renamed first, so that an interrupted deletion leaves none."""
-    doomed = atomic.temporary_path(path, "removed")
+    doomed = files.temporary_path(path, "removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     reached("rotation")
@@ -302,4 +304,4 @@ def _point(run: RunPaths, pointer: str, path: Path) -> None:
 
 def clean_temporary(run: RunPaths) -> None:
     """Remove what interrupted saves and deletions left; no other process may be writing here."""
-    atomic.sweep_temporary(run.checkpoints)
+    files.remove_stale_temporary(run.checkpoints)

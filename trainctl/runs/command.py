@@ -7,7 +7,7 @@ from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import redact
 

@@ -1,10 +1,11 @@
-"""Making, finding and reading run directories and their attempts."""
+"""Making, finding, reading and removing run directories and their attempts."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 import uuid
@@ -19,15 +20,18 @@ from trainctl.config.store import dump_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs import provenance
-from trainctl.runs.access import ensure_folder, folder_mode, make_folder
-from trainctl.runs.atomic import (
-    sweep_temporary,
+from trainctl.runs.files import (
+    ensure_folder,
+    folder_mode,
+    make_folder,
+    remove_stale_temporary,
     sync_directory,
     temporary_path,
     write_json,
     write_text,
 )
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.lock import hold
 
 RUN_SCHEMA = 1
 """Version of `run.json`."""
@@ -208,7 +212,7 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     attempt = run.attempt(number)
     unfinished = AttemptPaths(temporary_path(attempt.root), number)
     for folder in (run.root, run.attempts):  # left by interrupted launches
-        sweep_temporary(folder)
+        remove_stale_temporary(folder)
     ensure_folder(run.attempts)
     make_folder(unfinished.root)
     make_folder(unfinished.logs)
@@ -283,3 +287,25 @@ def _claim(path: Path) -> Path:
     if path.stat().st_uid == os.geteuid():
         path.chmod(mode | (path.stat().st_mode & stat.S_ISGID))
     return path.resolve()
+
+
+def remove_run(run: RunPaths) -> None:
+    """Remove the directory of a run that nobody uses.
+
+    `run.json` goes first: what an interruption leaves is no run, and cannot be resumed.
+
+    Raises:
+        TrainctlError: The run is in use (exit code 5).
+        OSError: Something in it cannot be removed.
+    """
+    with hold(run, patience_seconds=0):
+        run.record.unlink()
+        for path in run.root.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path != run.lock:
+                path.unlink()
+    # Only after it is closed: NFS renames an open file instead of removing it, and its folder then
+    # cannot be removed.
+    run.lock.unlink(missing_ok=True)
+    run.root.rmdir()

@@ -1,22 +1,25 @@
-"""Description of a process that died: how it ended, what its log says, what may help."""
+"""Description of a process that died: its cause, how it ended, what its log says, what may help."""
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.reading import open_file
-from trainctl.runs.causes import cause_of
+from trainctl.errors import ExitCode
 from trainctl.runs.records import Event
 
 TAIL_LINES = 20
 _TAIL_BYTES = 65_536
 _LINE_LENGTH = 500
 
-_HINTS: dict[int, str] = {
+_SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "most often the kernel ended it because the host ran out of memory "
     "(see dmesg), or someone ran kill -9",
     signal.SIGSEGV: "a crash in native code; the log has the stack",
@@ -150,7 +153,7 @@ def describe(
         "exit_code": None if is_signal else return_code,
         "signal": signal_name(-return_code) if is_signal else None,
         "message": how,
-        "hint": cause.hint or _HINTS.get(-return_code, "") or _script_hint(lines),
+        "hint": cause.hint or _SIGNAL_HINTS.get(-return_code, "") or _script_hint(lines),
         "log": str(log),
         "log_tail": lines[-TAIL_LINES:],
     }
@@ -162,7 +165,7 @@ def _script_hint(lines: list[str]) -> str:
     return next((hint for pattern, hint in _SCRIPT_HINTS if re.search(pattern, text)), "")
 
 
-def sentence(event: Event) -> str:
+def describe_failure(event: Event) -> str:
     """Return a `failure` record as one sentence: who, where, how.
 
     The message of a record without a rank (the agent's own) is a whole sentence already.
@@ -184,3 +187,210 @@ def first_failure(events: Iterable[Event], attempt: int) -> Event | None:
     ]
     # The report of an agent that lost its launcher counts only if there is no other.
     return min(failures, key=lambda event: "launcher_lost" in event, default=None)
+
+
+class Cause(StrEnum):
+    """Kind of death; each calls for another remedy."""
+
+    device_memory = "device_memory"
+    host_memory = "host_memory"
+    communication_timeout = "communication_timeout"
+    lost_peer = "lost_peer"
+    disk_full = "disk_full"
+    data = "data"
+    code = "code"
+    killed = "killed"
+    hung = "hung"
+    lost_node = "lost_node"
+    """A machine, or the network path to it, is gone."""
+    reported = "reported"
+    """Trainctl itself reported the error: the same start would end in the same way."""
+
+    @property
+    def words(self) -> str:
+        """Phrase for messages; empty where the error is enough."""
+        return _WORDS.get(self, "")
+
+    @property
+    def hint(self) -> str:
+        """Remedy to suggest; empty if there is none."""
+        return _CAUSE_HINTS.get(self, "")
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the error only shows that another rank ended or hung."""
+        return self in (Cause.lost_peer, Cause.communication_timeout)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether a restart may end better."""
+        return self not in (Cause.reported, Cause.disk_full)
+
+
+_WORDS = {
+    Cause.device_memory: "out of memory on the device",
+    Cause.host_memory: "out of memory on the host",
+    Cause.communication_timeout: "communication timed out",
+    Cause.lost_peer: "lost the connection to another rank",
+    Cause.disk_full: "disk full",
+    Cause.data: "could not read the data",
+}
+
+_CAUSE_HINTS = {
+    Cause.device_memory: "a smaller training.micro_batch_size, a higher zero_stage, or "
+    "activation_checkpointing=full; `trainctl estimate-memory` shows what takes the space",
+    Cause.host_memory: "more memory for the job, no offload, or fewer ranks on a host",
+    Cause.communication_timeout: "a rank was slow, hung or cut off: the other ranks' logs tell; "
+    "launcher.communication_timeout_seconds is the limit",
+    Cause.disk_full: "free space, then `trainctl resume`; checkpoints that were there are intact",
+    Cause.data: "the traceback in the log names the file",
+    Cause.lost_node: "look at the machine and its network; launcher.max_restarts starts again when "
+    "it is back, and with launcher.min_nodes also without it",
+}
+
+# Checked in this order, before the traceback: a full disk inside the data code is a full disk.
+_PATTERNS = [
+    (Cause.device_memory, r"(CUDA|HIP|XPU)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED"),
+    (
+        Cause.host_memory,
+        r"MemoryError|std::bad_alloc|Cannot allocate memory"
+        r"|DefaultCPUAllocator: (can't|not enough)",
+    ),
+    (
+        Cause.disk_full,
+        r"No space left on device|Disk quota exceeded|File too large|Errno (28|122|27)\b",
+    ),
+    (
+        Cause.communication_timeout,
+        r"Timed out waiting \d|collective operation timeout|DistStoreError: Timed out"
+        r"|wait timeout after",
+    ),
+    (
+        Cause.lost_peer,
+        r"connection (was )?(closed|reset|refused)|broken pipe|socket closed"
+        r"|remote process exited|DistNetworkError",
+    ),
+]
+
+_SMALL_FILE_BYTES = 16_384
+
+_DATA_CODE = re.compile(
+    r'^  File ".*/trainctl/'
+    r'(train/data|data/[\w/]+|readers/\w+|config/text/\w+|engines/micro_batch)\.py", line'
+)
+_FRAME = re.compile(r'^  File ".*/trainctl/')
+
+
+def cause_of(
+    return_code: int,
+    error: str,
+    log: Sequence[str] = (),
+    *,
+    host_oom_kills: int = 0,
+    disk_is_full: bool = False,
+    uses_trainctl_codes: bool = True,
+) -> Cause:
+    """Return the cause of a death.
+
+    Args:
+        return_code: Exit code of the process, or a negative signal number, as in `subprocess`.
+        error: The line of the log that names the error, if there is one.
+        log: Last lines of the log: the traceback, or the output of native code before it aborted.
+        host_oom_kills: Processes that the kernel killed for memory while this one ran.
+        disk_is_full: Whether the log's disk is full; the log may then lack the error.
+        uses_trainctl_codes: Whether exit codes are `ExitCode`; False for a user's program.
+    """
+    if -return_code == 9:
+        return Cause.host_memory if host_oom_kills else Cause.killed
+    # Search the rest of the log only if native code died without an error line.
+    text = error or ("\n".join(log[-5:]) if return_code < 0 else "")
+    for cause, pattern in _PATTERNS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return cause
+    if disk_is_full and not error and return_code > 0:
+        return Cause.disk_full
+    if uses_trainctl_codes and return_code in _REPORTED_CODES:
+        return Cause.reported
+    if return_code < 0:
+        return Cause.killed
+    frames = [line for line in log if _FRAME.match(line)]
+    return Cause.data if frames and _DATA_CODE.match(frames[-1]) else Cause.code
+
+
+_REPORTED_CODES = frozenset(
+    {
+        ExitCode.bad_input,
+        ExitCode.does_not_fit,
+        ExitCode.environment,
+        ExitCode.run_state,
+        ExitCode.training_failed,
+    }
+)
+
+
+def exit_code(
+    return_code: int, cause: Cause = Cause.code, *, uses_trainctl_codes: bool = True
+) -> int:
+    """Return the exit code of a launch whose rank ended this way.
+
+    It is 128 + n for signal n, a rank's own exit code if that is one of `ExitCode`, and else the
+    code of a failed training. A full disk counts as a failure of the machine, however it showed.
+    """
+    if cause is Cause.disk_full:
+        return int(ExitCode.environment)
+    if return_code < 0:
+        return 128 - return_code
+    is_reported = uses_trainctl_codes and return_code in _REPORTED_CODES
+    return return_code if is_reported else int(ExitCode.training_failed)
+
+
+def disk_is_full(folder: Path) -> bool:
+    """Return True if the folder's disk, or a quota on it, has no room for a small file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(bytes(_SMALL_FILE_BYTES))
+    except OSError as error:
+        return is_disk_full(error)
+    return False
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Return True if the error says that a disk or a quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def host_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of processes killed for memory by the kernel in this process's cgroup.
+
+    Counts the whole machine where the cgroup cannot be read; 0 where nothing can. The difference of
+    two calls gives the kills in between.
+    """
+    for counter, name in (*_group_counters(proc, cgroups), (proc / "vmstat", "oom_kill")):
+        try:
+            lines = counter.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == name and value.isdigit():
+                return int(value)
+    return 0
+
+
+def _group_counters(proc: Path, cgroups: Path) -> list[tuple[Path, str]]:
+    """Return the files that count kills in this process's memory cgroup, versions 2 and 1."""
+    try:
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found.append((cgroups / path.lstrip("/") / "memory.events", "oom_kill"))
+        elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            # In a container the cgroup's own path may not be visible, only its root.
+            for folder in (root / path.lstrip("/"), root):
+                found.append((folder / "memory.oom_control", "oom_kill"))
+    return found

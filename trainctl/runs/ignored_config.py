@@ -9,13 +9,13 @@ from trainctl.config.codec import to_plain
 from trainctl.config.secrets import redact_setting
 from trainctl.config.store import Change, diff
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.runs.attempts import Standing, config_of, edited_by_hand
+from trainctl.runs.attempts import EffectiveAttempt, config_of, edited_by_hand
 from trainctl.runs.layout import RunPaths
 
 EDITED, FAILED_AT_START = "TC045", "TC046"
 
 
-def ignored_config_findings(run: RunPaths, standing: Standing | None) -> list[Finding]:
+def ignored_config_findings(run: RunPaths, standing: EffectiveAttempt | None) -> list[Finding]:
     """Return warnings of edits and of failed attempts whose settings have no effect.
 
     `standing` names the attempt that was taken and those passed over; None if the user chose one.
@@ -56,7 +56,7 @@ def _edited(run: RunPaths) -> list[Finding]:
     return [_warning(EDITED, message, f"{hint} {overrides}")]
 
 
-def _failed(run: RunPaths, standing: Standing) -> list[Finding]:
+def _failed(run: RunPaths, standing: EffectiveAttempt) -> list[Finding]:
     found = []
     taken = config_of(run, standing.number) if standing.failed else None
     for number, how in standing.failed.items():

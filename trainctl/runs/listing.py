@@ -1,4 +1,4 @@
-"""Summary of a run from its directory, whoever started the run and wherever it runs."""
+"""Summary of a run from its directory, wherever it runs, and the step that it resumes from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
 from trainctl.runs.checkpoints import checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_record
-from trainctl.runs.job import SchedulerJob, read_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, holder
 from trainctl.runs.records import events_from_end
-from trainctl.runs.status import State, Status, read_status
+from trainctl.runs.status import SchedulerJob, State, Status, read_job, read_status
 
 T = TypeVar("T")
 
@@ -217,3 +216,26 @@ def _at(value: Any, kind: type[T], *names: str) -> T | None:
         return None if value is None else kind(value)  # type: ignore[call-arg]
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Starting point of the next attempt."""
+
+    step: int
+    """Optimizer step of the newest complete checkpoint; 0 is the beginning."""
+    lost: int
+    """Steps made after it, which have to be repeated."""
+
+    @classmethod
+    def of(cls, run: RunPaths) -> ResumePoint:
+        """Find it from the run's checkpoints and the end of its records."""
+        checkpoint, _ = newest_checkpoint(run)
+        step = checkpoint.step if checkpoint is not None else 0
+        return cls(step, max(0, last_step(run) - step))
+
+    def sentence(self, run: RunPaths) -> str:
+        """Return a sentence: ``trainctl resume a continues from step 40: 3 steps are lost``."""
+        how = f"continues from step {self.step:,}" if self.step else "starts from the beginning"
+        lost = f"{self.lost:,} steps are" if self.lost > 1 else f"{('no', '1')[self.lost]} step is"
+        return f"trainctl resume {run.root} {how}: {lost} lost"

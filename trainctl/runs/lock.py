@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.access import is_locked, open_lock
+from trainctl.runs.files import is_locked, open_lock
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import is_alive
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainctl.runs.atomic import write_json
-from trainctl.runs.manifest_form import check_form
+from trainctl.runs.files import write_json
+from trainctl.runs.manifest_form import validate_manifest
 
 FORMAT = 2
 """Version of the manifest and of the files that it lists.
@@ -88,7 +88,7 @@ def read_manifest(path: Path, run_id: str | None = None) -> dict[str, Any]:
     if claimed != actual:
         raise ValueError(f"{path.name}: {MANIFEST} is damaged (its checksum does not match)")
     try:
-        check_form(manifest)
+        validate_manifest(manifest)
     except ValueError as error:
         raise ValueError(f"{path.name}: not a manifest: {error}") from None
     _check_place(path, manifest, run_id)

@@ -19,7 +19,7 @@ Block = tuple[int, int, int]
 """
 
 
-def check_form(manifest: Mapping[str, Any]) -> None:
+def validate_manifest(manifest: Mapping[str, Any]) -> None:
     """Check every field that is read anywhere; other fields are for later versions.
 
     Raises:

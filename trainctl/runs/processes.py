@@ -3,6 +3,11 @@
 Linux only. Every process of a run inherits the variables of its `RunTag`. A process that outlives
 its parent, or was forked by a rank, still shows them in `/proc/<pid>/environ`; one that ended does
 not.
+
+`python -m trainctl.runs.processes pdeathsig SIGNAL COMMAND ...` runs a command that gets the signal
+when its parent ends: for programs that are not ours (ssh, srun, mpirun) and would outlive a
+launcher that is killed. `... terminate RUN_DIR RUN_ID [--attempt N]` ends a run's processes on this
+machine: for a node whose agent did not end in good order.
 """
 
 from __future__ import annotations
@@ -101,7 +106,9 @@ def processes_of(tag: RunTag) -> set[int]:
     return found
 
 
-def sweep(tag: RunTag, *, grace_seconds: float, keep: Collection[int] = ()) -> set[int]:
+def terminate_processes(
+    tag: RunTag, *, grace_seconds: float, keep: Collection[int] = ()
+) -> set[int]:
     """End every process that carries the tag: SIGTERM to all, one grace for all, SIGKILL.
 
     Args:
@@ -157,6 +164,15 @@ def die_with_parent(expected_pid: int | None = None, *, death_signal: int = sign
         os._exit(128 + signal.SIGKILL)
 
 
+def pdeathsig_command(death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Return the words before a command that is to get the signal when this process ends.
+
+    The command must be started with this process's pid in `PARENT_VARIABLE`.
+    """
+    module = ("-P", "-m", "trainctl.runs.processes")
+    return [sys.executable, *module, "pdeathsig", str(int(death_signal))]
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent ends, in place of the machine's init process.
 
@@ -200,3 +216,41 @@ def _send(pids: Collection[int], number: signal.Signals) -> None:
             os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
             continue
+
+
+def _run_with_pdeathsig(death_signal: int, command: list[str]) -> None:
+    """Execute a command tied to its parent; exit with 127, as a shell does, if it cannot start.
+
+    The parent's pid is not passed on: on another machine it would name an unrelated process.
+    """
+    die_with_parent(death_signal=death_signal)
+    os.environ.pop(PARENT_VARIABLE, None)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def _terminate(arguments: list[str]) -> int:
+    """Return 0 if no process is left; 1 if SIGKILL did not end some, whose pids are printed."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m trainctl.runs.processes terminate")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_id")
+    parser.add_argument("--attempt", type=int)
+    parser.add_argument("--grace-seconds", type=float, default=0.0)
+    given = parser.parse_args(arguments)
+    tag = RunTag(given.run_id, given.run_dir, given.attempt)
+    stuck = terminate_processes(tag, grace_seconds=given.grace_seconds)
+    if stuck:
+        print(*sorted(stuck))
+    return int(bool(stuck))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "pdeathsig":
+        _run_with_pdeathsig(int(sys.argv[2]), sys.argv[3:])
+    else:
+        raise SystemExit(_terminate(sys.argv[2:]))

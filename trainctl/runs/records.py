@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Self
 
 from trainctl.config.reading import open_file, parse_json
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.access import file_mode, open_lock
+from trainctl.runs.files import file_mode, open_lock
 from trainctl.runs.packed_rows import COLUMNS, PackedRows
 from trainctl.runs.step_table import StepFile, StepWriter, step_files
 

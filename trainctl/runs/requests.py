@@ -11,8 +11,7 @@ import time
 from contextlib import suppress
 from enum import StrEnum
 
-from trainctl.runs.access import ensure_folder
-from trainctl.runs.atomic import sweep_temporary, write_json
+from trainctl.runs.files import ensure_folder, remove_stale_temporary, write_json
 from trainctl.runs.layout import RunPaths
 
 
@@ -58,7 +57,7 @@ def is_requested(run: RunPaths, request: Request) -> bool:
 
 def withdraw_earlier(run: RunPaths, moment: float) -> None:
     """Withdraw requests made before a moment, in Unix seconds: they were for another launch."""
-    sweep_temporary(run.requests, before=moment)
+    remove_stale_temporary(run.requests, before=moment)
     for request in pending_requests(run):
         with suppress(FileNotFoundError):
             if (run.requests / request.value).stat().st_mtime < moment:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.reading import open_file
-from trainctl.runs.access import ensure_folder, file_mode
+from trainctl.runs.files import ensure_folder, file_mode
 
 FieldPath = tuple[str | int, ...]
 """Path of a value in a record: names, and indices of lists."""

@@ -14,9 +14,9 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.overrides import SweepPoint
 from trainctl.config.reading import read_json
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import write_json
-from trainctl.runs.causes import Cause
 from trainctl.runs.directory import is_run
+from trainctl.runs.failures import Cause
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise
 from trainctl.runs.provenance import redact_argv
@@ -150,7 +150,7 @@ def is_sweep(folder: Path) -> bool:
     return (folder / RECORD).is_file()
 
 
-def made_runs(folder: Path) -> list[RunPaths]:
+def existing_runs(folder: Path) -> list[RunPaths]:
     """Return the runs of a sweep that have a directory, by index.
 
     Raises:

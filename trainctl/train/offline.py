@@ -136,12 +136,12 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.data.user_functions import make_importable
     from trainctl.engines import patch_checks as declared
     from trainctl.engines.patches import At
-    from trainctl.runs.attempts import standing_attempt
+    from trainctl.runs.attempts import effective_attempt
     from trainctl.runs.directory import read_plan, read_record
     from trainctl.runs.layout import RunPaths
 
     run = RunPaths(arguments.run.resolve())
-    plan = read_plan(run.attempt(standing_attempt(run).number).plan)
+    plan = read_plan(run.attempt(effective_attempt(run).number).plan)
     declared.require(plan.config, {At.model})
     if plan.config.model.factory is not None:
         make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks

@@ -19,7 +19,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.plan.types import Batch
-from trainctl.runs.interventions import document_account, not_finite_account
+from trainctl.runs.event_descriptions import describe_document, describe_not_finite
 from trainctl.runs.records import short
 from trainctl.train.callbacks.context import StepState
 from trainctl.train.callbacks.runner import Callbacks
@@ -376,13 +376,13 @@ class Stepper:
         count = self._session.guard.interventions
         after = f", after {count} interventions in a row" if count else ""
         kept = "" if self._session.engine.updates_in_backward else "the weights were not updated; "
-        found = "" if where is None else f"; {not_finite_account(where.record())}"
+        found = "" if where is None else f"; {describe_not_finite(where.record())}"
         data = (
             f"trainctl data show {self._session.run.root.name} --samples {first}-{end - 1} tells "
             "what was in them, stability.on_bad_loss what else can be done"
         )
         if document is not None:
-            found += f"; {document_account(document)}"
+            found += f"; {describe_document(document)}"
             data += "; leave the document out, or raise stability.max_interventions to pass over it"
         if where is not None and where.kind == WEIGHT:  # no other samples would help
             data = "look at optimizer.lr and the updates before it, or at model.path"

@@ -14,9 +14,9 @@ from torch.utils.file_baton import FileBaton
 from trainctl.hardware.builds import is_stale_lock
 from trainctl.launch.agent import builds
 from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
-from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.processes import RunTag
+from trainctl.runs.status import Heartbeat, Phase
 
 Told = list[tuple[str, bool]]
 """Operators, and whether they were compiled already."""

@@ -18,7 +18,7 @@ from trainctl.runs.layout import AttemptPaths
 RANK = """
 import faulthandler, signal, sys, time
 from pathlib import Path
-from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.status import Heartbeat, Phase
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 heartbeat = Heartbeat(Path(sys.argv[1]))
 kind = sys.argv[2]

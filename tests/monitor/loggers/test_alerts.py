@@ -21,7 +21,7 @@ import pytest
 from processes import cursor, end, following, send, wait_for
 
 from trainctl.config.schema import AlertsConfig, LoggingConfig, RunConfig
-from trainctl.monitor.loggers import delivery
+from trainctl.monitor.loggers import alerts
 from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -305,7 +305,7 @@ class _Drips(BaseHTTPRequestHandler):
 def test_a_server_that_drips_is_left_after_the_limit_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(delivery, "POST_SECONDS", 0.5)
+    monkeypatch.setattr(alerts, "POST_SECONDS", 0.5)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Drips) as server:
         server.daemon_threads = True
         server.block_on_close = False
@@ -315,7 +315,7 @@ def test_a_server_that_drips_is_left_after_the_limit_in_all(
         try:
             began = time.monotonic()
             with pytest.raises(OSError, match=r"it did not answer within 0\.5 s") as caught:
-                delivery.post(URL, {"text": "a"})
+                alerts.post(URL, {"text": "a"})
             assert time.monotonic() - began < 4 and CANARY not in str(caught.value)
         finally:
             server.shutdown()

@@ -12,7 +12,7 @@ import pytest
 from records_of_runs import append, draw, losses, new_run
 
 from trainctl.config.schema import RunConfig
-from trainctl.monitor.loggers.curve import CurveReader, curve
+from trainctl.monitor.loggers.points import CurveReader, curve
 from trainctl.options.logger import Followed, Point
 from trainctl.options.logger._tracker import Tracker
 from trainctl.options.logger.mlflow import named

@@ -21,7 +21,7 @@ from processes import SECONDS, cursor, wait_for
 from records_of_runs import losses
 
 from trainctl.config.compose import compose
-from trainctl.monitor.loggers.curve import curve
+from trainctl.monitor.loggers.points import curve
 from trainctl.options.logger import Point
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths

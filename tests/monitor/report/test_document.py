@@ -19,7 +19,7 @@ from trainctl.config.overrides import SweepPoint
 from trainctl.errors import ExitCode
 from trainctl.monitor.report.document import report_document, rows
 from trainctl.monitor.report.history import History
-from trainctl.monitor.report.live.watching import Watching
+from trainctl.monitor.report.live.watching import WatchApp
 from trainctl.monitor.report.page import Source, page
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
@@ -202,7 +202,7 @@ def test_whatever_stands_in_the_records_is_shown(
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert found["series"]["values/accuracy"]["mean"] == [0.5, None]
     for path in ("/", "/data.json"):
-        answer = Watching([run]).respond(path, {})
+        answer = WatchApp([run]).respond(path, {})
         assert answer is not None and answer.status == 200
 
 

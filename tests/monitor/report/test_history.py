@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from made_runs import append, append_lines, drawn, new_run, other, step
 
-from trainctl.monitor.report.account import account_of
 from trainctl.monitor.report.history import History
+from trainctl.monitor.report.panels import time_and_cost_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, number, read_events, record_files, step_curve
 
@@ -95,7 +95,7 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     )
     history = History(run)
     history.read()
-    found = account_of(history, stop_step=10, now=None, price=3.0)
+    found = time_and_cost_of(history, stop_step=10, now=None, price=3.0)
     assert found["wall_seconds"] == 32 and found["between_attempts_seconds"] == 8
     assert found["kept_seconds"] == 3.0 and found["repeated_seconds"] == 1.0
     assert found["starting_seconds"] == 20 and found["other_seconds"] == 0

@@ -16,7 +16,7 @@ from trainctl.cli.main import run as command
 from trainctl.monitor.report.live import folder as folders
 from trainctl.monitor.report.live.folder import RunsFolder
 from trainctl.monitor.report.live.server import PageServer
-from trainctl.monitor.report.live.watching import RunsPage, Watching
+from trainctl.monitor.report.live.watching import RunsPage, WatchApp
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.records import EventWriter
@@ -62,7 +62,7 @@ class Client:
         return json.loads(body)  # type: ignore[no-any-return]
 
 
-def serving(watching: Watching) -> Iterator[Client]:
+def serving(watching: WatchApp) -> Iterator[Client]:
     with PageServer("127.0.0.1", 0, watching.respond, names=("proxy.example",)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -73,12 +73,12 @@ def serving(watching: Watching) -> Iterator[Client]:
 
 @pytest.fixture
 def one(runs: list[RunPaths]) -> Iterator[Client]:
-    yield from serving(Watching(runs[:1]))
+    yield from serving(WatchApp(runs[:1]))
 
 
 @pytest.fixture
 def folder(runs: list[RunPaths]) -> Iterator[Client]:
-    yield from serving(Watching(folder=runs[0].root.parent))
+    yield from serving(WatchApp(folder=runs[0].root.parent))
 
 
 def test_only_who_knows_the_token_is_answered(one: Client) -> None:
@@ -217,7 +217,7 @@ def test_a_run_that_grows_is_sent_when_it_has(one: Client, runs: list[RunPaths])
 
 def test_a_run_without_a_step_has_a_page_already(runs: list[RunPaths], tmp_path: Path) -> None:
     run = make_run(tmp_path / "new")
-    for client in serving(Watching([run])):
+    for client in serving(WatchApp([run])):
         assert client.json("/data.json")["runs"][0]["step"] == 0
         train(run, range(1, 2))
         assert client.json("/data.json")["runs"][0]["step"] == 1

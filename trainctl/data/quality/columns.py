@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from trainctl.data.quality.batches import I64, Bool, Entry
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.runs.files import sync_directory, write_json
 
 Array = npt.NDArray[Any]
 

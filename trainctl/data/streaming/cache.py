@@ -28,7 +28,7 @@ from trainctl.data.cache_files import crc32_of, writing
 from trainctl.data.streaming.layout import ShardFacts
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.remote import Notify
-from trainctl.runs.access import open_lock
+from trainctl.runs.files import open_lock
 
 CHUNK_SAMPLES = 1 << 13
 """Samples per query of the order."""

@@ -42,7 +42,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.plan.mixture import sources_of
 from trainctl.readers.remote import Notify, print_notice
-from trainctl.runs.atomic import write_bytes
+from trainctl.runs.files import write_bytes
 
 _KEPT = 1e18
 """Next use of held-out shards: after all training shards in sight, since each evaluation needs

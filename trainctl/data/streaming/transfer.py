@@ -37,7 +37,7 @@ from trainctl.readers.remote import (
     list_url,
     print_notice,
 )
-from trainctl.runs.atomic import write_bytes
+from trainctl.runs.files import write_bytes
 
 _BLOCK_BYTES = 1 << 24
 """Bytes per read."""

@@ -32,10 +32,9 @@ from trainctl.launch.agent.node_identity import (
 from trainctl.launch.agent.ranks import ForkServer, RankExit, start_ranks, watch_ranks
 from trainctl.launch.agent.rendezvous import JoinWatch, NodeRendezvous
 from trainctl.plan.types import RunPlan
-from trainctl.runs.causes import Cause, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
-from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.failures import Cause, host_oom_kills
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
     PARENT_VARIABLE,
@@ -43,7 +42,7 @@ from trainctl.runs.processes import (
     RunTag,
     die_with_parent,
 )
-from trainctl.runs.status import State, read_status, write_status
+from trainctl.runs.status import Heartbeat, Phase, State, read_status, write_status
 
 _early_sigterm: list[bool] = []
 """Filled by a scheduler's SIGTERM that arrived before the signal guard was started."""

@@ -11,9 +11,16 @@ from typing import Any
 from trainctl.errors import ExitCode
 from trainctl.launch.agent.hang_detection import HungRank
 from trainctl.launch.agent.ranks import RankExit
-from trainctl.runs.causes import Cause, disk_is_full, exit_code
 from trainctl.runs.command import AttemptCommand
-from trainctl.runs.failures import describe, effective_return_code, error_line, is_lost_peer
+from trainctl.runs.failures import (
+    Cause,
+    describe,
+    disk_is_full,
+    effective_return_code,
+    error_line,
+    exit_code,
+    is_lost_peer,
+)
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import EventWriter

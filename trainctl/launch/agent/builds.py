@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainctl.hardware.builds import build_folders, is_stale_lock, locks_held_by
-from trainctl.runs.heartbeats import Phase, read_beat
 from trainctl.runs.layout import AttemptPaths
-from trainctl.runs.processes import RunTag, processes_of, sweep
+from trainctl.runs.processes import RunTag, processes_of, terminate_processes
+from trainctl.runs.status import Phase, read_beat
 
 _LOOK_SECONDS = 1.0
 _CHECK_SECONDS = 5.0
@@ -80,7 +80,7 @@ def terminate_with_builds(tag: RunTag, *, grace_seconds: float) -> None:
     """
     locks = {(folder / "lock").resolve() for folder in build_folders("*")}
     cut_short = locks & {lock for pid in processes_of(tag) for lock in locks_held_by(pid)}
-    sweep(tag, grace_seconds=grace_seconds)
+    terminate_processes(tag, grace_seconds=grace_seconds)
     for lock in locks:
         # A stale lock is of a build that was killed earlier: no living process builds there.
         if lock in cut_short or is_stale_lock(lock):

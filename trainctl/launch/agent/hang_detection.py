@@ -12,8 +12,8 @@ from os import kill
 from pathlib import Path
 
 from trainctl.runs.failures import TAIL_LINES
-from trainctl.runs.heartbeats import Beat, read_beat
 from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.status import Beat, read_beat
 
 _CHECK_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0

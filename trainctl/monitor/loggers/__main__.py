@@ -21,9 +21,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.monitor.loggers.alerts import Alerter
 from trainctl.monitor.loggers.follower import Follower
 from trainctl.monitor.loggers.sending import ALERTS
-from trainctl.runs.access import ensure_folder, open_lock
-from trainctl.runs.atomic import sweep_temporary
 from trainctl.runs.directory import open_run
+from trainctl.runs.files import ensure_folder, open_lock, remove_stale_temporary
 from trainctl.runs.layout import LoggerPaths, RunPaths
 
 _POLL_SECONDS = 0.5
@@ -47,7 +46,7 @@ def main() -> int:
         ensure_folder(paths.folder)
         if not _lock(paths, waits=given.follow):
             return ExitCode.run_state
-        sweep_temporary(paths.folder, paths.cursor.name)
+        remove_stale_temporary(paths.folder, paths.cursor.name)
         if given.again:
             paths.cursor.unlink(missing_ok=True)
         return _send(run, given.name, follows=given.follow)

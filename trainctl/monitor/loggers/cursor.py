@@ -11,7 +11,7 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.reading import open_file, read_json
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.records import Event, Position, RecordReader, record_files
 
 BATCH_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.monitor.loggers import elsewhere
 from trainctl.options.logger import python_of
-from trainctl.runs.access import ensure_folder
+from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import RunPaths
 
 ALERTS = "alerts"

@@ -1,11 +1,18 @@
-"""Columns of numbers from a run's records, which grow record by record: eight bytes per number."""
+"""Columns of numbers from a run's records, which grow record by record: eight bytes per number.
+
+A curve is downsampled to buckets that keep its outliers: minimum, maximum and mean of each.
+"""
 
 from __future__ import annotations
 
+import base64
+import math
+import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +59,7 @@ class GrowingColumns:
                 if len(found) < self._length:
                     found.append(NAN)
 
-    def first_not_below(self, name: str, value: float) -> int:
+    def lower_bound(self, name: str, value: float) -> int:
         """Return the first record whose field is at least `value`; the field must ascend."""
         return bisect_left(self._arrays[name], value) if self._length else 0
 
@@ -71,3 +78,111 @@ class GrowingColumns:
             del found[index:]
         self._length = index
         return tail
+
+
+Edges: TypeAlias = NDArray[np.int64]
+"""Index of the first row of each bucket, ascending from 0."""
+
+LATEST = 1 / 8
+"""Share of all buckets that hold one of the newest rows each."""
+AROUND_MARKS = 1 / 8
+"""Share of all buckets that hold one row each around marks."""
+
+MANTISSA_BITS = 15
+"""Mantissa bits kept of a drawn number: five digits, which compress well."""
+
+LEVEL = 7
+"""Compression level of zlib."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """A column in buckets; NaN where a bucket has no finite number."""
+
+    mean: Numbers
+    min: Numbers
+    max: Numbers
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each bucket holds a single number: mean, minimum and maximum are equal."""
+        finite = np.isfinite(self.mean)
+        return bool(np.array_equal(self.min[finite], self.max[finite]))
+
+
+def edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
+    """Return buckets of `length` rows, about `most` at the most.
+
+    Buckets have one size, except that the newest rows and the rows around marks have a bucket each:
+    people look closest there.
+
+    Args:
+        most: Number of buckets; at least 64.
+        marks: Rows of marks, the most important first.
+    """
+    if length <= most:
+        return np.arange(length, dtype=np.int64)
+    latest, around = int(most * LATEST), int(most * AROUND_MARKS)
+    marked = list(dict.fromkeys(row for row in marks if 0 <= row < length))[: max(1, around // 16)]
+    width = around // len(marked) // 2 if marked else 0
+    starts = np.zeros(length, dtype=bool)
+    starts[:: math.ceil(length / (most - latest - (around if marked else 0)))] = True
+    starts[length - latest :] = True
+    for row in marked:
+        starts[max(0, row - width) : row + width] = True
+    return np.flatnonzero(starts)
+
+
+def reduce(values: Numbers, at: Edges) -> Reduced:
+    """Return the mean, minimum and maximum of each bucket's finite numbers.
+
+    Args:
+        values: Shape (rows,).
+    """
+    if len(at) == len(values):
+        found = np.where(np.isfinite(values), values, np.nan)
+        return Reduced(mean=found, min=found, max=found)
+    finite = np.isfinite(values)
+    count = np.add.reduceat(finite, at, dtype=np.int64)
+    total = np.add.reduceat(np.where(finite, values, 0.0), at)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = total / count
+    low = np.minimum.reduceat(np.where(finite, values, np.inf), at)
+    high = np.maximum.reduceat(np.where(finite, values, -np.inf), at)
+    empty = count == 0
+    low[empty] = high[empty] = np.nan
+    return Reduced(mean=mean, min=low, max=high)
+
+
+def last_of(values: Numbers, at: Edges) -> Numbers:
+    """Return the last number of each bucket, for a column that only grows."""
+    ends = np.append(at[1:], len(values)) if len(at) else at
+    last: Numbers = values[ends - 1]
+    return last
+
+
+def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
+    """Return a column as text for the page's script.
+
+    The bytes of 32-bit floats, the first bytes of all numbers before the second ones, are deflated
+    and base64-encoded.
+
+    Args:
+        values: Shape (n,).
+        exactly: Keep all 24 bits of each mantissa instead of `MANTISSA_BITS`.
+    """
+    with np.errstate(over="ignore"):  # overflows of 32 bits are not drawn
+        bits = values.astype("<f4").view("<u4")
+    if not exactly:
+        drop = 23 - MANTISSA_BITS
+        finite = np.isfinite(values)
+        rounded = (bits + np.uint32(1 << (drop - 1))) & np.uint32(0xFFFFFFFF << drop & 0xFFFFFFFF)
+        bits = np.where(finite, rounded, bits).astype("<u4")
+    planes = np.ascontiguousarray(bits.view(np.uint8).reshape(-1, 4).T)
+    text = base64.b64encode(zlib.compress(planes.tobytes(), LEVEL)).decode()
+    return {"n": len(values), "data": text}
+
+
+def plain(values: Numbers) -> list[float | None]:
+    """Return a column as a list; None where a number is not finite."""
+    return [float(value) if math.isfinite(value) else None for value in values]

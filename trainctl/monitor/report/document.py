@@ -10,21 +10,19 @@ from typing import Any
 import numpy as np
 
 from trainctl import __version__
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import walk
 from trainctl.errors import TrainctlError
-from trainctl.monitor.report import buckets
-from trainctl.monitor.report.account import account_of
-from trainctl.monitor.report.buckets import Edges, Reduced
-from trainctl.monitor.report.columns import GrowingColumns, Numbers
-from trainctl.monitor.report.differences import differences
+from trainctl.monitor.report import columns
+from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, Reduced
 from trainctl.monitor.report.history import Branch, History
-from trainctl.monitor.report.marks import thinned
-from trainctl.monitor.report.memory_beside import memory_beside
-from trainctl.monitor.report.placement import placement
+from trainctl.monitor.report.marks import newest_marks
+from trainctl.monitor.report.panels import memory_comparison, placement, time_and_cost_of
 from trainctl.plan.types import RunPlan
-from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
 from trainctl.runs.listing import RunSummary, summarise
-from trainctl.runs.sweeps import is_sweep, made_runs
+from trainctl.runs.sweeps import existing_runs, is_sweep
 
 DOCUMENT_SCHEMA = 1
 """Version of the document."""
@@ -56,7 +54,9 @@ def read_histories(runs: Sequence[Path]) -> list[History]:
         TrainctlError: A path is not a run (exit code 5), or there are too many runs (exit code 2).
     """
     opened = [
-        run for path in runs for run in (made_runs(path) if is_sweep(path) else [open_run(path)])
+        run
+        for path in runs
+        for run in (existing_runs(path) if is_sweep(path) else [open_run(path)])
     ] or [open_or_newest(None)]
     opened = list({run.root: run for run in opened}.values())
     if len(opened) > MOST_RUNS:
@@ -118,11 +118,11 @@ Column = Callable[..., Any]
 
 
 def _packed(values: Numbers, *, exactly: bool = False) -> Any:
-    return buckets.packed(values, exactly=exactly)
+    return columns.packed(values, exactly=exactly)
 
 
 def _listed(values: Numbers, *, exactly: bool = False) -> Any:
-    return buckets.plain(values)
+    return columns.plain(values)
 
 
 class _Run:
@@ -132,21 +132,21 @@ class _Run:
         self._history = history
         self.record = read_record(history.run)
         self.summary: RunSummary = summarise(history.run)
-        self._standing = standing_attempt(history.run).number
+        self._standing = effective_attempt(history.run).number
         self.plan = self._plan_of(self._standing)
         self._now, self._price = now, price
 
     def to_json(self, most: int, column: Column) -> dict[str, Any]:
         history, summary = self._history, self.summary
         steps = history.steps
-        at = buckets.edges(len(steps), most or max(1, len(steps)), self._rows_to_look_at())
-        account = account_of(
+        at = columns.edges(len(steps), most or max(1, len(steps)), self._rows_to_look_at())
+        account = time_and_cost_of(
             history,
             stop_step=summary.stop_step,
             now=self._now if summary.holder is not None else None,
             price=self._price,
         )
-        marks, left_out = thinned(history.marks)
+        marks, left_out = newest_marks(history.marks)
         start = history.start or {}
         return {
             "name": history.run.root.name,
@@ -174,7 +174,7 @@ class _Run:
             "steps_read": len(steps),
             "axes": _axes(steps, at, column),
             "series": {
-                name: _series(buckets.reduce(_drawn(steps, name), at), column)
+                name: _series(columns.reduce(_drawn(steps, name), at), column)
                 for name in steps.names
                 if name not in NOT_SERIES
             },
@@ -183,7 +183,7 @@ class _Run:
             "branches_left_out": max(0, len(history.branches) - BRANCHES),
             "marks": [mark.to_json() for mark in marks],
             "marks_left_out": left_out,
-            "memory": memory_beside(self.plan, history.memory),
+            "memory": memory_comparison(self.plan, history.memory),
             "layout": self._layout(),
             "account": account,
             "attempts": self._attempts(),
@@ -205,7 +205,7 @@ class _Run:
         """Return the rows of marks around which every step is kept, the newest first."""
         steps = self._history.steps
         marks = [mark for mark in reversed(self._history.marks) if mark.kind in CLOSE_TO]
-        return [steps.first_not_below("step", mark.step) for mark in marks if len(steps)]
+        return [steps.lower_bound("step", mark.step) for mark in marks if len(steps)]
 
     def _layout(self) -> dict[str, Any] | None:
         if self.plan is None:
@@ -243,12 +243,12 @@ def _drawn(steps: GrowingColumns, name: str) -> Numbers:
 def _axes(steps: GrowingColumns, at: Edges, column: Column) -> dict[str, Any]:
     """Return the axes to draw curves over, at the last step of each bucket: ascending."""
     hours = np.cumsum(np.nan_to_num(steps["seconds/total"])) / 3600
-    first, last = steps["step"][at], buckets.last_of(steps["step"], at)
+    first, last = steps["step"][at], columns.last_of(steps["step"], at)
     return {
         "first_step": column(first, exactly=True),
         "step": column(last, exactly=True),
-        "tokens": column(buckets.last_of(steps["tokens"], at), exactly=True),
-        "hours": column(buckets.last_of(hours, at), exactly=True),
+        "tokens": column(columns.last_of(steps["tokens"], at), exactly=True),
+        "hours": column(columns.last_of(hours, at), exactly=True),
     }
 
 
@@ -260,11 +260,11 @@ def _series(found: Reduced, column: Column) -> dict[str, Any]:
 
 
 def _evaluations(found: GrowingColumns, column: Column) -> dict[str, Any]:
-    at = buckets.edges(len(found), EVALUATION_BUCKETS)
+    at = columns.edges(len(found), EVALUATION_BUCKETS)
     names = [name for name in found.names if name not in ("step", "time")]
     return {
-        "step": column(buckets.last_of(found["step"], at), exactly=True),
-        "series": {name: _series(buckets.reduce(found[name], at), column) for name in names},
+        "step": column(columns.last_of(found["step"], at), exactly=True),
+        "series": {name: _series(columns.reduce(found[name], at), column) for name in names},
         "best": _best(found),
     }
 
@@ -280,13 +280,13 @@ def _best(found: GrowingColumns) -> dict[str, float] | None:
 
 def _branch(branch: Branch, column: Column) -> dict[str, Any]:
     steps = branch.steps
-    at = buckets.edges(len(steps), BRANCH_BUCKETS)
+    at = columns.edges(len(steps), BRANCH_BUCKETS)
     names = [name for name in ("loss", "grad_norm", "tokens_per_second") if name in steps]
     return {
         "attempt": branch.attempt,
         "steps": len(steps),
-        "step": column(buckets.last_of(steps["step"], at), exactly=True),
-        "series": {name: column(buckets.reduce(steps[name], at).mean) for name in names},
+        "step": column(columns.last_of(steps["step"], at), exactly=True),
+        "series": {name: column(columns.reduce(steps[name], at).mean) for name in names},
     }
 
 
@@ -315,3 +315,39 @@ def _cell(series: dict[str, Any] | None, part: str, row: int) -> Any:
         return None
     column = series[part] if series[part] is not None else series["mean"]
     return column[row]
+
+
+ABSENT = "not set"
+
+
+def differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
+    """Return each key that differs in meaning between plans, with its values as text.
+
+    A null means the value that is derived for it.
+    """
+    sides = [_Side(plan) for plan in plans]
+    keys = dict.fromkeys(key for side in sides for key in side.values)  # keys depend on kinds
+    found = []
+    for key in keys:
+        meanings = [repr(side.meaning(key)) for side in sides]
+        if len(set(meanings)) > 1:
+            found.append({"key": key, "values": [side.shown(key) for side in sides]})
+    return found
+
+
+class _Side:
+    def __init__(self, plan: RunPlan) -> None:
+        self.values = {key: to_plain(value) for key, _, value in walk(plan.config)}
+        self._derived = {item.key: to_plain(item.value) for item in plan.derived}
+
+    def meaning(self, key: str) -> Any:
+        value = self.values.get(key)
+        return self._derived.get(key) if value is None else value
+
+    def shown(self, key: str) -> str:
+        if key not in self.values:
+            return ABSENT
+        value, derived = self.values[key], self._derived.get(key)
+        if value is None:
+            return "none" if derived is None else f"{derived} (derived)"
+        return str(value)

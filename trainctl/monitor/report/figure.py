@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import write_bytes
+from trainctl.runs.files import write_bytes
 
 SUFFIXES = (".png", ".svg", ".html")
 

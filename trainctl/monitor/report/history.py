@@ -6,17 +6,16 @@ repeated replaces the old step and all steps after it; the replaced steps are ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainctl.monitor.report import fields
 from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
-from trainctl.runs.records import Event, RecordReader
+from trainctl.runs.records import Event, RecordReader, number
 
 BATCH_BYTES = 4 << 20
 """Bytes of a file that are read and parsed at a time: about 12,000 steps."""
@@ -145,8 +144,8 @@ class History:
             self._take_step(event, attempt)
         elif kind == "evaluation" and isinstance(event.get("step"), int):
             # A repeated evaluation replaces the old one, as a repeated step does.
-            self.evaluations.cut(self.evaluations.first_not_below("step", event["step"]), ())
-            self.evaluations.append(fields.of_evaluation(event))
+            self.evaluations.cut(self.evaluations.lower_bound("step", event["step"]), ())
+            self.evaluations.append(evaluation_values(event))
         elif kind == "memory" and isinstance(event.get("measured"), Mapping):
             self.memory = event
         elif kind == "start":
@@ -170,7 +169,7 @@ class History:
         step = event["step"]
         if len(self.steps) and step <= self.steps.last("step"):
             self._leave(step)
-        values = fields.of_step(event)
+        values = step_values(event)
         values["attempt"] = attempt.number
         self.steps.append(values)
         if attempt.first_step_began is None:
@@ -178,13 +177,100 @@ class History:
 
     def _leave(self, step: int) -> None:
         """Move everything from a step on into a branch."""
-        index = self.steps.first_not_below("step", step)
+        index = self.steps.lower_bound("step", step)
         number = int(self.steps.last("attempt"))
         steps = self.steps.cut(index, OF_A_BRANCH)
-        evaluations = self.evaluations.cut(self.evaluations.first_not_below("step", step))
+        evaluations = self.evaluations.cut(self.evaluations.lower_bound("step", step))
         self.branches.append(Branch(attempt=number, steps=steps, evaluations=evaluations))
 
 
 def _time(event: Event) -> float:
     value: Any = event.get("time")
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+STEP = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "clip_at",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "loss_scale",
+    "z_loss",
+)
+"""Fields of a `step` record that are single numbers."""
+
+PARTS = {
+    "seconds": "seconds",
+    "peak_bytes": "peak",
+    "objective": "objective",
+    "values": "values",
+}
+"""Fields that map names to numbers, with the prefix of the curve's name: `seconds/forward`."""
+
+_NAMES: dict[str, dict[str, str]] = {field: {} for field in PARTS}
+"""Cache of the full names of the parts seen so far."""
+
+OTHER_RATES = "learning_rates"
+"""Learning rates of parameter groups; drawn where they differ from the run's."""
+
+EVALUATION = ("loss", "ema_loss")
+
+
+def step_values(event: Event) -> dict[str, float]:
+    """Return the numbers of a `step` record, with `step` and `time`; omit missing ones."""
+    found = _placed(event)
+    # Fast path for plain floats: there may be a million records.
+    for name in STEP:
+        value = event.get(name)
+        if type(value) is float:
+            found[name] = value
+        elif value is not None:
+            _add(found, name, value)
+    for field, names in _NAMES.items():
+        parts = event.get(field)
+        if type(parts) is dict:
+            for name, value in parts.items():
+                if value is not None:
+                    full = names.get(name) or names.setdefault(name, f"{PARTS[field]}/{name}")
+                    _add(found, full, value)
+    rates = event.get(OTHER_RATES)
+    if isinstance(rates, Mapping):
+        for name, value in rates.items():
+            if value != event.get("learning_rate"):
+                _add(found, f"learning_rate/{name}", value)
+    return found
+
+
+def evaluation_values(event: Event) -> dict[str, float]:
+    """Return the numbers of an `evaluation` record, each source's included: `loss/NAME`."""
+    found = _placed(event)
+    for name in EVALUATION:
+        if event.get(name) is not None:
+            _add(found, name, event[name])
+    for name, value in _items(event.get("sources")):
+        _add(found, f"loss/{name}", value)
+    for name, value in _items(event.get("objective")):
+        _add(found, f"objective/{name}", value)
+    return found
+
+
+def _placed(event: Event) -> dict[str, float]:
+    """Return step and time; every record has a time, unless a person has edited it."""
+    time = event.get("time")
+    return {"step": event["step"], "time": time if isinstance(time, int | float) else 0.0}
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+
+
+def _add(found: dict[str, float], name: str, value: Any) -> None:
+    """Add a number, or the string that stands for one; ignore values of other types."""
+    if type(value) is float:
+        found[name] = value
+    elif type(value) is int or value in ("NaN", "Infinity", "-Infinity"):
+        found[name] = number(value)

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainctl.runs.failures import sentence
-from trainctl.runs.interventions import divergence_account
+from trainctl.runs.event_descriptions import describe_divergence, describe_straggler
+from trainctl.runs.failures import describe_failure
 from trainctl.runs.records import Event, number
-from trainctl.runs.stragglers import account
 
 MOST = {"checkpoint": 250, "weights": 100}
 MOST_OF_OTHERS = 500
@@ -59,7 +58,7 @@ def mark_of(event: Event, last_step: int) -> Mark | None:
     )
 
 
-def thinned(marks: list[Mark]) -> tuple[list[Mark], dict[str, int]]:
+def newest_marks(marks: list[Mark]) -> tuple[list[Mark], dict[str, int]]:
     """Return the newest marks of each kind, in order, and the number left out of each kind."""
     room: dict[str, int] = {}
     left_out: dict[str, int] = {}
@@ -90,7 +89,7 @@ def _restart(event: Event) -> tuple[str, str]:
 
 
 def _failure(event: Event) -> tuple[str, str]:
-    return sentence(event), event.get("cause", "")
+    return describe_failure(event), event.get("cause", "")
 
 
 def _intervention(event: Event) -> tuple[str, str]:
@@ -112,11 +111,11 @@ def _plateau(event: Event) -> tuple[str, str]:
 
 
 def _straggler(event: Event) -> tuple[str, str]:
-    return account(event), f"slow {event['part']}" if event["slow"] else ""
+    return describe_straggler(event), f"slow {event['part']}" if event["slow"] else ""
 
 
 def _divergence(event: Event) -> tuple[str, str]:
-    return divergence_account(event), "the loss diverges" if event["diverged"] else ""
+    return describe_divergence(event), "the loss diverges" if event["diverged"] else ""
 
 
 def _saved(event: Event) -> tuple[str, str]:

@@ -1,7 +1,8 @@
-"""The page of runs: one HTML file that contains style, scripts and data, or asks a server for data.
+"""HTML pages of a report: of runs, and of a folder of runs.
 
-Its content security policy allows only the scripts and styles in it, by their hashes: a page that
-contains its data sends no request.
+A page is one file that contains style, scripts and data, or asks a server for data. Its content
+security policy allows only the scripts and styles in it, by their hashes: a page that contains its
+data sends no request.
 """
 
 from __future__ import annotations
@@ -95,3 +96,30 @@ def _inline(value: Any) -> str:
     """Return JSON that cannot end the HTML element that contains it."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
+
+
+FOLDER_SCRIPTS = ("folder.js",)
+FOLDER_STYLES = ("page.css", "folder.css")
+
+
+def folder_page(name: str, seconds: float) -> str:
+    """Return the HTML of the page.
+
+    Args:
+        seconds: Pause between two requests for newer data.
+    """
+    filled = {
+        "title": html.escape(name),
+        "version": html.escape(__version__),
+        "policy": folder_policy(),
+        "page_css": asset("page.css"),
+        "css": asset("folder.css"),
+        "script": asset("folder.js"),
+        "source": json.dumps({"url": "runs.json", "seconds": seconds}),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], asset("folder.html"))
+
+
+def folder_policy() -> str:
+    """Return the content security policy, for the page's `meta` element and the server's header."""
+    return policy_of(FOLDER_SCRIPTS, FOLDER_STYLES, has_source=True)

@@ -26,7 +26,7 @@ from trainctl.plan.trainable import (
     ties,
     trainable,
 )
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.export import Exported, new_folder
 from trainctl.train.checkpoint.optimizer_state import MASTER

@@ -15,8 +15,8 @@ from trainctl.plan.mup import multipliers
 from trainctl.plan.schedule import Curve
 from trainctl.plan.settings import formats
 from trainctl.runs import checkpoints
-from trainctl.runs.heartbeats import Phase
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.runs.status import Phase
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.checkpoint.save import Saver
 from trainctl.train.models.model import TORCH_TYPES
@@ -51,7 +51,7 @@ class Checkpoints(Callback):
             session.saved_buffers,
         )
         self._origin = {
-            "run": checkpoints.own_id(session.run) or "",
+            "run": checkpoints.manifest_run_id(session.run) or "",
             "model": description(config.model, session.shapes),
             "multipliers": multipliers(config.model),
             **session.manifest_entries,
@@ -63,7 +63,9 @@ class Checkpoints(Callback):
     def on_train_start(self, context: Context) -> None:
         if self._session.process.is_first:
             step = self._session.progress.step
-            checkpoints.leave_weights_behind(self._session.run, step, attempt=self._journal.attempt)
+            checkpoints.archive_later_weights(
+                self._session.run, step, attempt=self._journal.attempt
+            )
 
     def after_step(self, context: Context) -> None:
         config, step, now = self._config, context.step, self._now

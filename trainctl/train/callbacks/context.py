@@ -13,9 +13,9 @@ from torch import nn
 
 from trainctl.engines.fragments import ElementRange
 from trainctl.errors import TrainctlError
-from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
+from trainctl.runs.status import Heartbeat, Phase
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.session import Session
 

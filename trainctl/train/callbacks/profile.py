@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainctl.config.schema import LoggingConfig
 from trainctl.options.callbacks import Callback, Context
-from trainctl.runs.atomic import write_text
+from trainctl.runs.files import write_text
 from trainctl.train.callbacks.context import Journal
 
 TABLE_ROWS = 40

@@ -12,8 +12,8 @@ from trainctl.config.schema import DataType
 from trainctl.options.callbacks import Callback, Context
 from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import Batch, RunPlan
-from trainctl.runs.heartbeats import Phase
 from trainctl.runs.records import short
+from trainctl.runs.status import Phase
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.callbacks.memory import peak_bytes
 from trainctl.train.session import Session

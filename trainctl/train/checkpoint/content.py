@@ -285,7 +285,7 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> Checkpoint | Non
         return None
     if process.is_first:
         for path in damaged:
-            checkpoints.set_aside(path)
+            checkpoints.quarantine_checkpoint(path)
     return Checkpoint(chosen, passed_over)
 
 

@@ -28,7 +28,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
 from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
-from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.runs.files import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.adapters.layers import Merged
 from trainctl.train.checkpoint.content import Checkpoint

@@ -31,7 +31,7 @@ from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Buffer
 from trainctl.runs import checkpoints
-from trainctl.runs.access import make_folder
+from trainctl.runs.files import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
@@ -209,7 +209,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _write_part(
-    folder: Path, rank: int, part: RankPart, reached: checkpoints.Reached
+    folder: Path, rank: int, part: RankPart, reached: checkpoints.PhaseHook
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     """Write this rank's file; return manifest entries of file, fragments and buffers."""
 

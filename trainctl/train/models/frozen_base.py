@@ -28,7 +28,7 @@ from trainctl.models.safetensors_files import stored_tensors
 from trainctl.options.adapter import low_rank
 from trainctl.plan.identity import CONTEXT_LENGTH_KEYS, check_model, check_shapes
 from trainctl.plan.trainable import adapted_layers, added_tensors, also_trained, is_partial
-from trainctl.runs.atomic import write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
 from trainctl.train.adapters.layers import Merged

@@ -21,7 +21,7 @@ from trainctl.data.corpora import Corpora, corpus_digests
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.objective import ANSWERS, objective_of
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.runs.atomic import write_bytes
+from trainctl.runs.files import write_bytes
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
 from trainctl.train.evaluation import inference

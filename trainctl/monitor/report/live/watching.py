@@ -14,9 +14,14 @@ from trainctl.errors import TrainctlError
 from trainctl.monitor.report.document import report_document
 from trainctl.monitor.report.history import History
 from trainctl.monitor.report.live.folder import RunsFolder
-from trainctl.monitor.report.live.folder_page import folder_page, folder_policy
 from trainctl.monitor.report.live.server import Answer
-from trainctl.monitor.report.page import Source, content_security_policy, page
+from trainctl.monitor.report.page import (
+    Source,
+    content_security_policy,
+    folder_page,
+    folder_policy,
+    page,
+)
 from trainctl.runs.layout import RunPaths
 
 BUCKETS = 2000
@@ -78,7 +83,7 @@ class RunsPage:
             waiting = [history for history in waiting if history.read(_PIECE_BYTES)]
 
 
-class Watching:
+class WatchApp:
     """Site of `trainctl watch`: some runs on one page, or a folder of runs with a page for each.
 
     Args:

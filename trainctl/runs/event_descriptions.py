@@ -1,4 +1,4 @@
-"""Descriptions of the trainer's interventions and warnings about bad losses and gradients."""
+"""Descriptions of records for people: interventions, bad losses and gradients, slow ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFERENCES = {
 }
 
 
-def account(event: Mapping[str, Any]) -> str:
+def describe_intervention(event: Mapping[str, Any]) -> str:
     """Describe an `intervention` record, as in
     ``step 7: loss 21.5 above 8.2 on rank 1 (samples 96 to 104): skip_batch``.
     """
@@ -27,16 +27,16 @@ def account(event: Mapping[str, Any]) -> str:
         back += f", learning rate x {event['lr_factor']:.3g} from there"
     first, end = event["samples"]
     found = event.get("not_finite")
-    why = f"; {not_finite_account(found)}" if found else ""
+    why = f"; {describe_not_finite(found)}" if found else ""
     if event.get("document"):
-        why += f"; {document_account(event['document'])}"
+        why += f"; {describe_document(event['document'])}"
     return (
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
         f"(samples {first} to {end}): {event['policy']}{back}{why}"
     )
 
 
-def document_account(found: Mapping[str, Any]) -> str:
+def describe_document(found: Mapping[str, Any]) -> str:
     """Describe the `document` of an `intervention`, which all bad batches in a row share."""
     line = f" line {found['line']}" if found["line"] else ""
     place = f" ({found['file']}{line})" if found["file"] else ""
@@ -46,7 +46,7 @@ def document_account(found: Mapping[str, Any]) -> str:
     )
 
 
-def not_finite_account(found: Mapping[str, Any]) -> str:
+def describe_not_finite(found: Mapping[str, Any]) -> str:
     """Describe the `not_finite` of an `intervention`: the tensors that hold a NaN or infinity."""
     names = ", ".join(found["names"][:3])
     left = found["count"] - min(3, len(found["names"]))
@@ -69,7 +69,7 @@ def not_finite_account(found: Mapping[str, Any]) -> str:
     return "weights are finite, and so is all that the modules put out when it is made again"
 
 
-def divergence_account(event: Mapping[str, Any]) -> str:
+def describe_divergence(event: Mapping[str, Any]) -> str:
     """Describe a `divergence` record: the losses, the limit, and where to look first."""
     step, limit = f"{event['step']:,}", f"{number(event['limit']):.4g}"
     if not event["diverged"]:
@@ -88,3 +88,24 @@ def still_diverged(events: Iterable[Event], attempt: int) -> Event | None:
     """Return the last `divergence` record of an attempt; None if its loss has come down since."""
     found = [each for each in events if (each["event"], each["attempt"]) == ("divergence", attempt)]
     return found[-1] if found and found[-1]["diverged"] else None
+
+
+def still_slow(events: Iterable[Event], attempt: int) -> list[Event]:
+    """Return the last `straggler` record of each rank of an attempt that is still slow, by rank."""
+    last: dict[int, Event] = {}
+    for event in events:
+        if event["event"] == "straggler" and event["attempt"] == attempt:
+            last[event["rank"]] = event
+    return [event for _, event in sorted(last.items()) if event["slow"]]
+
+
+def describe_straggler(event: Mapping[str, Any]) -> str:
+    """Describe a `straggler` record in a sentence."""
+    who = f"rank {event['rank']} (node {event['node']}, {event['host']})"
+    if not event["slow"]:
+        return f"{who} has caught up by step {event['step']:,}"
+    return (
+        f"{who} takes {number(event['factor']):.2f} times as long as its peers up to step "
+        f"{event['step']:,}, and all wait for it; most of it in {event['part']}: "
+        f"{event['seconds']:.3g} s a step instead of {event['usual_seconds']:.3g} s"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs.atomic import sweep_temporary, temporary_path, write_json, write_text
+from trainctl.runs.files import remove_stale_temporary, temporary_path, write_json, write_text
 from trainctl.runs.records import EventWriter, read_events
 
 
@@ -36,7 +36,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> N
     write_text(path, "old")
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from trainctl.runs.atomic import write_text\n"
+        "from trainctl.runs.files import write_text\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_text(Path(sys.argv[1]), 'new' * 1000)\n"
@@ -92,11 +92,11 @@ def test_what_killed_writers_left_is_swept_by_the_one_rule_of_names(tmp_path: Pa
     temporary_path(tmp_path / "step-1", "removed").mkdir()
     (tmp_path / "kept.tmp").touch()
     assert len(list(tmp_path.iterdir())) == 4
-    sweep_temporary(tmp_path, "csv.json")
+    remove_stale_temporary(tmp_path, "csv.json")
     left = [path.name for path in tmp_path.iterdir()]
     assert len(left) == 3 and not any("csv" in name for name in left)
-    sweep_temporary(tmp_path, before=time.time() - 60)  # somebody may still be writing them
+    remove_stale_temporary(tmp_path, before=time.time() - 60)  # somebody may still be writing them
     assert len(list(tmp_path.iterdir())) == 3
-    sweep_temporary(tmp_path)
+    remove_stale_temporary(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.tmp"]
-    sweep_temporary(tmp_path / "nowhere")
+    remove_stale_temporary(tmp_path / "nowhere")
