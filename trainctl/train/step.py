@@ -133,6 +133,7 @@ class Stepper:
         engine.set_batch(batch)
         with engine.times.host_part("data"):
             batches = self._data.take(progress.step, progress.samples)
+        self._now.batches = batches
         engine.set_learning_rate(self._now.factor)
         loss, num_labels = engine.accumulate(batches)
         self._load = session.routers.take(session.process, session.mesh, num_labels)

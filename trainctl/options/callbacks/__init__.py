@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import RunConfig
+from trainctl.options.limits import Limit
 
 
 class Ranks(StrEnum):
@@ -143,6 +144,19 @@ class Context(Protocol):
         """
 
     @property
+    def micro_batch_labels(self) -> Sequence[int]:
+        """Labels (or pairs) in each micro-batch of this rank's step, in order: the loss is a mean
+        over them. In `after_backward` only.
+        """
+
+    @property
+    def hook_scale(self) -> float:
+        """Factor by which a tensor in a parameter's own backward hook exceeds the micro-batch's
+        share of `gradients()`: the loss scale, and the number of ranks that DeepSpeed averages
+        over.
+        """
+
+    @property
     def step(self) -> int:
         """Number of the step, from 1: the step being made until `after_backward`, then the last
         one made; 0 before the first.
@@ -227,6 +241,10 @@ class CallbackSpec(Spec):
     """Ranks on which it runs."""
     collectives: bool = False
     """Whether it may use `Context.collectives`; needs `ranks=Ranks.all`."""
+    limits: tuple[Limit, ...] = ()
+    """Settings that the callback does not support."""
+    min_micro_batches: int = 1
+    """Fewest micro-batches of a step, over all data ranks and accumulation steps, that it needs."""
 
     def __post_init__(self) -> None:
         if self.collectives and self.ranks is Ranks.first:

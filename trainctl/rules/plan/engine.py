@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainctl.config.derived import Derived
+from trainctl.config.registry import load
+from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.plan.deepspeed import flatten
 from trainctl.rules.deepspeed import keys
@@ -38,6 +40,34 @@ def engine_supports_settings(draft: Draft) -> Iterator[Problem]:
             f"{limit.nearest}, or engine=deepspeed",
             key=key,
         )
+
+
+@rule("TC412", "*", example="recipe=tiny callbacks=[gradient_noise_scale]")
+def callbacks_support_settings(draft: Draft) -> Iterator[Problem]:
+    """The chosen callbacks support the settings of the plan.
+
+    A callback that reads activations or gradients of micro-batches on a rank can do so only where a
+    rank has them. The gradient noise scale compares micro-batches, and needs two of them in a step.
+
+    Fix: Leave the callback out, or change the setting that the message names.
+    """
+    for name in callbacks_of(draft.config):
+        spec = load("callbacks", name)
+        for key, value, limit in outside(draft.config, spec.limits):
+            yield Problem(
+                f"{key}={value}: the callback {name} {limit.why}",
+                f"{limit.nearest}, or leave {name} out of `callbacks`",
+                key=key,
+            )
+        if draft.batch is not None and draft.mesh is not None:
+            found = draft.batch.gradient_accumulation_steps * draft.mesh.data
+            if found < spec.min_micro_batches:
+                yield Problem(
+                    f"a step is {found} micro-batch, and the callback {name} compares "
+                    f"{spec.min_micro_batches}",
+                    f"a smaller training.micro_batch_size, or leave {name} out of `callbacks`",
+                    key=f"callbacks.{name}",
+                )
 
 
 KEY_RULES = (

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainctl.engines.fragments import ElementRange
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -33,6 +34,8 @@ class StepState:
     grad_norm: float | None = None
     factor: float = 0.0
     """Factor of the peak learning rates."""
+    batches: Sequence[MicroBatch] = ()
+    """Micro-batches of this rank in the step."""
     gradients_are_there: bool = False
     """Whether the gradients of the step can be read now."""
     step_seconds: float = 0.0
@@ -119,6 +122,14 @@ class RankContext:
     @property
     def module(self) -> nn.Module:
         return self._session.engine.module
+
+    @property
+    def micro_batch_labels(self) -> Sequence[int]:
+        return [batch.num_counted for batch in self._now.batches]
+
+    @property
+    def hook_scale(self) -> float:
+        return self._session.gradients.scale * self._session.mesh.replicas.size
 
     @property
     def step(self) -> int:
