@@ -42,7 +42,7 @@ def engine_supports_settings(draft: Draft) -> Iterator[Problem]:
         )
 
 
-@rule("TC412", "*", example="recipe=tiny callbacks=[gradient_noise_scale]")
+@rule("TC412", "*", example="recipe=tiny callbacks=[layer_statistics] kernels.compile=blocks")
 def callbacks_support_settings(draft: Draft) -> Iterator[Problem]:
     """The chosen callbacks support the settings of the plan.
 
