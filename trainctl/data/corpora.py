@@ -254,13 +254,13 @@ def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corp
     return {
         **before,
         **{
-            name: _as_before(name, corpus, before[name]) if name in before else corpus
+            name: _require_same_corpus(name, corpus, before[name]) if name in before else corpus
             for name, corpus in corpora.items()
         },
     }
 
 
-def _as_before(name: str, corpus: Corpus, before: Corpus) -> Corpus:
+def _require_same_corpus(name: str, corpus: Corpus, before: Corpus) -> Corpus:
     if not corpus.continues(before):
         hint = "restore the files, or start a new run from this run's weights"
         if before.format < corpus.format and corpus.held_out.tokens > before.held_out.tokens == 0:

@@ -198,10 +198,12 @@ class Corpus:
         return f"{FILES} is not there" if is_gone else ""
 
     def _checksum_problem(self, split: Split) -> str:
-        problems = (self._differs(name, blocks) for name, _, blocks in split.files(self.dtype))
+        problems = (
+            self._block_problem(name, blocks) for name, _, blocks in split.files(self.dtype)
+        )
         return next(filter(None, problems), "")
 
-    def _differs(self, name: str, blocks: tuple[int, ...]) -> str:
+    def _block_problem(self, name: str, blocks: tuple[int, ...]) -> str:
         """Describe which blocks of a file fail their checksum; empty if none does."""
         try:
             stream = (Path(self.folder) / name).open("rb")

@@ -143,14 +143,14 @@ def describe_examples(
                 source=each.source,
                 reason=reason,
                 document=where,
-                why=_why(reason, each, like),
+                why=_explain(reason, each, like),
                 excerpt=_excerpt(each, text),
                 like=like,
-                other=_cut(other),
+                other=_shorten(other),
             )
 
 
-def _why(reason: str, example: Example, like: str) -> str:
+def _explain(reason: str, example: Example, like: str) -> str:
     value = example.value if example.value is not None else 0.0
     if reason == EXACT:
         return f"the same text as {like}"
@@ -165,9 +165,9 @@ def _why(reason: str, example: Example, like: str) -> str:
 
 
 def _excerpt(example: Example, text: str) -> str:
-    return passage(text, example.word) if example.word is not None else _cut(text)
+    return passage(text, example.word) if example.word is not None else _shorten(text)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     short = " ".join(text[: 2 * _CHARACTERS].split())[:_CHARACTERS]
     return short if len(short) >= len(text) else f"{short}…"

@@ -92,7 +92,7 @@ def sample_order(plan: RunPlan, tokens: Mapping[str, int]) -> SampleOrder:
     sources = sources_of(config.data)
     amounts = config.data.sources
     shared = [stage for stage in stages if stage.weights is None]
-    epoch_tokens = _of_epochs(tokens, shared[0].sequence_length) if shared else dict(tokens)
+    epoch_tokens = _tokens_of_epoch(tokens, shared[0].sequence_length) if shared else dict(tokens)
     of = sum(stage.tokens for stage in shared)
     whole = shares_of_amounts(amounts, epoch_tokens, of) if amounts else {}
     whole = whole or {name: Fraction(1) for name in sources}
@@ -114,11 +114,11 @@ def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
     """Compute what a run uses of each source, and find the problems."""
     stages = stages_of_plan(plan)
     tokens = {name: count.tokens for name, count in counts.items()}
-    too_short = list(_too_short(plan.config, stages, tokens))
+    too_short = list(_find_short_sources(plan.config, stages, tokens))
     if too_short:
         return DataPlan(stages=(), run={}, counts=counts, problems=tuple(too_short))
     order = sample_order(plan, tokens)
-    uses = tuple(_use_of(order, stage, tokens) for stage in stages)
+    uses = tuple(_stage_use(order, stage, tokens) for stage in stages)
     everything = sum(stage.tokens for stage in uses)
     run: dict[str, SourceUse] = {}
     for name in tokens:
@@ -132,20 +132,20 @@ def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
             unseen=max(0, tokens[name] - drawn) if epochs < 1 else 0,
         )
     problems = (
-        *_runs_out(plan.config, order, stages, run, tokens),
-        *_repeated(plan.config, run, counts),
-        *_off(plan.config, run, tokens, everything),
-        *_left_out(plan.config, order),
+        *_find_exceeded_epochs(plan.config, order, stages, run, tokens),
+        *_find_repetition(plan.config, run, counts),
+        *_find_wrong_amounts(plan.config, run, tokens, everything),
+        *_find_skipped_tokens(plan.config, order),
     )
     return DataPlan(stages=uses, run=run, counts=counts, problems=problems)
 
 
-def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
+def _tokens_of_epoch(tokens: Mapping[str, int], length: int) -> dict[str, int]:
     """Return the tokens of one epoch of each source in samples of this length."""
     return {name: samples_in(count, length) * length for name, count in tokens.items()}
 
 
-def _use_of(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
+def _stage_use(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
     length = stage.sequence_length
     before = order.draws_before(stage.first_sample)
     after = order.draws_before(stage.first_sample + stage.samples)
@@ -171,7 +171,7 @@ def _use_of(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> 
     )
 
 
-def _too_short(
+def _find_short_sources(
     config: RunConfig, stages: tuple[DataStage, ...], tokens: Mapping[str, int]
 ) -> list[Finding]:
     """Find sources shorter than one sample of a stage that draws from them."""
@@ -186,7 +186,7 @@ def _too_short(
             found.append(
                 Finding(
                     rule=SHORT,
-                    key=_key(config, name),
+                    key=_key_of_source(config, name),
                     message=f"{name} has {tokens[name]:,} tokens to train on: less than one sample "
                     f"of {max(lengths):,}",
                     hint="more text, a shorter sequence_length, or leave it out",
@@ -201,7 +201,7 @@ def _has_share(section: object) -> bool:
     return (section.weight or section.tokens or section.epochs) is not None
 
 
-def _runs_out(
+def _find_exceeded_epochs(
     config: RunConfig,
     order: SampleOrder,
     stages: tuple[DataStage, ...],
@@ -230,7 +230,7 @@ def _runs_out(
     return found
 
 
-def _repeated(
+def _find_repetition(
     config: RunConfig, run: Mapping[str, SourceUse], counts: Mapping[str, SourceLength]
 ) -> Iterator[Finding]:
     """Find sources that are repeated too often, unless `max_epochs` allows it."""
@@ -241,7 +241,7 @@ def _repeated(
             what = name if config.data.sources else "the corpus"
             yield Finding(
                 rule=REPEATED,
-                key=f"{_key(config, name)}.kind",
+                key=f"{_key_of_source(config, name)}.kind",
                 message=f"the run makes {use.epochs:,.0f} passes over {what}, which has {about}"
                 f"{counts[name].tokens:,} tokens to train on",
                 hint="more text, or a shorter run: training.tokens, training.steps or "
@@ -268,12 +268,12 @@ def _epochs_before(
     return epochs
 
 
-def _off(
+def _find_wrong_amounts(
     config: RunConfig, run: Mapping[str, SourceUse], tokens: Mapping[str, int], everything: int
 ) -> list[Finding]:
     """Find sources whose requested tokens or epochs differ from what the run draws."""
     found = []
-    epoch_tokens = _of_epochs(tokens, config.training.sequence_length)
+    epoch_tokens = _tokens_of_epoch(tokens, config.training.sequence_length)
     for name, source in config.data.sources.items():
         wanted, drawn = amount_of(source, epoch_tokens[name]), run[name].tokens
         if source.weight is not None and not drawn:
@@ -281,7 +281,7 @@ def _off(
                 Finding(
                     rule=SHORT,
                     key=f"data.sources.{name}.weight",
-                    message=f"nothing is left for {name}: {_why_nothing(config, everything)}",
+                    message=f"nothing is left for {name}: {_explain_no_draws(config, everything)}",
                     hint="less of the others, or a longer run",
                 )
             )
@@ -302,7 +302,7 @@ def _off(
     return found
 
 
-def _why_nothing(config: RunConfig, everything: int) -> str:
+def _explain_no_draws(config: RunConfig, everything: int) -> str:
     """Explain why a source with a weight is never drawn from."""
     data = config.data
     if data.stages and all(stage.weights is not None for stage in data.stages):
@@ -312,7 +312,7 @@ def _why_nothing(config: RunConfig, everything: int) -> str:
     return f"its weight comes to less than one sample of the run's {everything:,} tokens"
 
 
-def _left_out(config: RunConfig, order: SampleOrder) -> list[Finding]:
+def _find_skipped_tokens(config: RunConfig, order: SampleOrder) -> list[Finding]:
     """Find tokens that a change of sequence length leaves out of the current epoch."""
     return [
         Finding(
@@ -331,5 +331,5 @@ def _left_out(config: RunConfig, order: SampleOrder) -> list[Finding]:
     ]
 
 
-def _key(config: RunConfig, name: str) -> str:
+def _key_of_source(config: RunConfig, name: str) -> str:
     return f"data.sources.{name}" if config.data.sources else "data"

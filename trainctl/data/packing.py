@@ -93,7 +93,7 @@ class Bins:
         return int(np.searchsorted(self.firsts, found[0], side="right")) - 1
 
 
-def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
+def document_pieces(ends: npt.NDArray[np.integer], length: int) -> Pieces:
     """Return documents as pieces; longer documents become pieces of `length` and a remainder.
 
     `ends` has the end (exclusive) of each document; empty documents have no piece.
@@ -107,7 +107,7 @@ def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
+class ConversationPieces:
     """Conversations to pack, with the numbers of those changed or left out."""
 
     pieces: Pieces
@@ -116,9 +116,9 @@ class Conversations:
     """Number of conversations, and numbers cut and left out by reason."""
 
 
-def conversations_of(
+def conversation_pieces(
     ends: npt.NDArray[np.integer], length: int, loss_mask: LossMask, *, cuts: bool
-) -> Conversations:
+) -> ConversationPieces:
     """Return each conversation as one piece; conversations that are too long are cut or left out.
 
     A cut conversation is left out too if no token of its beginning has a loss. So is a conversation
@@ -141,7 +141,7 @@ def conversations_of(
         "dropped_nothing_left": len(left) - sum(left),
         "dropped_unwritten": int((lengths == 0).sum()),
     }
-    return Conversations(Pieces(starts[stays], np.minimum(lengths[stays], length)), counts)
+    return ConversationPieces(Pieces(starts[stays], np.minimum(lengths[stays], length)), counts)
 
 
 def one_bin_per_piece(pieces: Pieces) -> Bins:
@@ -261,7 +261,7 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     length, ends = config.training.sequence_length, _ends(corpus, split)
     loss_mask = corpus.loss_mask(split)
     if loss_mask is None:
-        return pack(pieces_of(ends, length), length)
+        return pack(document_pieces(ends, length), length)
     is_paired = spec_of(config.data).has_pairs
     what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
     longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
@@ -271,7 +271,7 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
             hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
     cuts = config.data.on_too_long is OnTooLong.cut
-    found = conversations_of(ends, length, loss_mask, cuts=cuts)
+    found = conversation_pieces(ends, length, loss_mask, cuts=cuts)
     bins = one_bin_per_piece(found.pieces) if is_paired else pack(found.pieces, length)
     return replace(bins, counts=found.counts)
 

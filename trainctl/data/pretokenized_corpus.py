@@ -16,7 +16,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig
 from trainctl.data.corpus_writer import Chunk
 from trainctl.data.store import files_in_order
-from trainctl.data.token_arrays import Span, fingerprint, places
+from trainctl.data.token_arrays import Span, fingerprint, probe_starts
 from trainctl.data.tokenized import Ends, Tokenized, ends_by_id
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import Finding, TrainctlError
@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
+class _DocumentRange:
     """Consecutive documents of a file."""
 
     first: int
@@ -80,7 +80,7 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
     """
     every = files_in_order(files.train, files.held_out)
     opened, found = open_token_files(config, tokenizer.vocab_size, tokenizer.end_of_document, every)
-    found += _of_another_tokenizer(config, tokenizer, opened)
+    found += _find_other_tokenizers(config, tokenizer, opened)
     if found:
         more = f" (and {len(found) - 1:,} more problems)" if len(found) > 1 else ""
         raise TrainctlError(found[0].message + more, hint=found[0].hint, findings=found)
@@ -93,7 +93,7 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
             ):
                 yield _chunk(split, tokenized, part, number, tokenizer.vocab_size)
         else:
-            whole = _Document(0, len(tokenized.ids), ends, 1)
+            whole = _DocumentRange(0, len(tokenized.ids), ends, 1)
             split = "held_out" if file in held_out else "train"
             yield _chunk(split, tokenized, whole, number, tokenizer.vocab_size)
 
@@ -107,21 +107,23 @@ def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
     return ends_by_id(tokenized.ids, end_of_document)
 
 
-def _split_file(ends: Ends, fraction: float) -> tuple[_Document, _Document]:
+def _split_file(ends: Ends, fraction: float) -> tuple[_DocumentRange, _DocumentRange]:
     """Divide a single file into training documents and held-out documents, its last ones."""
     total = int(ends[-1])
     kept = round(total * (1 - fraction))
     if len(ends) == 1:
         return (
-            _Document(0, kept, np.array([kept]), 1),
-            _Document(kept, total, np.array([total - kept]), 1),
+            _DocumentRange(0, kept, np.array([kept]), 1),
+            _DocumentRange(kept, total, np.array([total - kept]), 1),
         )
     count = int(np.clip(np.searchsorted(ends, kept, side="right"), 1, len(ends) - 1))
     at = int(ends[count - 1])
-    return _Document(0, at, ends[:count], 1), _Document(at, total, ends[count:] - at, count + 1)
+    return _DocumentRange(0, at, ends[:count], 1), _DocumentRange(
+        at, total, ends[count:] - at, count + 1
+    )
 
 
-def _chunk(split: str, tokenized: Tokenized, part: _Document, file: int, limit: int) -> Chunk:
+def _chunk(split: str, tokenized: Tokenized, part: _DocumentRange, file: int, limit: int) -> Chunk:
     ids = tokenized.ids[part.first : part.end]
     span = Span(
         file=str(tokenized.file),
@@ -148,12 +150,12 @@ def _id_sample(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integ
 
     Ids outside the vocabulary are left out here; they are reported when they are read.
     """
-    parts = [ids[at : at + _AT_ONCE] for at in places(len(ids), _COUNTED, _AT_ONCE)]
+    parts = [ids[at : at + _AT_ONCE] for at in probe_starts(len(ids), _COUNTED, _AT_ONCE)]
     found = np.concatenate(parts) if parts else ids
     return found[(found >= 0) & (found < limit)]
 
 
-def _of_another_tokenizer(
+def _find_other_tokenizers(
     config: DataConfig, tokenizer: Tokenizer, opened: Sequence[Tokenized]
 ) -> Iterator[Finding]:
     """Find files whose metadata names a tokenizer other than the run's."""

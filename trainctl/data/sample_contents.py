@@ -277,11 +277,11 @@ class TrainingText:
         self.ends: Ends | None = corpus.ends(corpus.train)
         if self.ends is None:
             self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
-        self._places: _Origins | _Sources | None = None
+        self._places: _StoredOrigins | _FilePlaces | None = None
         if corpus.train.origin:
-            self._places = _Origins(corpus)
+            self._places = _StoredOrigins(corpus)
         elif config is not None:
-            self._places = _Sources(config)
+            self._places = _FilePlaces(config)
 
     def place_of(self, document: int) -> tuple[str | None, int | None]:
         """Return file and line of a document; the file is None if unknown."""
@@ -316,7 +316,7 @@ def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
         yield Passage(document, *text.place_of(document), start - begins, end - begins)
 
 
-class _Origins:
+class _StoredOrigins:
     """Files and lines of documents, from the origins stored when the split was tokenized."""
 
     def __init__(self, corpus: Corpus) -> None:
@@ -333,7 +333,7 @@ class _Origins:
         return (path, line or None) if is_url(path) or Path(path).is_file() else (None, None)
 
 
-class _Sources:
+class _FilePlaces:
     """Files and lines of documents of a corpus without origins, from the files as they are now."""
 
     def __init__(self, config: DataConfig) -> None:
@@ -358,14 +358,14 @@ class _Sources:
         places = spec_of(self._config).places
         is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
         if places is None or is_divided:
-            return self._places_read()
+            return self._read_places()
         found: list[tuple[File, int | None]] = []
         for file in self._files.train:
             with suppress(OSError, TrainctlError):  # the file is gone or has changed
                 found += [(file, line) for line in places(file)]
         return found
 
-    def _places_read(self) -> list[tuple[File, int | None]]:
+    def _read_places(self) -> list[tuple[File, int | None]]:
         """Return the places by reading all text, as needed if some lines were not trained on."""
         try:
             found = split_documents(self._config, self._files, Reader(self._config))

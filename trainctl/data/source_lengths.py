@@ -54,7 +54,9 @@ def count_source_tokens(config: RunConfig) -> tuple[dict[str, SourceLength], lis
                 if corpus is not None:
                     counts[name] = SourceLength(tokens=packed_token_count(config, corpus))
                 else:
-                    counts[name] = SourceLength(tokens=_guess(section, tokenizer), is_estimate=True)
+                    counts[name] = SourceLength(
+                        tokens=_estimate_tokens(section, tokenizer), is_estimate=True
+                    )
         except TrainctlError as error:
             key = f"data.sources.{name}" if config.data.sources else "data"
             problems.append(
@@ -113,17 +115,17 @@ def preview_data_plan(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
     return (found if found.stages else None), problems
 
 
-def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
+def _estimate_tokens(section: DataConfig, tokenizer: Tokenizer) -> int:
     """Estimate the tokens of a source's training text from file sizes."""
     files = split_files(section)
     share = 1 - section.held_out_fraction if files.by_document else 1.0
     size = sum(file.stat().st_size * COMPRESSED.get(file.suffix, 1.0) for file in files.train)
     if section.max_bytes is not None:
         size = min(size, section.max_bytes)
-    return int(size * share / _bytes_of_a_token(files.train, tokenizer))
+    return int(size * share / _bytes_per_token(files.train, tokenizer))
 
 
-def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
+def _bytes_per_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
     """Return the bytes per token at the start of the first file, or `USUAL` if it is not text."""
     if not files:
         return USUAL

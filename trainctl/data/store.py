@@ -120,9 +120,9 @@ class TokenStore:
             TrainctlError: A file cannot be read, has bad text or has changed; or the store cannot
                 be written (exit code 4).
         """
-        self._sweep(task)
+        self._remove_leftovers(task)
         counts_lines = spec_of(self.config).counts_lines
-        content, lines = _content(task, counts_lines)
+        content, lines = _content_digest(task, counts_lines)
         part = self._part_folder(content)
         if not (part / "part.json").is_file():
             self.discard(part)
@@ -134,7 +134,7 @@ class TokenStore:
                         temporary,
                         self.tokenizer,
                         _documents(task, readers, counts_lines),
-                        lambda: map(_facts, task.pieces, readers, lines),
+                        lambda: map(_range_counts, task.pieces, readers, lines),
                         progress,
                     )
                     _require_unchanged(task)
@@ -164,9 +164,9 @@ class TokenStore:
         for task in tasks:
             if task.key in claimed:
                 self.claims.forget(task.key)
-                self._sweep(task)
+                self._remove_leftovers(task)
 
-    def _sweep(self, task: Task) -> None:
+    def _remove_leftovers(self, task: Task) -> None:
         for folder in (self.folder / "parts").glob(f".{task.key}.*"):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.folder / "tasks").glob(f".{task.key}.json.*"):
@@ -227,12 +227,12 @@ def _documents(
             raise
 
 
-def _facts(piece: FileRange, reader: Reader, lines: int) -> RangeCounts:
+def _range_counts(piece: FileRange, reader: Reader, lines: int) -> RangeCounts:
     examples = tuple(text.removeprefix(str(piece.file)) for text in reader.bad.examples)
     return RangeCounts(lines, reader.bad.replaced, reader.bad.skipped, examples)
 
 
-def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
+def _content_digest(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     """Return a digest of the bytes that a task reads, and the line feeds of each piece.
 
     File names are part of the digest, because a source may depend on a file's suffix; folders are

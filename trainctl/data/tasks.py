@@ -67,7 +67,9 @@ class FileRange:
     @property
     def is_as_planned(self) -> bool:
         """Whether the file is unchanged since planning. Remote files check this themselves."""
-        return isinstance(self.file, RemoteFile) or self == _of(self.file, self.start, self.end)
+        return isinstance(self.file, RemoteFile) or self == _file_range(
+            self.file, self.start, self.end
+        )
 
     def to_plain(self) -> list[Any]:
         """Return the piece as plain JSON."""
@@ -94,7 +96,7 @@ class Task:
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> Task:
         """Create a task from `to_plain`'s result."""
-        return cls(tuple(_piece(*each) for each in data["pieces"]), data["size"])
+        return cls(tuple(_range_from_plain(*each) for each in data["pieces"]), data["size"])
 
 
 def plan_tasks(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
@@ -109,7 +111,7 @@ def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
     group: list[FileRange] = []
     size = 0
     for file in files:
-        whole = _of(file)
+        whole = _file_range(file)
         found = ranges(file, TASK_BYTES) if ranges and whole.size > TASK_BYTES else []
         if len(found) > 1:
             if group:
@@ -128,7 +130,7 @@ def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
         yield Task(tuple(group), size)
 
 
-def _of(file: File, start: int = 0, end: int | None = None) -> FileRange:
+def _file_range(file: File, start: int = 0, end: int | None = None) -> FileRange:
     """Return the piece of a file with its current size and version."""
     if isinstance(file, RemoteFile):
         return FileRange(file, file.size, file.version, start, end)
@@ -136,7 +138,7 @@ def _of(file: File, start: int = 0, end: int | None = None) -> FileRange:
     return FileRange(file, status.st_size, str(status.st_mtime_ns), start, end)
 
 
-def _piece(name: str, size: int, version: str, start: int, end: int | None) -> FileRange:
+def _range_from_plain(name: str, size: int, version: str, start: int, end: int | None) -> FileRange:
     """Create a piece from `FileRange.to_plain`'s result."""
     file = RemoteFile(name, size, version) if is_url(name) else Path(name)
     return FileRange(file, size, version, start, end)
@@ -172,7 +174,7 @@ class Claims:
             yield False
             return
         done = threading.Event()
-        beating = threading.Thread(target=self._beat, args=(path, nonce, done), daemon=True)
+        beating = threading.Thread(target=self._renew, args=(path, nonce, done), daemon=True)
         beating.start()
         try:
             yield True
@@ -205,7 +207,7 @@ class Claims:
     def _text(self, nonce: str, beat: int) -> str:
         return json.dumps([self._here, os.getpid(), nonce, beat])
 
-    def _beat(self, path: Path, nonce: str, done: threading.Event) -> None:
+    def _renew(self, path: Path, nonce: str, done: threading.Event) -> None:
         beat = 0
         while not done.wait(_BEAT_SECONDS):
             beat += 1

@@ -92,31 +92,31 @@ def render(
         (template, list(chat), [*tools] or None, dict(variables), prompts, marks)
     )
     with _lock:
-        renderer = _started()
+        renderer = _get_renderer()
         try:
-            kind, *found = _ask(renderer.connection, request)
+            kind, *found = _request(renderer.connection, request)
         except BaseException:  # also an interrupt: a late answer would be the next text's
-            _end(renderer)
+            _kill(renderer)
             raise
     if kind == "refused":
         raise RefusedByTemplate(found[0])
     if kind == "out of bounds":
-        raise _out_of_bounds(found[0])
+        raise _limit_error(found[0])
     return found[0], found[1]
 
 
-def _ask(connection: Connection, request: bytes) -> Sequence[Any]:
+def _request(connection: Connection, request: bytes) -> Sequence[Any]:
     try:
         connection.send_bytes(request)
         if not connection.poll(SECONDS):
-            raise _out_of_bounds(f"does not end within {SECONDS:g} s")
+            raise _limit_error(f"does not end within {SECONDS:g} s")
         answer: Sequence[Any] = connection.recv()
     except (EOFError, OSError):
-        raise _out_of_bounds("ended the process that rendered it") from None
+        raise _limit_error("ended the process that rendered it") from None
     return answer
 
 
-def _out_of_bounds(what: str) -> TrainctlError:
+def _limit_error(what: str) -> TrainctlError:
     return TrainctlError(
         f"the chat template {what}",
         hint="a template from another source, in data.chat_template: this one is damaged, or was "
@@ -124,7 +124,7 @@ def _out_of_bounds(what: str) -> TrainctlError:
     )
 
 
-def _started() -> _Renderer:
+def _get_renderer() -> _Renderer:
     """Return this process's renderer, and fork it first if there is none."""
     global _renderer
     if _renderer is None or _renderer.owner != os.getpid():
@@ -137,7 +137,7 @@ def _started() -> _Renderer:
     return _renderer
 
 
-def _end(renderer: _Renderer) -> None:
+def _kill(renderer: _Renderer) -> None:
     """Kill a renderer that did not answer; the next text forks another one."""
     global _renderer
     _renderer = None
@@ -159,12 +159,12 @@ def _serve(connection: Connection) -> NoReturn:
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         while True:
-            connection.send(_answer(connection.recv_bytes()))
+            connection.send(_render_request(connection.recv_bytes()))
     except BaseException:
         os._exit(1)
 
 
-def _answer(request: bytes) -> tuple[Any, ...]:
+def _render_request(request: bytes) -> tuple[Any, ...]:
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.tokenized import mapped
+from trainctl.data.tokenized import map_ids
 from trainctl.errors import ExitCode, TrainctlError
 
 Ids = npt.NDArray[np.integer]
@@ -69,7 +69,7 @@ class Span:
                 hint="restore the file",
                 exit_code=ExitCode.run_state,
             )
-        whole = mapped(Path(self.file), self.dtype, self.offset)
+        whole = map_ids(Path(self.file), self.dtype, self.offset)
         return whole[self.first : self.first + self.tokens]
 
     def size_problem(self) -> str:
@@ -144,7 +144,7 @@ class Joined:
 def fingerprint(ids: Ids) -> str:
     """Return the SHA-256 of the number of ids and of ids at places all over them."""
     digest = hashlib.sha256(str(len(ids)).encode())
-    for start in places(len(ids), _PROBES, _PROBE):
+    for start in probe_starts(len(ids), _PROBES, _PROBE):
         digest.update(ids[start : start + _PROBE].astype("<i8").tobytes())
     return digest.hexdigest()
 
@@ -159,7 +159,7 @@ def digest_of_spans(spans: Sequence[Span], ends: str) -> str:
     ).hexdigest()
 
 
-def places(count: int, most: int, size: int) -> list[int]:
+def probe_starts(count: int, most: int, size: int) -> list[int]:
     """Return the starts of at most `most` pieces of `size`, evenly spaced from first to last."""
     if count <= most * size:
         return list(range(0, count, size))

@@ -78,7 +78,9 @@ class Tokenized:
         ids, found = self.ids, []
         if len(ids) == 0:
             return [f"{self.file} is empty"]
-        wrong = next((at for at in _extremes(ids, whole) if not 0 <= ids[at] < vocab_size), None)
+        wrong = next(
+            (at for at in _extreme_places(ids, whole) if not 0 <= ids[at] < vocab_size), None
+        )
         if wrong is not None:
             found.append(
                 f"{self.file} has the id {ids[wrong]:,} at token {wrong:,}, and the vocabulary "
@@ -90,7 +92,7 @@ class Tokenized:
                 f"vocabulary of {vocab_size:,}: another tokenizer made them"
             )
         if self.ends is not None and end_of_document is not None and not found:
-            places = _spread(len(self.ends), _PROBES * _PROBE)
+            places = _spread_places(len(self.ends), _PROBES * _PROBE)
             full = self.ends[places][np.diff(self.ends, prepend=0)[places] > 0]
             if len(full) and not (ids[full - 1] == end_of_document).any():
                 found.append(
@@ -131,8 +133,8 @@ def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
         first = int.from_bytes(head[:4], "little")
         if first in _LLM_C and len(head) == _LLM_C_HEADER:
             return _llm_c(file, head, _LLM_C[first])
-        ids = mapped(file, _given(file, dtype))
-        return _refuse_unfit(Tokenized(file, ids, _dolma_ends(file)))
+        ids = map_ids(file, _stated_dtype(file, dtype))
+        return _require_consistent(Tokenized(file, ids, _dolma_ends(file)))
 
 
 def ends_by_id(ids: Ids, end_of_document: int) -> Ends:
@@ -154,27 +156,27 @@ def _megatron(file: Path, index: Path) -> Tokenized:
     raw = np.memmap(index, np.uint8, "r") if index.stat().st_size else np.empty(0, np.uint8)
     head = raw[:_MEGATRON_HEADER].tobytes()
     if len(head) < _MEGATRON_HEADER or not head.startswith(_MEGATRON):
-        raise _unfit(index, "it is no index of Megatron's")
+        raise _unusable(index, "it is no index of Megatron's")
     if int.from_bytes(head[9:17], "little") != 1:
-        raise _unfit(index, f"its version is {int.from_bytes(head[9:17], 'little')}, not 1")
+        raise _unusable(index, f"its version is {int.from_bytes(head[9:17], 'little')}, not 1")
     if head[17] not in _MEGATRON_TYPES:
-        raise _unfit(index, f"its type is number {head[17]}, which is none of ids")
+        raise _unusable(index, f"its type is number {head[17]}, which is none of ids")
     sequences, entries = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
     # Lengths, byte offsets, then the first sequence of each document and the number of all.
     starts = [_MEGATRON_HEADER, _MEGATRON_HEADER + 4 * sequences, _MEGATRON_HEADER + 12 * sequences]
     if len(raw) < starts[2] + 8 * entries:
-        raise _unfit(index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes")
+        raise _unusable(index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes")
     lengths = raw[starts[0] : starts[1]].view("<i4")
     places = raw[starts[1] : starts[2]].view("<i8")
     firsts = raw[starts[2] : starts[2] + 8 * entries].view("<i8")
-    ids = mapped(file, _MEGATRON_TYPES[head[17]])
+    ids = map_ids(file, _MEGATRON_TYPES[head[17]])
     stops = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or not np.array_equal(places, stops[:-1] * ids.itemsize):
-        raise _unfit(index, "its sequences do not follow one another in the file of ids")
+        raise _unusable(index, "its sequences do not follow one another in the file of ids")
     is_whole = entries > 0 and firsts[0] == 0 and firsts[-1] == sequences
     if not is_whole or (np.diff(firsts) < 0).any():
-        raise _unfit(index, "its documents do not have each sequence once")
-    return _refuse_unfit(Tokenized(file, ids, stops[firsts[1:]]))
+        raise _unusable(index, "its documents do not have each sequence once")
+    return _require_consistent(Tokenized(file, ids, stops[firsts[1:]]))
 
 
 def _datatrove(file: Path, dtype: str | None) -> Tokenized:
@@ -186,18 +188,20 @@ def _datatrove(file: Path, dtype: str | None) -> Tokenized:
     known = dtype or (f"u{width}" if width in ("2", "4") else None)
     if index.is_file():
         return _with_ends(file, index, known, tokenizer)
-    return Tokenized(file, mapped(file, _given(file, known)), None, tokenizer)
+    return Tokenized(file, map_ids(file, _stated_dtype(file, known)), None, tokenizer)
 
 
 def _with_ends(file: Path, index: Path, dtype: str | None, tokenizer: str = "") -> Tokenized:
     """Open a file with an index of 8 bytes a document, which also tells the width of the ids."""
     if index.stat().st_size % 8:
-        raise _unfit(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
+        raise _unusable(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
     ends = np.fromfile(index, "<u8").astype(np.int64)
     if dtype is None and len(ends):
         width = file.stat().st_size // max(1, int(ends[-1]))
         dtype = f"u{width}" if width in (2, 4) else None
-    return _refuse_unfit(Tokenized(file, mapped(file, _given(file, dtype)), ends, tokenizer))
+    return _require_consistent(
+        Tokenized(file, map_ids(file, _stated_dtype(file, dtype)), ends, tokenizer)
+    )
 
 
 def _dolma_ends(file: Path) -> Ends | None:
@@ -222,11 +226,11 @@ def _dolma_ends(file: Path) -> Ends | None:
         gzip.BadGzipFile,
     ) as error:
         why = f"its rows do not begin with two places, or it is cut off ({error})"
-        raise _unfit(index, why) from None
+        raise _unusable(index, why) from None
     if len(places) == 0:
         return np.empty(0, np.int64)
     if places[0, 0] != 0 or (places[1:, 0] != places[:-1, 1]).any():
-        raise _unfit(index, "its documents do not follow one another")
+        raise _unusable(index, "its documents do not follow one another")
     return places[:, 1].copy()
 
 
@@ -234,22 +238,24 @@ def _numpy(file: Path) -> Tokenized:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OverflowError, SyntaxError, TokenError) as error:
-        raise _unfit(file, f"numpy cannot read it: {error}") from None
+        raise _unusable(file, f"numpy cannot read it: {error}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
-        raise _unfit(file, f"it is an array of {ids.dtype} of shape {ids.shape}, not a list of ids")
+        raise _unusable(
+            file, f"it is an array of {ids.dtype} of shape {ids.shape}, not a list of ids"
+        )
     assert isinstance(ids, np.memmap)
-    return Tokenized(file, mapped(file, ids.dtype.str, ids.offset), None, offset=ids.offset)
+    return Tokenized(file, map_ids(file, ids.dtype.str, ids.offset), None, offset=ids.offset)
 
 
 def _llm_c(file: Path, head: bytes, dtype: str) -> Tokenized:
     count = int.from_bytes(head[8:12], "little")
-    ids = mapped(file, dtype, _LLM_C_HEADER)
+    ids = map_ids(file, dtype, _LLM_C_HEADER)
     if len(ids) != count:
-        raise _unfit(file, f"its header says {count:,} ids, and it has {len(ids):,}")
+        raise _unusable(file, f"its header says {count:,} ids, and it has {len(ids):,}")
     return Tokenized(file, ids, None, offset=_LLM_C_HEADER)
 
 
-def _given(file: Path, dtype: str | None) -> str:
+def _stated_dtype(file: Path, dtype: str | None) -> str:
     if dtype is None:
         raise TrainctlError(
             f"nothing tells of which type the ids in {file} are",
@@ -258,7 +264,7 @@ def _given(file: Path, dtype: str | None) -> str:
     return np.dtype(dtype).newbyteorder("<").str
 
 
-def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
+def map_ids(file: Path, dtype: str, offset: int = 0) -> Ids:
     """Memory-map the ids of a file. The kernel is advised of random access.
 
     Raises:
@@ -267,29 +273,29 @@ def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
     """
     size, width = file.stat().st_size - offset, np.dtype(dtype).itemsize
     if size % width:
-        raise _unfit(file, f"{size:,} bytes are no ids of {width} bytes")
+        raise _unusable(file, f"{size:,} bytes are no ids of {width} bytes")
     return map_array(file, dtype, offset)
 
 
-def _refuse_unfit(tokenized: Tokenized) -> Tokenized:
+def _require_consistent(tokenized: Tokenized) -> Tokenized:
     ends, count = tokenized.ends, len(tokenized.ids)
     if ends is None:
         return tokenized
     last = int(ends[-1]) if len(ends) else 0
     if last != count:
-        raise _unfit(tokenized.file, f"its index ends at id {last:,}, and it has {count:,}")
+        raise _unusable(tokenized.file, f"its index ends at id {last:,}, and it has {count:,}")
     if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):
-        raise _unfit(tokenized.file, "the ends of its documents do not ascend")
+        raise _unusable(tokenized.file, "the ends of its documents do not ascend")
     return tokenized
 
 
-def _extremes(ids: Ids, whole: bool) -> Iterator[int]:
+def _extreme_places(ids: Ids, whole: bool) -> Iterator[int]:
     """Yield the positions of the lowest and the highest id of each part that is checked."""
     if whole or len(ids) <= _PROBES * _PROBE:
         starts: Sequence[int] = range(0, len(ids), _CHUNK)
         size = _CHUNK
     else:
-        starts, size = _spread(len(ids) - _PROBE + 1, _PROBES).tolist(), _PROBE
+        starts, size = _spread_places(len(ids) - _PROBE + 1, _PROBES).tolist(), _PROBE
     for start in starts:
         part = ids[start : start + size]
         yield start + int(part.argmin())
@@ -303,16 +309,16 @@ def _other_type(tokenized: Tokenized, vocab_size: int) -> str:
     if tokenized.ends is not None or ids.nbytes % other.itemsize:
         return ""
     seen = ids.view(other)
-    fits = all(seen[at] < vocab_size for at in _extremes(seen, whole=False))
+    fits = all(seen[at] < vocab_size for at in _extreme_places(seen, whole=False))
     return f"; they would fit as {other.name}" if fits else ""
 
 
-def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
+def _spread_places(count: int, most: int) -> npt.NDArray[np.int64]:
     """Return at most `most` positions, evenly spaced from the first to the last of `count`."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def _unfit(file: Path, why: str) -> TrainctlError:
+def _unusable(file: Path, why: str) -> TrainctlError:
     return TrainctlError(f"{file} cannot be used: {why}", hint="copy or make it again")
 
 

@@ -90,7 +90,7 @@ def check_text(config: RunConfig) -> list[Finding]:
                 found.append((pattern, find_files(pattern, spec.endings, spec.choose)))
             except TrainctlError as error:  # no server answers
                 findings.append(_not_read(f"data.{key}", error))
-        findings += _of_patterns(f"data.{key}", found, spec.endings)
+        findings += _check_patterns(f"data.{key}", found, spec.endings)
         files = sorted({file for _, each in found for file in each.files}, key=file_sort_key)
         look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
         if look is not None:
@@ -168,7 +168,7 @@ def with_source_keys(name: str, section: Any, text: str) -> str:
     return re.sub(rf"(?<![\w./-])data\.(?=(?:{names})\b)", f"data.sources.{name}.", text)
 
 
-def _of_patterns(
+def _check_patterns(
     key: str, found: list[tuple[str, FoundFiles]], endings: Sequence[str]
 ) -> Iterator[Finding]:
     for pattern, each in found:
@@ -205,7 +205,7 @@ def _check_files(key: str, files: list[File], data: DataConfig, look: Look) -> I
     here = [file for file in files if isinstance(file, Path)]
     there = files[len(here) :]
     for file in here[:_FILES_OPENED] + there[:_REMOTE_OPENED]:
-        problem = _problem(file, data, look)
+        problem = _read_problem(file, data, look)
         if problem is not None:
             kinds.setdefault((problem.rule, problem.kind), []).append(problem)
     for (rule, _), problems in kinds.items():
@@ -221,7 +221,7 @@ def _check_files(key: str, files: list[File], data: DataConfig, look: Look) -> I
         )
 
 
-def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
+def _read_problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
     try:
         with warn_if_stalled(file):
             return look(file, data)
@@ -244,7 +244,7 @@ def _check_split_sizes(
     Sizes are upper bounds: a text has no more tokens than bytes.
     """
     length = config.training.sequence_length
-    train, held_out = _most_tokens(files.train, data), _most_tokens(files.held_out, data)
+    train, held_out = _max_tokens(files.train, data), _max_tokens(files.held_out, data)
     if files.by_document:
         held_out = round(train * data.held_out_fraction)
     if train <= length:
@@ -281,7 +281,7 @@ def _check_split_sizes(
         )
 
 
-def _most_tokens(files: list[File], data: DataConfig) -> int:
+def _max_tokens(files: list[File], data: DataConfig) -> int:
     """Return an upper bound of tokens: bytes up to `data.max_bytes`, and one for each file."""
     size = sum(file.stat().st_size for file in files)
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
@@ -313,7 +313,7 @@ def check_quality_inputs(config: RunConfig) -> Iterator[Finding]:
     if data.factory is not None:
         return
     for section in held_out_sections(data):
-        yield from _missing(section)
+        yield from _check_held_out_set(section)
     sources: dict[str, Any] = dict(data.sources) or {"": data}
     for name, section in sources.items():
         key = f"data.sources.{name}.filters" if name else "data.filters"
@@ -329,10 +329,10 @@ def check_quality_inputs(config: RunConfig) -> Iterator[Finding]:
                     yield Finding(rule=MISSING, key=where, message=f"{path} {what}")
         made_for_web = [kind for kind in filters if kind in WEB_FILTERS]
         if made_for_web:
-            yield from _of_code(f"{key}.{made_for_web[0]}", section, made_for_web)
+            yield from _check_code_filters(f"{key}.{made_for_web[0]}", section, made_for_web)
 
 
-def _missing(section: Any) -> Iterator[Finding]:
+def _check_held_out_set(section: Any) -> Iterator[Finding]:
     (path,) = section.paths
     spec = load("data", section.kind)
     try:
@@ -349,7 +349,7 @@ def _missing(section: Any) -> Iterator[Finding]:
         )
 
 
-def _of_code(key: str, section: Any, kinds: list[str]) -> Iterator[Finding]:
+def _check_code_filters(key: str, section: Any, kinds: list[str]) -> Iterator[Finding]:
     try:
         files = split_files(section).train
     except TrainctlError:

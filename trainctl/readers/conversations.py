@@ -113,11 +113,11 @@ def _shape_of(record: Record, shape: Shape) -> Shape:
     raise BadConversation(f"it has {has}: of no shape that is known, which are {known}")
 
 
-def _of_messages(record: Record) -> list[Any]:
+def _read_messages(record: Record) -> list[Any]:
     return _listed(record["messages"], "messages")
 
 
-def _of_prompt(record: Record) -> list[Any]:
+def _read_prompt(record: Record) -> list[Any]:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -126,7 +126,7 @@ def _of_prompt(record: Record) -> list[Any]:
     return [*_listed(prompt, "prompt"), *_listed(completion, "completion")]
 
 
-def _of_alpaca(record: Record) -> list[Any]:
+def _read_alpaca(record: Record) -> list[Any]:
     system, extra_input = record.get("system"), record.get("input")
     instruction = record["instruction"]
     if extra_input:
@@ -145,7 +145,7 @@ def _of_alpaca(record: Record) -> list[Any]:
     return messages
 
 
-def _of_sharegpt(record: Record) -> list[Any]:
+def _read_sharegpt(record: Record) -> list[Any]:
     system = record.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     for each in _listed(record["conversations"], "conversations"):
@@ -166,10 +166,10 @@ _KEYS = {
     Shape.alpaca: ("instruction", "output"),
 }
 _READERS: dict[Shape, Callable[[Record], list[Any]]] = {
-    Shape.messages: _of_messages,
-    Shape.sharegpt: _of_sharegpt,
-    Shape.prompt: _of_prompt,
-    Shape.alpaca: _of_alpaca,
+    Shape.messages: _read_messages,
+    Shape.sharegpt: _read_sharegpt,
+    Shape.prompt: _read_prompt,
+    Shape.alpaca: _read_alpaca,
 }
 
 

@@ -151,16 +151,16 @@ def split_documents(
     """
     if not files.by_document:
         for name, its_files in (("held_out", files.held_out), ("train", files.train)):
-            for document in _bounded(reader.documents(its_files), config.max_bytes):
+            for document in _limit_bytes(reader.documents(its_files), config.max_bytes):
                 yield name, document
         return
 
     def documents(by: Reader) -> Iterator[Document]:
-        return _bounded(by.documents(files.train), config.max_bytes)
+        return _limit_bytes(by.documents(files.train), config.max_bytes)
 
     if is_one_document(config, files):
         (only,) = documents(reader)
-        yield from _cut(only, config.held_out_fraction)
+        yield from _split_single_document(only, config.held_out_fraction)
         return
     places = (_place(document) for document in documents(Reader(config)))
     limit = held_out_threshold(places, config.held_out_fraction)
@@ -172,7 +172,7 @@ def is_one_document(config: DataConfig, files: TextFiles) -> bool:
     """Whether the corpus is a single file with a single document, so that its end is held out."""
     if not files.by_document:
         return False
-    documents = _bounded(Reader(config).documents(files.train), config.max_bytes)
+    documents = _limit_bytes(Reader(config).documents(files.train), config.max_bytes)
     return len(list(islice(documents, 2))) == 1
 
 
@@ -193,7 +193,7 @@ def _place(document: Document) -> int:
     return int.from_bytes(sha256(document.text.encode()).digest()[:8], "big")
 
 
-def _cut(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
+def _split_single_document(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
     """Split the only document, holding out its end; the cut is at the end of a line if possible."""
     text = document.text
     at = len(text) - round(len(text) * fraction)
@@ -202,7 +202,7 @@ def _cut(document: Document, fraction: float) -> Iterator[tuple[str, Document]]:
     yield "train", Document(text[:at], document.file, document.line)
 
 
-def _bounded(documents: Iterator[Document], room: int | None) -> Iterator[Document]:
+def _limit_bytes(documents: Iterator[Document], room: int | None) -> Iterator[Document]:
     """Yield documents up to `room` bytes of text in total, cutting the last one."""
     for document in documents:
         if room is None:

@@ -147,9 +147,9 @@ def split_files(config: DataConfig) -> TextFiles:
     """
     spec = load("data", config.kind)
     if isinstance(config, DataFromPaths):
-        files = _all(config.paths, "data.paths", spec)
+        files = _find_all(config.paths, "data.paths", spec)
         if config.held_out_paths:
-            held_out = _all(config.held_out_paths, "data.held_out_paths", spec)
+            held_out = _find_all(config.held_out_paths, "data.held_out_paths", spec)
             return TextFiles([file for file in files if file not in set(held_out)], held_out)
     else:
         files = [*spec.files(config)]
@@ -175,7 +175,7 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).hexdigest()
 
 
-def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
+def _find_all(patterns: list[str], key: str, spec: Any) -> list[File]:
     files: set[File] = set()
     for pattern in patterns:
         found = find_files(pattern, spec.endings, spec.choose)

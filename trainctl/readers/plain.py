@@ -50,7 +50,7 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
 
     Within a range, lines are counted from its start.
     """
-    return _lines(reader, file, span) if _has_lines(file) else _whole(reader, file)
+    return _read_lines(reader, file, span) if _has_lines(file) else _read_whole(reader, file)
 
 
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
@@ -92,7 +92,7 @@ def problem(file: File, config: DataConfig) -> FileProblem | None:
         kind, hint = found
         message = f"{file} is {kind}, not text"
         return FileProblem(BINARY, kind, message, hint.replace("FILE", str(file)))
-    look = _in_lines if _has_lines(file) else _in_text
+    look = _first_line_problem if _has_lines(file) else _encoding_problem
     bad = look(file, head, config)
     if bad is None:
         return None
@@ -100,7 +100,7 @@ def problem(file: File, config: DataConfig) -> FileProblem | None:
     return FileProblem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
 
 
-def _whole(reader: Reader, file: File) -> Iterator[Document]:
+def _read_whole(reader: Reader, file: File) -> Iterator[Document]:
     with open_decompressed(file) as stream:
         raw = stream.read()
     _refuse_binary(file, raw[:HEAD_BYTES])
@@ -114,7 +114,7 @@ def _whole(reader: Reader, file: File) -> Iterator[Document]:
         yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
 
 
-def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
+def _read_lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
     for number, line in lines_of(file, span):
         text = text_of_record(reader, line, f"{file}:{number}")
         if text is not None:
@@ -178,7 +178,7 @@ def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
     raise NoTextKey(where, config.text_key, record)
 
 
-def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
+def _first_line_problem(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
     """Return the first problem of a JSONL file's first lines.
 
     If the policy skips bad lines, it is a problem only if no line is good.
@@ -200,7 +200,7 @@ def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | No
     return problems[0] if problems and not (may_skip and good) else None
 
 
-def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
+def _encoding_problem(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
     if config.on_bad_text is not OnBadText.error:
         return None
     try:

@@ -267,17 +267,17 @@ def call_with_retries(
         except TrainctlError:
             raise
         except ImportError as error:
-            raise _missing(url, error) from None
+            raise _missing_package_error(url, error) from None
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
             if isinstance(error, ValueError) and "range requests" in str(error):
                 why = "its server gives files as a whole only, and no parts of them"
-                raise _unreadable(url, why, place) from None
+                raise _unreadable_error(url, why, place) from None
             if at is None and _is_of_the_url(error):
-                raise _no_such(url, why) from None
+                raise _no_such_error(url, why) from None
             is_missing_library = at is None and type(error) is OSError and error.errno is None
             if isinstance(error, _FINAL) or is_missing_library:
-                raise _unreadable(url, why, "") from None
+                raise _unreadable_error(url, why, "") from None
         if number < ATTEMPTS:
             notify(
                 redact_text(
@@ -287,7 +287,9 @@ def call_with_retries(
             sleep(wait)
             wait *= 2
     seconds = time.monotonic() - begun
-    raise _unreadable(url, why, f"{place} after {ATTEMPTS} attempts in {seconds:,.0f} seconds")
+    raise _unreadable_error(
+        url, why, f"{place} after {ATTEMPTS} attempts in {seconds:,.0f} seconds"
+    )
 
 
 def _is_of_the_url(error: Exception) -> bool:
@@ -296,14 +298,14 @@ def _is_of_the_url(error: Exception) -> bool:
     return type(error) in _OF_THE_URL or type(error).__name__ in of_archives
 
 
-def _no_such(url: str, why: str) -> TrainctlError:
+def _no_such_error(url: str, why: str) -> TrainctlError:
     return TrainctlError(
         redact_text(f"cannot read {url}: {why}"),
         hint="a path, or a URL that says all that fsspec needs, such as s3://BUCKET/FOLDER/*.jsonl",
     )
 
 
-def _unreadable(url: str, why: str, after: str) -> TrainctlError:
+def _unreadable_error(url: str, why: str, after: str) -> TrainctlError:
     return TrainctlError(
         redact_text(f"cannot read {url}{after}: {why}"),
         hint="see that it is there and may be read from here; credentials are those of its "
@@ -312,7 +314,7 @@ def _unreadable(url: str, why: str, after: str) -> TrainctlError:
     )
 
 
-def _missing(url: str, error: ImportError) -> TrainctlError:
+def _missing_package_error(url: str, error: ImportError) -> TrainctlError:
     protocol = url.partition("://")[0]
     return TrainctlError(
         redact_text(f"{url} needs a package that is missing ({error})"),

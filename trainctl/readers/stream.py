@@ -188,7 +188,7 @@ class _DecompressedStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._ready:
-            self._ready = memoryview(self._next())
+            self._ready = memoryview(self._read_more())
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
@@ -198,10 +198,10 @@ class _DecompressedStream(io.RawIOBase):
         self._packed.close()
         super().close()
 
-    def _next(self) -> bytes:
+    def _read_more(self) -> bytes:
         """Return more decompressed bytes; empty at the end of the file."""
         while True:
-            if not self._within and not self._begins():
+            if not self._within and not self._begin_stream():
                 return b""
             is_over = False
             if not self._rest and self._unpack.is_hungry:
@@ -211,11 +211,11 @@ class _DecompressedStream(io.RawIOBase):
             try:
                 found, self._rest, has_ended = self._unpack.step(self._rest)
             except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
-                raise self._broken(error) from None
+                raise self._broken_error(error) from None
             except Exception as error:
                 if type(error).__name__ != "ZstdError":
                     raise
-                raise self._broken(error) from None
+                raise self._broken_error(error) from None
             self._within = not has_ended
             self._streams += has_ended
             self._bytes_out += len(found)
@@ -229,7 +229,7 @@ class _DecompressedStream(io.RawIOBase):
                     hint="fetch or write it again",
                 )
 
-    def _begins(self) -> bool:
+    def _begin_stream(self) -> bool:
         """Skip padding, and begin the next stream; False at the end of the file."""
         while True:
             if self._streams:
@@ -244,7 +244,7 @@ class _DecompressedStream(io.RawIOBase):
         self._within = True
         return True
 
-    def _broken(self, error: Exception) -> Damaged:
+    def _broken_error(self, error: Exception) -> Damaged:
         return Damaged(
             f"{self._name} is damaged: its {self._kind} stream breaks within the first "
             f"{self._bytes_in:,} bytes ({error})",

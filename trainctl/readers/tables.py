@@ -287,7 +287,7 @@ def read_in_process(
         _idle[os.getpid()] = process
         raise
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        raise _death(file, process.end()) from None
+        raise _exit_error(file, process.end()) from None
     except BaseException:
         process.end()
         raise
@@ -296,7 +296,7 @@ def read_in_process(
         raise value
 
 
-def _death(file: File, code: int) -> TrainctlError:
+def _exit_error(file: File, code: int) -> TrainctlError:
     if -code in _CRASHES:
         return Damaged(
             f"{file} is damaged: the process that read it died by {signal.Signals(-code).name}",

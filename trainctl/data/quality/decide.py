@@ -64,16 +64,16 @@ def decide_removals(
     """
     removals = _Removals(corpus, protected)
     for part in corpus.parts:
-        for reason, value, goes in _filtered(part, rules.filters.get(part.source, {})):
+        for reason, value, goes in _filter_removals(part, rules.filters.get(part.source, {})):
             removals.remove(reason, part.ids[goes], value[goes])
     common = 0
     if rules.contamination is not None:
-        common = _contaminated(removals, rules.contamination, identical)
-    stays = _first_copies(removals, identical, rules.exact or rules.near is not None)
+        common = _remove_contaminated(removals, rules.contamination, identical)
+    stays = _remove_copies(removals, identical, rules.exact or rules.near is not None)
     if rules.near is not None and pairs is not None:
-        _similar(removals, pairs.above(rules.near), identical, stays)
+        _remove_near_duplicates(removals, pairs.above(rules.near), identical, stays)
     if rules.substring is not None and passages is not None:
-        _repeating(removals, passages, rules.substring, stays)
+        _remove_repeated_passages(removals, passages, rules.substring, stays)
     return removals.selection(common)
 
 
@@ -124,8 +124,8 @@ class _Removals:
                 places = np.arange(begin, end)[stays[begin:end]]
                 rows = ids[places] - part.first
                 characters = int(part.columns["characters"][rows].sum())
-                self._add(part.source, reason, Tally(len(places), characters, int(end - begin)))
-                self._show(part.source, reason, places, ids, values, originals)
+                self._count(part.source, reason, Tally(len(places), characters, int(end - begin)))
+                self._keep_examples(part.source, reason, places, ids, values, originals)
         self.why[ids[stays]] = code
 
     def selection(self, common: int) -> Selection:
@@ -145,12 +145,12 @@ class _Removals:
             parts=tuple((part.source, part.name, part.first) for part in self.corpus.parts),
         )
 
-    def _add(self, source: str, reason: str, more: Tally) -> None:
+    def _count(self, source: str, reason: str, more: Tally) -> None:
         of = self._counts.setdefault(source, {})
         before = asdict(of.get(reason, Tally(0, 0, 0)))
         of[reason] = Tally(**{name: each + before[name] for name, each in asdict(more).items()})
 
-    def _show(
+    def _keep_examples(
         self,
         source: str,
         reason: str,
@@ -195,7 +195,7 @@ class _Removals:
         )
 
 
-def _filtered(
+def _filter_removals(
     part: MeasuredPart, filters: Mapping[str, Any]
 ) -> Iterator[tuple[str, npt.NDArray[Any], Bool]]:
     """Yield each bound of a part's filters, its values, and the mask of documents out of bounds."""
@@ -210,7 +210,7 @@ def _filtered(
             yield f"{name}.{bound.key}", value, ~within  # NaN is out of bounds
 
 
-def _contaminated(removals: _Removals, rule: Contamination, identical: I64) -> int:
+def _remove_contaminated(removals: _Removals, rule: Contamination, identical: I64) -> int:
     """Remove documents with passages of held-out texts.
 
     Returns:
@@ -220,27 +220,27 @@ def _contaminated(removals: _Removals, rule: Contamination, identical: I64) -> i
     highest = max((int(part.columns["contamination"].max(initial=0)) for part in parts), default=0)
     frequency = np.zeros(highest + 1, dtype=np.int64)
     for part in parts:
-        owner = _owners(part)
+        owner = _rows_of_hits(part)
         copies = (part.among(identical[:, 0]) | removals.protected[part.ids])[owner]
         frequency += np.bincount(part.columns["contamination"][~copies], minlength=highest + 1)
     counted = np.ones(highest + 1, dtype=np.bool_)
     if rule.max_documents is not None:
         counted = frequency <= rule.max_documents
     for part in parts:
-        owner = _owners(part)[counted[part.columns["contamination"]]]
+        owner = _rows_of_hits(part)[counted[part.columns["contamination"]]]
         hits = np.bincount(owner, minlength=part.columns.documents)
         goes = hits >= max(1, rule.min_ngrams)
         removals.remove(CONTAMINATED, part.ids[goes], hits[goes])
     return int((~counted).sum())
 
 
-def _owners(part: MeasuredPart) -> I64:
+def _rows_of_hits(part: MeasuredPart) -> I64:
     """Return the row of each of a part's hits, [hits]."""
     ends = np.asarray(part.columns["contamination.ends"])
     return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
 
 
-def _first_copies(removals: _Removals, identical: I64, removes: bool) -> dict[int, int]:
+def _remove_copies(removals: _Removals, identical: I64, removes: bool) -> dict[int, int]:
     """Remove copies of identical texts, except the first of each text that is still there.
 
     Returns:
@@ -265,7 +265,9 @@ def _first_copies(removals: _Removals, identical: I64, removes: bool) -> dict[in
     return result | dict(zip(first[moved].tolist(), stays[moved].tolist(), strict=True))
 
 
-def _similar(removals: _Removals, pairs: Pairs, identical: I64, stays: Mapping[int, int]) -> None:
+def _remove_near_duplicates(
+    removals: _Removals, pairs: Pairs, identical: I64, stays: Mapping[int, int]
+) -> None:
     """Remove near duplicates of earlier documents that stay."""
     ids = pairs.ids
     if stays:
@@ -291,7 +293,7 @@ def _similar(removals: _Removals, pairs: Pairs, identical: I64, stays: Mapping[i
     )
 
 
-def _repeating(
+def _remove_repeated_passages(
     removals: _Removals, passages: Passages, share: float, stays: Mapping[int, int]
 ) -> None:
     """Remove documents that consist mostly of passages of earlier documents that stay."""

@@ -52,23 +52,23 @@ def equal_keys(
         given = list(rows())
         if given:
             keys, ids = (np.concatenate(each) for each in zip(*given, strict=True))
-            yield from _grouped(keys, ids)
+            yield from _equal_groups(keys, ids)
         return
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     try:
         scratch.mkdir(parents=True)
         for keys, ids in rows():
             if len(keys):
-                _deal(keys, ids, bits, scratch)
+                _distribute(keys, ids, bits, scratch)
         for path in sorted(scratch.iterdir()):
             table = np.fromfile(path, _ROW)
             path.unlink()
-            yield from _grouped(table["key"], table["id"])
+            yield from _equal_groups(table["key"], table["id"])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _deal(keys: U64, ids: I64, bits: int, folder: Path) -> None:
+def _distribute(keys: U64, ids: I64, bits: int, folder: Path) -> None:
     bucket = (keys >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(bucket, kind="stable")
     table = np.empty(len(keys), _ROW)
@@ -79,7 +79,7 @@ def _deal(keys: U64, ids: I64, bits: int, folder: Path) -> None:
             stream.write(piece.tobytes())
 
 
-def _grouped(keys: U64, ids: I64) -> Iterator[Groups]:
+def _equal_groups(keys: U64, ids: I64) -> Iterator[Groups]:
     order = np.lexsort((ids, keys))
     keys, ids = keys[order], ids[order]
     starts = np.flatnonzero(run_starts(keys))
@@ -121,8 +121,8 @@ def by_group(groups: I64, members: I64) -> Groups:
 
 
 _ALL_PAIRS = 16
-"""Largest group in which all documents are compared with each other; see `_rounds` for larger
-ones.
+"""Largest group in which all documents are compared with each other. Larger ones are compared in
+rounds (`_compare_in_rounds`).
 """
 _AT_ONCE = 1 << 9
 """Pairs verified together: 16 MiB of sketches at most; verifying takes 200 MiB."""
@@ -209,7 +209,7 @@ class _Search:
             first = (ends - counts)[counts == size]
             if size > _ALL_PAIRS:
                 for begin in first.tolist():
-                    self._rounds(ids[begin : begin + size])
+                    self._compare_in_rounds(ids[begin : begin + size])
                 continue
             left, right = np.triu_indices(size, 1)
             for some in np.array_split(first, max(1, len(first) * len(left) // _PENDING)):
@@ -229,7 +229,7 @@ class _Search:
         self._found = [_merged(self._found)]
         return self._found[0]
 
-    def _rounds(self, ids: I64) -> None:
+    def _compare_in_rounds(self, ids: I64) -> None:
         """Compare the first with all others, then the first of those not similar to it, and so on.
 
         Whatever is similar to a document that stays is compared with it. A document that goes needs
@@ -307,7 +307,7 @@ def find_duplicates(
     if key_of(folder) == key:
         found = Columns.load(folder)
         if rules.near is None or found.manifest["near"] <= rules.near:
-            return _loaded(found)
+            return _from_columns(found)
     scratch = folder.with_name(f".{folder.name}.scratch")
     identical = find_identical_texts(corpus, scratch, memory)
     pairs = Pairs(_NOTHING.reshape(0, 2), np.empty(0, np.float32))
@@ -337,7 +337,7 @@ def key_of_corpus(corpus: MeasuredCorpus, *others: object) -> str:
     return sha256(json.dumps([parts, others], sort_keys=True).encode()).hexdigest()
 
 
-def _loaded(found: Columns) -> Duplicates:
+def _from_columns(found: Columns) -> Duplicates:
     return Duplicates(
         found["same"],
         Pairs(found["pairs"], found["jaccard"]),

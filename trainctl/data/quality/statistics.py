@@ -259,8 +259,8 @@ def word_list(batch: DocumentBatch, *, file: str) -> Statistics:
 
 def url_list(batch: DocumentBatch, *, file: str) -> Statistics:
     """Return the number of list entries that match a document's URL, `matches`; 0 without a URL."""
-    listed = _addresses(file)
-    matches = [len(_above(entry.url) & listed) for entry in batch.entries]
+    listed = _listed_urls(file)
+    matches = [len(_matching_entries(entry.url) & listed) for entry in batch.entries]
     return {"matches": np.array(matches, dtype=np.float32)}
 
 
@@ -270,11 +270,13 @@ def user_function(batch: DocumentBatch, *, call: str) -> Statistics:
     Raises:
         TrainctlError: The function cannot be imported, raises, or gives no number.
     """
-    score = _imported(call)
-    return {"score": np.array([_scored(call, score, each) for each in batch.entries], np.float32)}
+    score = _import_score(call)
+    return {
+        "score": np.array([_call_score(call, score, each) for each in batch.entries], np.float32)
+    }
 
 
-def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
+def _call_score(call: str, score: Callable[[str], float], entry: Entry) -> float:
     try:
         return float(score(entry.text))
     except Exception as error:  # user code may raise anything
@@ -285,7 +287,7 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
 
 
 @cache
-def _imported(call: str) -> Callable[[str], float]:
+def _import_score(call: str) -> Callable[[str], float]:
     module, _, name = call.partition(":")
     make_importable(Path.cwd())
     try:
@@ -299,7 +301,7 @@ def _imported(call: str) -> Callable[[str], float]:
     return found
 
 
-def _lines(path: str) -> list[str]:
+def _list_lines(path: str) -> list[str]:
     """Return the lines of a list, without blank lines and those that begin with #."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
@@ -314,7 +316,7 @@ def _lines(path: str) -> list[str]:
 @cache
 def _hashed(path: str) -> dict[int, U64]:
     """Return the hashes of a list's entries by their number of words."""
-    batch = DocumentBatch([Entry(number, line) for number, line in enumerate(_lines(path))])
+    batch = DocumentBatch([Entry(number, line) for number, line in enumerate(_list_lines(path))])
     counts = batch.total(batch.words)
     result: dict[int, U64] = {}
     for size in np.unique(counts[counts > 0]).astype(int).tolist():
@@ -325,11 +327,11 @@ def _hashed(path: str) -> dict[int, U64]:
 
 
 @cache
-def _addresses(path: str) -> frozenset[str]:
-    return frozenset(_plain(line) for line in _lines(path))
+def _listed_urls(path: str) -> frozenset[str]:
+    return frozenset(_plain_url(line) for line in _list_lines(path))
 
 
-def _plain(url: str) -> str:
+def _plain_url(url: str) -> str:
     """Return host and path of a URL, without scheme, user, port, query and fragment."""
     rest = url.lower().partition("://")[2] or url.lower()
     host, slash, path = rest.partition("/")
@@ -337,11 +339,11 @@ def _plain(url: str) -> str:
     return f"{host}{slash}{path.partition('?')[0].partition('#')[0]}".rstrip("/")
 
 
-def _above(url: str) -> set[str]:
+def _matching_entries(url: str) -> set[str]:
     """Return all entries that match a URL: itself, its parent paths and its parent domains."""
     if not url:
         return set()
-    plain = _plain(url)
+    plain = _plain_url(url)
     host, *folders = plain.split("/")
     parts = host.split(".")
     hosts = {".".join(parts[number:]) for number in range(len(parts))}

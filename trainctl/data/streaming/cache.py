@@ -201,9 +201,9 @@ class ShardCache:
         while True:
             with suppress(FileNotFoundError):
                 return os.open(self._folder / name, os.O_RDONLY)
-            descriptor = self._claimed(name, is_urgent=True)
+            descriptor = self._claim(name, is_urgent=True)
             if descriptor is not None:
-                return self._fetched(name, descriptor)
+                return self._fetch_into(name, descriptor)
             waited = time.monotonic() - begun
             if waited - told >= _TELL_SECONDS:
                 told = waited
@@ -219,9 +219,9 @@ class ShardCache:
         for name in wanted:
             if (self._folder / name).exists():
                 continue
-            descriptor = self._claimed(name, is_urgent=False)
+            descriptor = self._claim(name, is_urgent=False)
             if descriptor is not None:
-                os.close(self._fetched(name, descriptor))
+                os.close(self._fetch_into(name, descriptor))
                 return True
         return False
 
@@ -256,7 +256,7 @@ class ShardCache:
         finally:
             os.close(lock)
 
-    def _claimed(self, name: str, *, is_urgent: bool) -> int | None:
+    def _claim(self, name: str, *, is_urgent: bool) -> int | None:
         """Reserve space for a shard and return the locked file to fetch it into.
 
         None if the shard is here, if another process fetches it, or if there is no room for a shard
@@ -273,14 +273,14 @@ class ShardCache:
             removed = choose_evictions(finished, missing, self._next_use, later_than)
             if removed is None:
                 if is_urgent and len(finished) == len(here):
-                    raise self._too_small(size)
+                    raise self._too_small_error(size)
                 return None
             with writing(self._folder):
                 for each in removed:
                     (self._folder / each).unlink(missing_ok=True)
-                return self._reserved(self._folder / (name + _UNFINISHED), size)
+                return self._reserve(self._folder / (name + _UNFINISHED), size)
 
-    def _reserved(self, path: Path, size: int) -> int:
+    def _reserve(self, path: Path, size: int) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,14 +297,14 @@ class ShardCache:
         """
         found = {}
         for path in self._folder.iterdir():
-            if path.suffix == _UNFINISHED and self._is_left(path):
+            if path.suffix == _UNFINISHED and self._is_leftover(path):
                 path.unlink()
             elif path.suffix in (".shard", _UNFINISHED):
                 found[path.name] = path.stat().st_size
         return found
 
     @staticmethod
-    def _is_left(path: Path) -> bool:
+    def _is_leftover(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -314,12 +314,12 @@ class ShardCache:
             os.close(descriptor)
         return True
 
-    def _fetched(self, name: str, descriptor: int) -> int:
+    def _fetch_into(self, name: str, descriptor: int) -> int:
         """Fill a claimed file, rename it to its final name, and return its descriptor."""
         unfinished = self._folder / (name + _UNFINISHED)
         try:
             for attempt in range(1, CRC_ATTEMPTS + 1):
-                found = self._filled(name, descriptor)
+                found = self._fill(name, descriptor)
                 if not found:
                     break
                 self._tell(f"{name} {found}; attempt {attempt} of {CRC_ATTEMPTS}")
@@ -340,7 +340,7 @@ class ShardCache:
             raise
         return descriptor
 
-    def _filled(self, name: str, descriptor: int) -> str:
+    def _fill(self, name: str, descriptor: int) -> str:
         """Fetch a shard into a file and describe what is wrong with it; empty if nothing is."""
         facts, at, crc = self._facts(name), 0, 0
         for block in self._fetch(name):
@@ -353,7 +353,7 @@ class ShardCache:
             return f"has {at:,} bytes, not {facts.size:,}"
         return "" if crc == facts.crc else "has another checksum than was written with it"
 
-    def _too_small(self, size: int) -> TrainctlError:
+    def _too_small_error(self, size: int) -> TrainctlError:
         return TrainctlError(
             f"a shard of {size:,} bytes has no room in {self._folder}, which may have "
             f"{self._limit:,}",

@@ -90,7 +90,7 @@ class Stream:
         size = max((facts.size for facts in self.record.shards["train"]), default=1)
         kept = max((facts.size for facts in self.record.shards["held_out"]), default=0)
         self._ahead = Lookahead(
-            partial(_needs, order, source, self.record.shard_tokens),
+            partial(_shards_needed, order, source, self.record.shard_tokens),
             end=end,
             room=max(1, (self.limit - kept) // size),
             shards=len(self.record.shards["train"]),
@@ -280,7 +280,9 @@ def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
     return Stream(section, record)
 
 
-def _needs(order: SampleOrder, source: str, shard_tokens: int, first: int, count: int) -> list[int]:
+def _shards_needed(
+    order: SampleOrder, source: str, shard_tokens: int, first: int, count: int
+) -> list[int]:
     samples = order.at(np.arange(first, first + count))
     mine = samples.source == order.names.index(source)
     lengths = np.array([stage.length for stage in order.stages])[samples.stage[mine]]
