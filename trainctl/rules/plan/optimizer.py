@@ -12,6 +12,7 @@ from trainctl.config.schema import (
     LrScaling,
     OffloadDevice,
     OnTooLong,
+    RunConfig,
 )
 from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.limits import never, only
@@ -216,21 +217,8 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Problem]:
         return
     objective, source = objective_of(config.objective), data_spec_of(config.data)
     wants_pairs, has_pairs = objective.counts == PAIRS, source.has_pairs
-    if wants_pairs and config.data.sources:
-        yield Problem(
-            f"data.sources with {KEY}={objective.name}: pairs of several sources have not been "
-            "shown to be the same on every layout",
-            "name all files in data.paths",
-        )
-    elif config.data.sources:
-        for name, section in sources_of(config.data).items():
-            if data_spec_of(section).has_pairs:
-                yield Problem(
-                    f"data.sources.{name}.kind={section.kind} has pairs of answers, and "
-                    f"{KEY}={objective.name} would learn the rejected ones too",
-                    f"data.sources.{name}.kind=chat, with the chosen answers",
-                    key=f"data.sources.{name}.kind",
-                )
+    if config.data.sources:
+        yield from _pairs_in_sources(config, wants_pairs)
     elif wants_pairs and config.data.factory is not None:
         yield Problem(
             f"data.factory={config.data.factory} with {KEY}={objective.name}: a function gives "
@@ -266,6 +254,26 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Problem]:
             "objective=dpo, or data=chat with the chosen answers",
             key=KEY,
         )
+
+
+def _pairs_in_sources(config: RunConfig, wants_pairs: bool) -> Iterator[Problem]:
+    """Yield what is wrong with pairs of answers in a mixture of sources."""
+    objective = objective_of(config.objective)
+    if wants_pairs:
+        yield Problem(
+            f"data.sources with {KEY}={objective.name}: pairs of several sources have not been "
+            "shown to be the same on every layout",
+            "name all files in data.paths",
+        )
+        return
+    for name, section in sources_of(config.data).items():
+        if data_spec_of(section).has_pairs:
+            yield Problem(
+                f"data.sources.{name}.kind={section.kind} has pairs of answers, and "
+                f"{KEY}={objective.name} would learn the rejected ones too",
+                f"data.sources.{name}.kind=chat, with the chosen answers",
+                key=f"data.sources.{name}.kind",
+            )
 
 
 OBJECTIVE_LIMITS = (
