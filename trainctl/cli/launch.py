@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +24,68 @@ from trainctl.cli.arguments import (
     split_target,
 )
 from trainctl.cli.commands import script_arguments
-from trainctl.cli.start import resume_run, start_run
-from trainctl.config.compose import recompose
-from trainctl.config.user_code import with_script_arguments
-from trainctl.errors import TrainctlError
-from trainctl.launch.planning import compose
-from trainctl.runs.directory import is_run, newest_run
+from trainctl.cli.console import (
+    findings_to_json,
+    print_json,
+    put,
+    say,
+    show_error,
+    show_explain_hint,
+    show_findings,
+    tolerate_broken_pipe,
+    warn,
+)
+from trainctl.cli.plan_view import (
+    show_brief_budget,
+    show_budget,
+    show_commands,
+    show_plan,
+    show_suggestions,
+)
+from trainctl.cli.progress import LiveFollower, Progress
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import Composed, recompose
+from trainctl.config.schema import RunConfig
+from trainctl.config.user_code import not_applied, with_script_arguments
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, cores
+from trainctl.launch.launchers import has_scheduler, launch_function, render
+from trainctl.launch.local import require_space
+from trainctl.launch.planning import Planned, compose, plan
+from trainctl.launch.processes import start_in_background
+from trainctl.launch.readiness import checkpoint_bytes, machine_findings
+from trainctl.launch.resume import (
+    PlannedResume,
+    check_same_model,
+    compare_with_checkpoint,
+    plan_resume,
+    why_done,
+)
+from trainctl.plan.types import RunPlan
+from trainctl.runs.attempts import effective_attempt
+from trainctl.runs.checkpoints import CheckpointInfo, archive_later_checkpoints
+from trainctl.runs.command import command_record
+from trainctl.runs.directory import (
+    DEFAULT_ROOT,
+    create_run,
+    is_run,
+    last_attempt,
+    new_attempt,
+    newest_run,
+    open_run,
+)
+from trainctl.runs.event_descriptions import (
+    describe_divergence,
+    describe_straggler,
+    still_diverged,
+    still_slow,
+)
+from trainctl.runs.ignored_config import changes_text, ignored_config_findings
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.listing import ResumePoint
+from trainctl.runs.lock import hold
+from trainctl.runs.records import read_events
+from trainctl.runs.status import State
 
 
 class ResumeMode(StrEnum):
@@ -76,15 +135,19 @@ def launch(
             )
             return
     composed = with_script_arguments(compose(overrides, config_dir), words)
-    start_run(
-        composed,
-        run_dir=run_dir,
-        dry_run=dry_run,
-        force=force,
-        as_json=as_json,
-        verbose=verbose,
-        detach=detach,
-    )
+    if not dry_run:
+        tolerate_broken_pipe()
+    planned = plan(composed, with_files=True, tokenize=True)
+    made = accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
+    if dry_run:
+        if has_scheduler(made.config):  # its check does not look at this machine
+            check_machine(planned, made, run_dir or DEFAULT_ROOT)
+        show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
+        return
+    check_machine(planned, made, run_dir or DEFAULT_ROOT)
+    run = create_run(made.config, run_dir=run_dir, argv=sys.argv)
+    size = checkpoint_bytes(planned)
+    run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
 def resume(
@@ -135,3 +198,241 @@ def resume(
         from_start=from_start,
         detach=detach,
     )
+
+
+def program_name(config: RunConfig) -> str:
+    return Path(config.script).name if config.script is not None else str(config.trainer)
+
+
+def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
+    """Show plan, budget and findings; return the plan.
+
+    The brief form keeps the following output on the screen; the whole is shown with `verbose`, or
+    if the budget does not fit.
+
+    Raises:
+        TrainctlError: The plan has errors, does not fit (unless `force`), or cannot be trained yet.
+    """
+    made, budget = planned.assessment.plan, planned.assessment.budget
+    if made is None or budget is None or planned.unforceable_errors:
+        raise TrainctlError.from_findings(planned.findings)
+    is_brief = not verbose and not planned.errors
+    if not as_json:
+        show_plan(made, planned.data, brief=is_brief)
+    if not as_json and is_brief:
+        show_brief_budget(budget.to_json())
+        put("--verbose shows the reasons and the whole budget")
+    elif not as_json:
+        show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
+    show_findings([*planned.findings, *not_applied(planned.composed)])
+    if planned.errors:
+        show_suggestions(planned.composed.config, planned.hardware)
+        if not force:
+            raise TrainctlError(
+                "the memory budget does not fit",
+                hint="--force starts anyway",
+                exit_code=ExitCode.does_not_fit,
+            )
+    if made.not_yet:
+        for technique in made.not_yet:
+            say(f"error: {technique}", style="error")
+        raise TrainctlError("this plan can be checked and budgeted, but not trained with yet")
+    return made
+
+
+def check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
+    """Refuse to start if the machines are not what the plan needs, or the run cannot be stored."""
+    findings = machine_findings(planned, made, folder)
+    if any(finding.is_error for finding in findings):
+        raise TrainctlError.from_findings(findings)
+    show_findings(findings)
+
+
+def run_attempt(
+    run: RunPaths, made: RunPlan, *, checkpoint_bytes: int | None, as_json: bool, detach: bool
+) -> None:
+    """Start the next attempt; unless detached, show its records and how it ended."""
+    every = made.config.logging.every_steps
+    with hold(run) as lock:
+        attempt = new_attempt(run, made)
+        if not as_json:
+            put(f"run directory: {run.root}")
+        if detach and not has_scheduler(made.config):
+            _detach(run, attempt, lock, checkpoint_bytes, as_json=as_json)
+            return
+        shown: Progress | LiveFollower
+        if made.config.trains_itself or as_json:
+            shown = Progress(
+                stop_step=made.stop_step,
+                every_steps=every,
+                as_json=as_json,
+                run=run,
+                attempt=attempt.number,
+            )
+        else:
+            shown = LiveFollower(run)
+        with shown as on_event:
+            outcome = launch_function(made)(
+                LaunchRequest(
+                    run=run,
+                    attempt=attempt,
+                    plan=made,
+                    on_event=on_event,
+                    checkpoint_bytes=checkpoint_bytes,
+                )
+            )
+    _show_warnings(run)
+    if outcome.state is State.failed:
+        _show_failure(outcome)
+    elif outcome.message:
+        say(outcome.message)
+    if not as_json and not outcome.exit_code:
+        put(f"run directory: {run.root}")
+    # A run whose own files were refused cannot be resumed: the hint says what to do.
+    if outcome.state in (State.failed, State.stopped) and outcome.exit_code != ExitCode.run_state:
+        _show_resume_hint(run, made)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+def _show_warnings(run: RunPaths) -> None:
+    """Repeat warnings that still hold at the end: they were first shown maybe days ago."""
+    told, attempt = read_events(run.events, "straggler", "divergence"), last_attempt(run)
+    diverged = still_diverged(told, attempt)
+    if diverged is not None:
+        say(f"warning: {describe_divergence(diverged)}", style="warning")
+    for event in still_slow(told, attempt):
+        say(f"slow: {describe_straggler(event)}", style="warning")
+
+
+def _detach(
+    run: RunPaths,
+    attempt: AttemptPaths,
+    lock: int,
+    checkpoint_bytes: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Leave the attempt to a background launcher without a terminal."""
+    if checkpoint_bytes is not None:
+        require_space(run.root, checkpoint_bytes)
+    process = start_in_background(run, attempt, lock)
+    if as_json:
+        print_json({"schema": 1, "run": str(run.root), "pid": process.pid})
+    say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
+
+
+def _show_failure(outcome: Outcome) -> None:
+    """Print how the attempt ended, after the end of the log that explains it."""
+    if outcome.log_tail:
+        say(f"the end of {outcome.log}:")
+        for line in outcome.log_tail:
+            say(f"  {line}")
+    show_error(outcome.message, outcome.hint)
+    show_explain_hint([outcome.cause or str(outcome.exit_code)])
+
+
+def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
+    """Print, as the last line, how to continue a launch that ended early."""
+    if made.config.trains_itself:
+        say(ResumePoint.of(run).sentence(run))
+    else:
+        say(f"trainctl resume {run.root} starts {program_name(made.config)} again")
+
+
+def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
+    """Print the commands of a dry run; with `as_json` also plan and budget, as one document."""
+    attempt = run.attempt(last_attempt(run) + 1)
+    start = AttemptRequest(
+        plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores()
+    )
+    rendered = render(start)
+    if not as_json:
+        show_commands(rendered.commands)
+        for name, text in rendered.files.items():
+            put(f"{name}:\n{text}")
+        return
+    assert planned.assessment.budget is not None
+    print_json(
+        {
+            "schema": 1,
+            "plan": to_plain(made),
+            "budget": planned.assessment.budget.to_json(),
+            "findings": findings_to_json(planned.findings),
+            "command": command_record(rendered.command),
+            "commands": [list(argv) for argv in rendered.commands],
+            "files": dict(rendered.files),
+        }
+    )
+
+
+def resume_run(
+    root: Path,
+    configure: Callable[[RunConfig], Composed],
+    *,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    verbose: bool = False,
+    step: int | None = None,
+    attempt: int | None = None,
+    from_start: bool = False,
+    detach: bool = False,
+) -> None:
+    """Continue a run as a new attempt, from its newest complete checkpoint or an earlier one.
+
+    Later checkpoints than that of `step`, or with `from_start` all of them, are left behind.
+
+    Raises:
+        TrainctlError: The folder is no run, is in use or has no checkpoint; or the plan is refused.
+        typer.Exit: The run did not end well; carries its exit code.
+    """
+    run = open_run(root)
+    if not dry_run:
+        tolerate_broken_pipe()
+    with hold(run):
+        standing = effective_attempt(run) if attempt is None else None
+        show_findings(ignored_config_findings(run, standing))
+        resume = plan_resume(
+            run, configure, step=step, attempt=attempt, from_start=from_start, warn=warn
+        )
+        _show_changes(resume, run)
+        checkpoint, planned = resume.checkpoint, resume.planned
+        if checkpoint is not None and planned.assessment.plan is not None:
+            check_same_model(planned.composed.config, checkpoint.path, warn)
+            done = why_done(run, checkpoint, planned.assessment.plan)
+            if done is not None:
+                say(f"nothing to do: {done[0]}")
+                say(f"hint: {done[1]}")
+                return
+            compare_with_checkpoint(run, checkpoint, planned.assessment.plan, warn)
+        made = accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
+        say(_resuming(run, made, checkpoint, from_start=from_start))
+        if dry_run:
+            show_start(planned, made, run, as_json=as_json)
+            return
+        check_machine(planned, made, run.root)
+        if from_start or (checkpoint is not None and step is not None):
+            for path in archive_later_checkpoints(run, step or 0, attempt=last_attempt(run) + 1):
+                say(f"left behind: {path}")
+        size = checkpoint_bytes(planned)
+        run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
+
+
+def _resuming(
+    run: RunPaths, made: RunPlan, checkpoint: CheckpointInfo | None, *, from_start: bool
+) -> str:
+    if not made.config.trains_itself:
+        return f"starting {program_name(made.config)} of {run.root} again"
+    where = "the beginning" if from_start else "the beginning: there is no checkpoint yet"
+    return f"resuming {run.root} from {checkpoint.path.name if checkpoint else where}"
+
+
+def _show_changes(resume: PlannedResume, run: RunPaths) -> None:
+    """Print the configuration changes since the attempt that the next one continues."""
+    is_last = resume.continues == last_attempt(run)
+    since = "the last attempt" if is_last else f"attempt {resume.continues}"
+    if not resume.changes:
+        say(f"configuration: unchanged since {since}")
+    for change in resume.changes:
+        say(f"changed since {since}: {changes_text([change])}")
