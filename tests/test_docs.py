@@ -110,8 +110,9 @@ def check_overrides(words: list[str]) -> None:
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
     target = [f"recipe={word}" for word in own if word in recipes][:1]
     found = compose_leniently([*target, *overrides]).findings
-    # A directory of the reader's is not there.
+    # A directory of the reader's is not there, nor the example of docs/callbacks.md.
     wrong = [each for each in found if each.is_error and each.key != "model.path"]
+    wrong = [each for each in wrong if "per_parameter" not in each.message]
     assert not wrong, [each.message for each in wrong]
 
 
