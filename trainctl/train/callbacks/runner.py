@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ class Callbacks:
             except TrainctlError:
                 raise
             except Exception as error:
+                traceback.print_exc()  # for the rank's log
                 raise TrainctlError(
                     f"the callback {entry.name} failed in {hook} at step {self._now.step}: "
                     f"{in_words(error)}",
