@@ -1,4 +1,4 @@
-"""Published tasks on an exported model, by EleutherAI's lm-eval (the extra `tasks`).
+"""Published tasks by EleutherAI's lm-eval (the extra `tasks`), on an exported model.
 
 Its `TaskManager`, `HFLM` and `simple_evaluate` do the work; this module holds the request, reports
 progress and turns the results into rows. Code that comes with a model or a data set is not run.
@@ -98,7 +98,6 @@ def evaluate_tasks(
     """
     from importlib.metadata import version
 
-    import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     class Watched(HFLM):  # type: ignore[misc]
@@ -124,15 +123,7 @@ def evaluate_tasks(
             trust_remote_code=False,
             chat_template_args=dict(asked.template_arguments),
         )
-        found = lm_eval.simple_evaluate(
-            model=model,
-            tasks=list(asked.tasks),
-            task_manager=manager,
-            num_fewshot=asked.shots,
-            limit=asked.limit,
-            apply_chat_template=asked.chat,
-            log_samples=False,
-        )
+        rows = rows_by(model, manager, asked)
     except Exception as error:  # raised by any data set, metric package or template
         raise TrainctlError(
             f"lm-eval cannot do {', '.join(asked.tasks)}: {type(error).__name__}: "
@@ -141,8 +132,29 @@ def evaluate_tasks(
             "or data is not run",
             exit_code=ExitCode.environment,
         ) from error
+    return {"results": rows, "lm_eval": version("lm_eval")}
+
+
+def rows_by(model: Any, manager: Any, asked: TaskRequest, **settings: Any) -> list[dict[str, Any]]:
+    """Evaluate one of lm-eval's models on tasks; return the rows of its results.
+
+    Args:
+        settings: Further arguments of `simple_evaluate`.
+    """
+    import lm_eval
+
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=list(asked.tasks),
+        task_manager=manager,
+        num_fewshot=asked.shots,
+        limit=asked.limit,
+        apply_chat_template=asked.chat,
+        log_samples=False,
+        **settings,
+    )
     assert found is not None
-    return {"results": rows_of(found), "lm_eval": version("lm_eval")}
+    return rows_of(found)
 
 
 def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -186,6 +186,10 @@ class Context(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Results of this step's evaluation, by name: `loss`, `ema_loss`; empty without one."""
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether the ranks save a checkpoint after this step; known in `after_agreement`."""
+
     def gradients(self) -> Iterator[LocalTensor]:
         """Yield the parts of gradients that this rank holds, without the loss scale.
 

@@ -160,6 +160,10 @@ class RankContext:
         return self._now.metrics
 
     @property
+    def is_saving(self) -> bool:
+        return self._now.saves
+
+    @property
     def collectives(self) -> RankCollectives:
         if self._collectives is None:
             raise TrainctlError(

@@ -125,9 +125,7 @@ def export(
             }
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_json(folder / "model.safetensors.index.json", index)
-        _write_config(model, config, dtype, folder)
-        notes = _copy_tokenizer(config.tokenizer, folder)
-        notes += _write_chat(model, config, folder)
+        notes = write_all_but_weights(model, config, dtype, folder)
         if isinstance(source, Merged):
             notes.append("the adapter is merged into its base; --adapter writes it alone")
             adapter = low_rank(config.adapter)
@@ -226,6 +224,14 @@ def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -
         return folded(config, name, shapes[name], start, values)
 
     return read
+
+
+def write_all_but_weights(
+    model: PreTrainedModel, config: RunConfig, dtype: torch.dtype, folder: Path
+) -> list[str]:
+    """Write the configuration, tokenizer and chat template of an export; return notes."""
+    _write_config(model, config, dtype, folder)
+    return _copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
 
 
 def _write_config(
