@@ -50,7 +50,7 @@ KINDS = {
     ),
     "long": (
         "multiple_choice",
-        'doc_to_text: "{{question}}"\ndoc_to_choice: ["a", "{{text * 99}}"]\ndoc_to_target: 0\n'
+        'doc_to_text: "{{question}}"\ndoc_to_choice: "{{[text, text * 99]}}"\ndoc_to_target: 0\n'
         "metric_list: [{metric: acc}]\n",
     ),
     "broken": (
