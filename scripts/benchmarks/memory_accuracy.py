@@ -23,7 +23,7 @@ from memory_kernels import is_kernel, kernel_bytes
 from memory_rows import GIB, Metric, NotExpressible, Row, read_rows
 
 from trainctl.config.schema import RunConfig
-from trainctl.memory.budget import band, fits
+from trainctl.memory.budget import fits, peak_bounds
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 MEASURED = tuple(DATA / f"memory_{name}.csv" for name in ("measurements", "frameworks", "adapters"))
@@ -72,7 +72,7 @@ def verdict(row: Row) -> bool | None:
     if capacity is None:
         raise NotExpressible("the device's memory is not known")
     found = estimate(case)
-    low, high = band(found.components, case.runtime, fragmentation(case))
+    low, high = peak_bounds(found.components, case.runtime, fragmentation(case))
     return fits(capacity, low, high)
 
 

@@ -42,7 +42,12 @@ from trainctl.config.schema import (
 from trainctl.hardware import Hardware
 from trainctl.memory import constants
 from trainctl.memory.activations import stage_activations, tokens_per_rank
-from trainctl.memory.budget import band, fragmentation_of, reserved_bytes, runtime_of
+from trainctl.memory.budget import (
+    expected_fragmentation,
+    peak_bounds,
+    reserved_bytes,
+    runtime_range,
+)
 from trainctl.memory.constants import Fragmentation, LogitBytes, Range
 from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.phases import phases, resident
@@ -167,7 +172,7 @@ def bounds(case: Case, tensors: Tensors) -> tuple[float, float]:
     of_step = metric is Metric.after_step
     parts = tensors.resident if of_step else tensors.components
     missing = (tensors.after_step if of_step else tensors.peak) - parts.allocated
-    low, high = band(parts, outside, waste)
+    low, high = peak_bounds(parts, outside, waste)
     return low + missing, high + missing * (1 + waste.high)
 
 
@@ -176,7 +181,7 @@ def fragmentation(case: Case) -> Fragmentation:
     text = case.row.words("caveat", "framework", "source_repo")
     if "expandable" in text or "torchtitan" in text:
         return constants.FRAGMENTATION_LARGE
-    return fragmentation_of(case.plan)
+    return expected_fragmentation(case.plan)
 
 
 def _moments(case: Case, stage: Stage) -> tuple[dict[str, Components], Components]:
@@ -333,7 +338,7 @@ def case_of(row: Row) -> Case:
         kept_after_step=kept,
         gathered=_gathered(config, held),
         loads_whole=trainer is None and config.zero_stage.stage == 3 and without_init(row),
-        runtime=runtime_of(plan),
+        runtime=runtime_range(plan),
         notes=tuple(_notes(row, model)),
     )
 

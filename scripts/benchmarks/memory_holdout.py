@@ -28,7 +28,7 @@ from memory_metrics import NotExpressible
 from memory_rows import GIB, Metric, Row, read_rows
 
 from trainctl.memory import constants
-from trainctl.memory.budget import runtime_of
+from trainctl.memory.budget import runtime_range
 
 MIB = 2**20
 SHIPPED_REMAINDER = memory_megatron.REMAINDER
@@ -92,7 +92,7 @@ class Known:
 
     def at(self) -> tuple[Case, Tensors]:
         """The same with the constants of now, of which only a remainder is part of the tensors."""
-        case, tensors = replace(self.case, runtime=runtime_of(self.case.plan)), self.tensors
+        case, tensors = replace(self.case, runtime=runtime_range(self.case.plan)), self.tensors
         if not isinstance(case.trainer, memory_megatron.Job):
             return case, tensors
         more = memory_megatron.REMAINDER - SHIPPED_REMAINDER

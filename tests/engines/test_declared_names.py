@@ -17,7 +17,7 @@ from trainctl.engines.patch_checks import TABLES
 
 ROOT = Path(__file__).parents[2] / "trainctl"
 PACKAGES = {"torch", "deepspeed", "transformers", "torchao"}
-ROOMS = ("data", "engines", "launch/agent", "train")
+ROOMS = ("data", "engines", "launch/agent", "models", "train")
 """No other folder imports them (`tests/test_imports.py`)."""
 PATHS = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 

@@ -85,11 +85,11 @@ def test_changes_to_the_process_are_those_of_the_configuration(
     called: list[str] = []
     monkeypatch.setattr(declared, "load", lambda name: lambda: called.append(name))
     config = RunConfig()
-    declared.apply(config)
+    declared.apply_patches(config)
     always = ["disable_shm_allreduce", "leave_muon_uncompiled"]
     assert [name.partition(":")[2] for name in called] == always
     config.offload.parameters = OffloadDevice.nvme
-    declared.apply(config)
+    declared.apply_patches(config)
     assert called[-1].endswith("copy_from_swap_buffers")
 
 
@@ -175,10 +175,10 @@ def test_a_fallback_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_other_code_has_replaced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    declared.require_unchanged(RunConfig())
+    declared.require_original_definitions(RunConfig())
     monkeypatch.setattr(DeepSpeedZeroOptimizer, "_wait_for_offload_copies", lambda self: None)
     with pytest.raises(TrainctlError) as raised:
-        declared.require_unchanged(RunConfig())
+        declared.require_original_definitions(RunConfig())
     assert raised.value.exit_code is ExitCode.environment
     assert f"is replaced in this process, by {__file__}" in raised.value.message
 

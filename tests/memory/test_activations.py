@@ -233,12 +233,12 @@ def test_autocast_keeps_a_cast_for_each_product(family: str) -> None:
 def test_nothing_inside_a_feed_forward_layer_in_tiles_is_kept(family: str) -> None:
     whole = block_activations(MODELS[family], sequence_length=SEQUENCE, element=2)
     beside = 2 * 2 * MODELS[family].hidden_size
-    ours = tiled_activations(whole, 4, beside=beside)
+    ours = tiled_activations(whole, 4, gradients=beside)
     traced = traced_bytes_per_token(MODELS[family], "sdpa", "bfloat16", tiles=4)
     assert ours.saved == pytest.approx(traced, rel=0.005)
     assert ours.saved == whole.saved - whole.feed_forward
     assert ours.backward_extra(ours.saved) < whole.backward_extra(whole.saved) + whole.feed_forward
-    assert tiled_activations(whole, 1, beside=beside) == whole
+    assert tiled_activations(whole, 1, gradients=beside) == whole
 
 
 def test_tensor_ranks_share_heads_and_feed_forward_but_not_norms() -> None:

@@ -15,7 +15,12 @@ from trainctl.config.schema import (
     OffloadDevice,
 )
 from trainctl.memory import constants
-from trainctl.memory.budget import budget, communicators, fragmentation_of, runtime_of
+from trainctl.memory.budget import (
+    budget,
+    count_communicators,
+    expected_fragmentation,
+    runtime_range,
+)
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.rank import Components
@@ -115,21 +120,21 @@ def test_fp8_casts_what_one_product_multiplies(emulate: bool, element: int) -> N
 )
 def test_each_group_of_ranks_has_a_communicator(axes: dict[str, int], groups: int) -> None:
     mesh = Mesh(**{"data": 1, "tensor": 1, "pipeline": 1, "sequence": 1} | axes)
-    assert communicators(mesh) == groups
+    assert count_communicators(mesh) == groups
     plan = replace(make_plan(devices=8), mesh=mesh)
     alone = replace(plan, mesh=Mesh(data=1, tensor=1, pipeline=1, sequence=1))
-    extra = runtime_of(plan).usual - runtime_of(alone).usual
+    extra = runtime_range(plan).usual - runtime_range(alone).usual
     assert extra == groups * constants.COMMUNICATOR.usual
 
 
 def test_large_tensors_leave_less_unused() -> None:
     short = make_plan(LLAMA_3_8B, sequence_length=32_768)
     long = make_plan(LLAMA_3_8B, sequence_length=65_536)  # 512 MiB of hidden states
-    assert fragmentation_of(short).usual == 0.12
-    assert fragmentation_of(long).usual == 0.03
-    assert fragmentation_of(replace(short, hardware=_measured(short))).usual == 0.05
+    assert expected_fragmentation(short).usual == 0.12
+    assert expected_fragmentation(long).usual == 0.03
+    assert expected_fragmentation(replace(short, hardware=_measured(short))).usual == 0.05
     cpu = make_plan(LLAMA_3_8B, sequence_length=32_768, accelerator=Accelerator.cpu)
-    assert fragmentation_of(cpu).usual == 0.03
+    assert expected_fragmentation(cpu).usual == 0.03
 
 
 def _measured(plan: Any) -> Any:
@@ -161,7 +166,7 @@ def test_the_allocator_holds_no_more_than_the_device_has() -> None:
     plan = make_plan(LLAMA_3_8B, device_memory=200 * GIB, **settings)
     roomy = budget(plan)
     tensors = roomy.components.allocated + 2**26
-    tight = tensors + runtime_of(plan).usual
+    tight = tensors + runtime_range(plan).usual
     held = budget(make_plan(LLAMA_3_8B, device_memory=tight, **settings)).device_reserved_bytes
     assert held == tensors + 2**26  # cuBLAS's workspaces are among the tensors
     too_small = make_plan(LLAMA_3_8B, device_memory=tensors // 2, **settings)

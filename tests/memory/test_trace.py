@@ -19,7 +19,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.launch.planning import plan
 from trainctl.memory.activations import block_activations
-from trainctl.memory.traced import TracedModel, on_tensor_rank
+from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.shapes import count_parameters
 from trainctl.rules.resolve import resolve
@@ -156,8 +156,8 @@ def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path)
     latent |= {"qk_nope_head_dim": 24, "num_key_value_heads": 8, "first_k_dense_replace": 3}
     for kind, changes in (("phi3", {"pad_token_id": 0}), ("deepseek_v3", latent)):
         traced = trace(_config(_directory(tmp_path / kind, kind, **changes)))
-        whole, half = traced.block, on_tensor_rank(traced, 2)
-        assert on_tensor_rank(traced, 1) == whole
+        whole, half = traced.block, block_on_tensor_rank(traced, 2)
+        assert block_on_tensor_rank(traced, 1) == whole
         assert (half.norms, half.boundary) == (whole.norms, whole.boundary)
         assert half.feed_forward == pytest.approx(whole.feed_forward / 2, abs=1)
         share = 2 if kind == "phi3" else 1

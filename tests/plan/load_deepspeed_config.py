@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.topology import (
 from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainctl.engines.deepspeed.process_groups import unit_of
+from trainctl.engines.deepspeed.process_groups import model_parallel_unit
 from trainctl.engines.process import join_mesh
 from trainctl.plan.types import Mesh
 
@@ -38,7 +38,7 @@ def layout(mesh: dict[str, int]) -> object | None:
             num_pp=mesh["pipeline"], num_mp=mesh["tensor"], num_dp=mesh["data"]
         )
         return PipelineParallelGrid(topology=topology)
-    return unit_of(join_mesh(Mesh(**mesh), 0, timedelta(seconds=60)))
+    return model_parallel_unit(join_mesh(Mesh(**mesh), 0, timedelta(seconds=60)))
 
 
 def optimizer_of(config: DeepSpeedConfig) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 from trainctl.config.keys import leaves
 from trainctl.launch.planning import compose, plan
 from trainctl.plan.types import RunPlan
-from trainctl.search.value_explanation import depending_on
+from trainctl.search.value_explanation import derived_from
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def made() -> RunPlan:
     ],
 )
 def test_a_key_and_what_comes_from_it(made: RunPlan, key: str, names: set[str]) -> None:
-    found = {item.key for item in depending_on(key, made)}
+    found = {item.key for item in derived_from(key, made)}
     assert names <= found if names else found == set()
 
 
 def test_every_key_can_be_asked_for(made: RunPlan) -> None:
     for key in leaves():
-        for item in depending_on(key, made):
+        for item in derived_from(key, made):
             assert item in made.derived

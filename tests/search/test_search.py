@@ -20,7 +20,7 @@ from trainctl.memory.budget import device_budget
 from trainctl.search.assess import Assessment, assess
 from trainctl.search.search import MOST_BUDGETS, FoundPlan, search
 from trainctl.search.space import MOST_ROUNDED, RESOLUTION, Space
-from trainctl.search.speed import timed, with_values
+from trainctl.search.speed import time_variant, with_values
 
 GIB = 2**30
 LLAMA_7B: dict[str, Any] = {
@@ -142,7 +142,7 @@ def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
             "training.micro_batch_size": 1,
         }
         config = config_of(LLAMA_7B | values)
-        variant, real = timed(config, hardware), assess(config, hardware)
+        variant, real = time_variant(config, hardware), assess(config, hardware)
         if real.budget is not None and variant is not None:
             assert device_budget(variant.sketch).phases == real.budget.phases
             compared += 1
@@ -291,7 +291,7 @@ def test_a_faster_variant_is_compared_by_token_and_not_by_step() -> None:
     fixed = frozenset(["zero_stage.stage"])
     (found,) = search(config_of(values), hardware_of("h100-80g", 1, 8), top=1, fixed=fixed).found
     assert found.rejected is not None
-    other = timed(with_values(found.plan.config, found.rejected.values), found.plan.hardware)
+    other = time_variant(with_values(found.plan.config, found.rejected.values), found.plan.hardware)
     assert other is not None
     assert other.sketch.batch.tokens_per_step != found.plan.batch.tokens_per_step
     by_step = 1 - other.time.seconds / found.time.seconds

@@ -18,7 +18,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.search.assess import assess
-from trainctl.search.speed import timed, with_values
+from trainctl.search.speed import time_variant, with_values
 from trainctl.search.suggest import (
     CHANGED_DIMENSION_COST,
     Suggestion,
@@ -103,12 +103,12 @@ def test_changes_are_few_and_ordered_by_what_they_cost() -> None:
 def test_saved_memory_and_speed_are_against_the_configuration_as_it_is() -> None:
     config, hardware = CASES["small cards"]
     before = assess(config, hardware).budget
-    now = timed(config, hardware)
+    now = time_variant(config, hardware)
     assert before is not None
     assert now is not None
     for suggestion in suggest_fitting(config, hardware):
         changed = apply(suggestion, config, hardware)
-        after = timed(*changed)
+        after = time_variant(*changed)
         assert after is not None
         assert suggestion.saved_bytes == before.device_peak_bytes - suggestion.peak_bytes > 0
         assert suggestion.speed == pytest.approx(now.time.seconds / after.time.seconds)
@@ -123,7 +123,7 @@ def roomy() -> RunConfig:
 
 def test_free_memory_buys_speed_and_nothing_else() -> None:
     config = roomy()
-    before, now = assess(config, H100), timed(config, H100)
+    before, now = assess(config, H100), time_variant(config, H100)
     suggestions = suggest_for_slack(config, H100)
     assert 0 < len(suggestions) <= 4
     assert before.plan is not None
@@ -252,9 +252,9 @@ def test_a_base_in_four_bits_is_suggested_where_lora_does_not_fit() -> None:
 
 def test_frozen_weights_take_no_time_of_an_optimizer() -> None:
     config = llama_7b(stage=2)
-    whole = timed(config, H100)
+    whole = time_variant(config, H100)
     config.training.freeze = ["all_but_last_blocks:4"]
-    part = timed(config, H100)
+    part = time_variant(config, H100)
     assert whole is not None and part is not None
     assert part.time.optimizer < 0.2 * whole.time.optimizer
     assert part.time.reduce < 0.2 * whole.time.reduce

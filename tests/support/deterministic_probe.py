@@ -7,7 +7,7 @@ from rank_processes import Case
 from torch.nn import functional
 from torch.utils import deterministic
 
-from trainctl.engines.process import Process, not_deterministic
+from trainctl.engines.process import Process, nondeterminism_error
 from trainctl.runs.records import EventWriter
 from trainctl.train.loop import Trainer
 from trainctl.train.session import assemble
@@ -34,6 +34,6 @@ def _refused() -> str:
     try:
         functional.max_unpool2d(pooled, places, 2)
     except RuntimeError as error:
-        explained = not_deterministic(error)
+        explained = nondeterminism_error(error)
         return "" if explained is None else explained.message
     return ""

@@ -15,7 +15,7 @@ from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.phases import resident
-from trainctl.memory.rank import Components, head_input, rank_memory
+from trainctl.memory.rank import Components, head_input_bytes, rank_memory
 from trainctl.memory.stages import stages
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.types import RunPlan
@@ -88,7 +88,7 @@ def kept(of: RunPlan) -> int:
     (stage,) = trained_stages(of.config, stages(of.config.model), keeps_inputs=engine.keeps_inputs)
     rank = rank_memory(of, engine, stage, Components())
     gradient = engine.weight_bytes * tokens_per_rank(of) * of.config.model.hidden_size
-    return rank.activations.forward_end + head_input(rank) - gradient
+    return rank.activations.forward_end + head_input_bytes(rank) - gradient
 
 
 def counted(

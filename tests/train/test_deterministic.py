@@ -8,7 +8,7 @@ import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.schema import DataType
-from trainctl.engines.process import not_deterministic
+from trainctl.engines.process import nondeterminism_error
 from trainctl.runs.layout import RunPaths
 
 
@@ -36,4 +36,4 @@ def test_two_runs_have_the_same_curve_and_what_cannot_be_repeated_is_named(tmp_p
 
 
 def test_an_error_about_something_else_stays_what_it_is() -> None:
-    assert not_deterministic(RuntimeError("a deterministic failure")) is None
+    assert nondeterminism_error(RuntimeError("a deterministic failure")) is None

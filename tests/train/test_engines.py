@@ -6,7 +6,7 @@ import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import RunConfig
-from trainctl.engines.deepspeed.wrappers import adapter_of
+from trainctl.engines.deepspeed.wrappers import wrapper_adapter
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 
@@ -53,4 +53,4 @@ def test_another_engine_trains_alike_and_goes_on_from_the_checkpoints_of_deepspe
 
 def test_a_wrapper_that_nobody_has_written_an_adapter_for_is_refused():
     with pytest.raises(AssertionError, match="without an adapter"):
-        adapter_of(object())
+        wrapper_adapter(object())

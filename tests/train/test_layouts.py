@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import PipelinePartition
-from trainctl.engines.deepspeed.pipeline import group_of_ends
+from trainctl.engines.deepspeed.pipeline import tied_weight_group
 from trainctl.engines.process import Axis
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -130,7 +130,7 @@ def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):
     weights = []
     for index in range(len(ranks)):
         axis = Axis(index, ranks, None)
-        is_in_group = group_of_ends(axis, None) is not None
+        is_in_group = tied_weight_group(axis, None) is not None
         assert is_in_group == (tied_weight(model, axis) is not None)
         weights.append(is_in_group)
     assert weights == [True, False, False, True]

@@ -8,7 +8,7 @@ from deepspeed.ops.lion import FusedLion
 from torch import nn
 
 from trainctl.config.registry import new_section
-from trainctl.engines.deepspeed.wrappers import adapter_of, base
+from trainctl.engines.deepspeed.wrappers import base, wrapper_adapter
 from trainctl.engines.shards import ParameterPiece, Shard
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
 
@@ -24,7 +24,7 @@ def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
     }
     replicas = SimpleNamespace(index=0, size=1)
     mesh = SimpleNamespace(replicas=replicas)
-    states = adapter_of(optimizer)(SimpleNamespace(optimizer=optimizer), pieces, mesh)
+    states = wrapper_adapter(optimizer)(SimpleNamespace(optimizer=optimizer), pieces, mesh)
     engine = SimpleNamespace(states=states, pieces=pieces, mesh=mesh)
     return OptimizerState(engine, new_section("optimizer", kind))  # type: ignore[arg-type]
 

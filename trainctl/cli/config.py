@@ -39,7 +39,7 @@ from trainctl.search.config_diff import (
 from trainctl.search.import_json import Imported, ranks_of
 from trainctl.search.import_json import import_json as imported_from
 from trainctl.search.recipes import import_recipe
-from trainctl.search.value_explanation import explain, unknown
+from trainctl.search.value_explanation import explain, unknown_key_error
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
@@ -157,7 +157,7 @@ def why(
     if answer is None:
         if made is None:
             raise TrainctlError.from_findings(planned.findings)
-        raise unknown(key, composed, made)
+        raise unknown_key_error(key, composed, made)
     if as_json:
         print_json(answer.to_json())
         return

@@ -9,7 +9,7 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import findings_to_json, print_json, put, show_findings
-from trainctl.engines.patch_checks import examine, list_uses
+from trainctl.engines.patch_checks import check_definitions, list_uses
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.health import CheckResult, examine_machine
@@ -30,7 +30,10 @@ def doctor(
     hardware = resolve_hardware(composed.config.hardware)
     checks = [
         replace(check, findings=tuple(name_sources(composed, check.findings)))
-        for check in (*examine_machine(composed.config, hardware), *examine(composed.config))
+        for check in (
+            *examine_machine(composed.config, hardware),
+            *check_definitions(composed.config),
+        )
     ]
     findings = [finding for check in checks for finding in check.findings]
     uses = list_uses(composed.config)

@@ -90,7 +90,7 @@ class ElementRange:
         return local // width * row + self.shard.start + local % width
 
 
-def cut(
+def cut_into_fragments(
     fragments: Iterable[Fragment], parts: Sequence[torch.Tensor]
 ) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
     """Cut flat values that have the layout of an optimizer's tensor into its fragments.
@@ -135,7 +135,7 @@ def split_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment
         position += numel
 
 
-def square(values: torch.Tensor) -> torch.Tensor:
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares as fp64; on a CPU, torch's fp32 norm would be off by 1e-4."""
     kind = torch.float64 if values.device.type == "cpu" else torch.float32
     return torch.linalg.vector_norm(values.detach(), dtype=kind).double().square()

@@ -96,7 +96,7 @@ class MicroBatch:
             inputs |= document_lengths(self.position_ids, device)
         return {**inputs, "use_cache": False}
 
-    def beside(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def objective_inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the tensors that an objective needs besides the labels; empty if it needs none."""
         if not self.is_paired:
             return {}

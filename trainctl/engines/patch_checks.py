@@ -31,7 +31,7 @@ def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Findin
     return [finding for table in TABLES for finding in table.differences(config, at)]
 
 
-def examine(config: RunConfig) -> list[CheckResult]:
+def check_definitions(config: RunConfig) -> list[CheckResult]:
     """Return one check for each package, over the definitions that a run of the configuration
     uses.
     """
@@ -68,7 +68,7 @@ def list_uses(config: RunConfig) -> list[dict[str, Any]]:
     ]
 
 
-def require(config: RunConfig, at: Collection[At] = TRAINING) -> None:
+def require_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> None:
     """Raise before a changed package would be used wrongly.
 
     Raises:
@@ -77,7 +77,7 @@ def require(config: RunConfig, at: Collection[At] = TRAINING) -> None:
     _stop_at(differences(config, at))
 
 
-def require_unchanged(config: RunConfig, at: Collection[At] = TRAINING) -> None:
+def require_original_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> None:
     """Run `require`, and check that no other code in this process has replaced a definition.
 
     This imports the packages.
@@ -85,11 +85,11 @@ def require_unchanged(config: RunConfig, at: Collection[At] = TRAINING) -> None:
     Raises:
         TrainctlError: As in `require`, or other code has replaced a definition (exit code 4).
     """
-    require(config, at)
+    require_definitions(config, at)
     _stop_at([finding for table in TABLES for finding in table.replaced(config, at)])
 
 
-def apply(config: RunConfig) -> None:
+def apply_patches(config: RunConfig) -> None:
     """Make the changes to other packages that a rank of the configuration needs.
 
     Importing a module changes nothing: this function is the only place that makes changes.

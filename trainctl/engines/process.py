@@ -109,7 +109,7 @@ def compute_deterministically() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def not_deterministic(error: RuntimeError) -> TrainctlError | None:
+def nondeterminism_error(error: RuntimeError) -> TrainctlError | None:
     """Return the error to report for an operation without a deterministic algorithm in torch.
 
     None if the error is about something else, or the run does not require such algorithms.

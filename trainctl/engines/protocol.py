@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import Packing
-from trainctl.engines.fragments import ElementRange, Fragment, square
+from trainctl.engines.fragments import ElementRange, Fragment, sum_of_squares
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.shards import ParameterPiece, Pieces, Read
@@ -206,7 +206,7 @@ class States(ABC):
         """
         for fragment, _, values in self.gradients():
             if fragment.owned:
-                yield fragment, square(values)
+                yield fragment, sum_of_squares(values)
 
     @abstractmethod
     def change(self, change: Change) -> None:

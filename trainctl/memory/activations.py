@@ -66,7 +66,7 @@ class TrainableBlock:
         return tuple((name, rank) for name, rank in self.ranks if name in names)
 
 
-def everything(spec: Family) -> TrainableBlock:
+def fully_trained_block(spec: Family) -> TrainableBlock:
     """Return the `TrainableBlock` of a block that is trained whole."""
     names = set()
     for part in spec.block:
@@ -156,7 +156,7 @@ def block_activations(
     and SwiGLU by Liger's. `learning` is None if the whole block is trained.
     """
     spec = spec_of(model)
-    learning = learning or everything(spec)
+    learning = learning or fully_trained_block(spec)
     hidden, up = model.hidden_size, spec.feed_forward
     width = shapes.head_dim(model)
     heads = model.num_attention_heads / tensor
@@ -213,17 +213,17 @@ def block_activations(
     )
 
 
-def tiled_activations(block: BlockActivations, tiles: int, *, beside: int) -> BlockActivations:
+def tiled_activations(block: BlockActivations, tiles: int, *, gradients: int) -> BlockActivations:
     """Return the block with its feed-forward layer computed in `tiles` tiles, each recomputed in
     the backward pass.
 
-    `beside` is the bytes per token of the gradients of the layer's input and output, which exist
+    `gradients` is the bytes per token of the gradients of the layer's input and output, which exist
     for all tokens at once.
     """
     if tiles == 1:
         return block
-    inside = block.feed_forward + max(block.feed_forward_gradient - beside, 0)
-    return replace(block, feed_forward=0, feed_forward_gradient=round(inside / tiles) + beside)
+    inside = block.feed_forward + max(block.feed_forward_gradient - gradients, 0)
+    return replace(block, feed_forward=0, feed_forward_gradient=round(inside / tiles) + gradients)
 
 
 def stage_activations(
@@ -260,12 +260,15 @@ def stage_activations(
         kinds = [(closed(learning=each), count) for each, count in learning]
         if traced is not None:
             kinds = [
-                (scale_traced(traced, whole=closed(), part=block), count) for block, count in kinds
+                (scale_traced_block(traced, whole=closed(), part=block), count)
+                for block, count in kinds
             ]
-    beside = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
+    gradients = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
     tiles = plan.config.kernels.mlp_tiles
     parts = [
-        _of_blocks(plan, tiled_activations(block, tiles, beside=beside), count, in_flight)
+        _identical_blocks(
+            plan, tiled_activations(block, tiles, gradients=gradients), count, in_flight
+        )
         for block, count in kinds
     ]
     return StageActivations(
@@ -276,7 +279,7 @@ def stage_activations(
     )
 
 
-def scale_traced(
+def scale_traced_block(
     block: BlockActivations, *, whole: BlockActivations, part: BlockActivations
 ) -> BlockActivations:
     """Return a traced block scaled down: each part shrinks in the ratio of the closed forms.
@@ -292,7 +295,7 @@ def scale_traced(
     return BlockActivations(**shares)
 
 
-def _of_blocks(
+def _identical_blocks(
     plan: LayoutPlan, block: BlockActivations, blocks: int, in_flight: int
 ) -> StageActivations:
     """Return the activations of `blocks` identical blocks."""

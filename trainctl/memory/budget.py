@@ -17,7 +17,7 @@ from trainctl.memory import constants
 from trainctl.memory.activations import (
     block_activations,
     compute_bytes,
-    scale_traced,
+    scale_traced_block,
     tokens_per_rank,
 )
 from trainctl.memory.constants import Fragmentation, Range
@@ -32,9 +32,9 @@ from trainctl.memory.host import (
     weights_only_kept_bytes,
 )
 from trainctl.memory.partial import trained_stages
-from trainctl.memory.rank import Components, fullest
+from trainctl.memory.rank import Components, fullest_phase
 from trainctl.memory.stages import Stage, stages, stages_of
-from trainctl.memory.traced import TracedModel, on_tensor_rank
+from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.mixture import largest_batches
 from trainctl.plan.types import Batch, LayoutPlan, Mesh, RunPlan
@@ -55,7 +55,7 @@ class StageBudget:
     @property
     def peak_phase(self) -> str:
         """Name of the phase with the peak."""
-        return fullest(self.moments)
+        return fullest_phase(self.moments)
 
     @property
     def phases(self) -> dict[str, int]:
@@ -234,7 +234,7 @@ def device_budget(sketch: LayoutPlan, traced: TracedModel | None = None) -> Devi
 def _device_budget(
     sketch: LayoutPlan, engine: EngineMemory, held: tuple[Stage, ...]
 ) -> DeviceBudget:
-    runtime, fragmentation = runtime_of(sketch), fragmentation_of(sketch)
+    runtime, fragmentation = runtime_range(sketch), expected_fragmentation(sketch)
     phases = function_of("engine", sketch.config.engine.kind, "phases")
     budgets = [
         StageBudget(
@@ -243,7 +243,7 @@ def _device_budget(
         for stage in held
     ]
     worst_stage = max(budgets, key=lambda item: item.peak_bytes)
-    low, high = band(worst_stage.components, runtime, fragmentation)
+    low, high = peak_bounds(worst_stage.components, runtime, fragmentation)
     capacity = sketch.hardware.device_memory_bytes
     return DeviceBudget(
         fits=fits(capacity, low, high),
@@ -272,7 +272,7 @@ def _stages(
             tensor=tensor,
             expert=expert,
             stage_blocks=plan.stage_blocks,
-            traced=traced.block if tensor == 1 else on_tensor_rank(traced, tensor),
+            traced=traced.block if tensor == 1 else block_on_tensor_rank(traced, tensor),
         )
     else:
         held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
@@ -287,7 +287,7 @@ def _stages(
         autocast=engine.autocast,
         liger=plan.config.kernels.liger,
     )
-    block = scale_traced(traced.block, whole=closed(), part=closed(tensor=tensor))
+    block = scale_traced_block(traced.block, whole=closed(), part=closed(tensor=tensor))
     return tuple(replace(stage, traced=block) for stage in held)
 
 
@@ -317,7 +317,7 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
     return notes
 
 
-def runtime_of(plan: LayoutPlan) -> Range:
+def runtime_range(plan: LayoutPlan) -> Range:
     """Return a rank's memory outside tensors: measured on this machine, otherwise usual values."""
     measured = plan.hardware.runtime_bytes
     if measured is not None:
@@ -327,7 +327,7 @@ def runtime_of(plan: LayoutPlan) -> Range:
     parts = [constants.CONTEXT[accelerator]]
     if accelerator is not Accelerator.cpu:
         parts.append(constants.LIBRARY_WORKSPACE)
-        parts += [constants.COMMUNICATOR] * communicators(plan.mesh)
+        parts += [constants.COMMUNICATOR] * count_communicators(plan.mesh)
     return Range(
         low=sum(part.low for part in parts),
         usual=sum(part.usual for part in parts),
@@ -335,7 +335,7 @@ def runtime_of(plan: LayoutPlan) -> Range:
     )
 
 
-def communicators(mesh: Mesh) -> int:
+def count_communicators(mesh: Mesh) -> int:
     """Return the number of process groups on a device: the world, each mesh axis smaller than the
     world, and with a pipeline its neighbours and the holders of tied weights.
     """
@@ -346,7 +346,7 @@ def communicators(mesh: Mesh) -> int:
     return 1 + within + (2 if mesh.pipeline > 1 else 0)
 
 
-def fragmentation_of(plan: LayoutPlan) -> Fragmentation:
+def expected_fragmentation(plan: LayoutPlan) -> Fragmentation:
     """Return the allocator's fragmentation as a fraction of the allocated memory: measured on this
     machine, otherwise by the size of the largest common tensor.
     """
@@ -384,7 +384,7 @@ def workspace_bytes(plan: LayoutPlan) -> int:
     return 0 if on_cpu else constants.LIBRARY_WORKSPACE.usual
 
 
-def band(peak: Components, runtime: Range, fragmentation: Fragmentation) -> tuple[int, int]:
+def peak_bounds(peak: Components, runtime: Range, fragmentation: Fragmentation) -> tuple[int, int]:
     """Return the lower and upper bound of a peak, in bytes.
 
     States are known almost exactly, activations less so; the allocator adds fragmentation.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
-from trainctl.memory.host import pinned
-from trainctl.memory.rank import Components, RankMemory, head_input, logits, rank_memory
+from trainctl.memory.host import pinned_bytes
+from trainctl.memory.rank import Components, RankMemory, head_input_bytes, logits, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
 from trainctl.plan.types import LayoutPlan
@@ -62,8 +62,8 @@ def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
         return {}
     own = FP32 * engine.share(stage.parameters)
     return {
-        "parameters": pinned(engine, own),
-        "gradients": pinned(engine, own),
+        "parameters": pinned_bytes(engine, own),
+        "gradients": pinned_bytes(engine, own),
         "optimizer_states": engine.share(engine.moments(stage)),
         "weight_average": engine.average_bytes * engine.share(stage.parameters),
     }
@@ -105,7 +105,7 @@ def _accumulated(rank: RankMemory) -> int:
 def _forward_end(rank: RankMemory) -> Components:
     """Return the memory with all activations, the loss, and the gather buffer of the last block."""
     return rank.resident.plus(
-        activations=rank.activations.forward_end + head_input(rank),
+        activations=rank.activations.forward_end + head_input_bytes(rank),
         logits=logits(rank, rank.logit_bytes.forward),
         gradients=_accumulated(rank),
         gathered_parameters=_gathered(rank, buffers=1, blocks=0),
@@ -119,7 +119,7 @@ def _backward_start(rank: RankMemory) -> Components:
     stage, weight = rank.stage, rank.engine.weight_bytes
     common = rank.resident.plus(activations=rank.activations.forward_end)
     loss = common.plus(
-        activations=head_input(rank),
+        activations=head_input_bytes(rank),
         logits=logits(rank, rank.logit_bytes.backward),
         gradients=_accumulated(rank),
         gathered_parameters=_gathered(rank, buffers=1, blocks=0),

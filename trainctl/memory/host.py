@@ -76,9 +76,9 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
         return {}
     groups, trained = engine.groups(stage), stage.trained
     own = engine.share(trained.partitioned)
-    staging = {"optimizer_staging": pinned(engine, engine.weight_bytes * own)}
+    staging = {"optimizer_staging": pinned_bytes(engine, engine.weight_bytes * own)}
     if engine.stage == 3:
-        staging = {"gradients": pinned(engine, engine.gradient_bytes * own)}
+        staging = {"gradients": pinned_bytes(engine, engine.gradient_bytes * own)}
     elif engine.accumulates and engine.stage == 2:
         # Reduced after each micro-batch (stage 1 leaves them on the device until the last), in
         # buffers of whole tensors: the first and last tensor of a partition count fully.
@@ -87,18 +87,20 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     if engine.offload.optimizer is OffloadDevice.nvme:
         largest = max((engine.sub_group(group) for group in groups), default=0)
         pool = NVME_OPTIMIZER_BUFFERS * FP32 * largest
-        return {"nvme_buffers": pinned(engine, pool)} | staging
+        return {"nvme_buffers": pinned_bytes(engine, pool)} | staging
     offloaded = 1 - engine.device_share_of_offload(groups)
     shares = [int(engine.share(group.elements) * offloaded) for group in groups]
     master = sum(engine.master_bytes * share for share in shares)
     if engine.stage < 3:
-        master = sum(pinned(engine, engine.master_bytes * share) for share in shares)
-        staging["optimizer_staging"] += pinned(engine, engine.weight_bytes * trained.largest)
+        master = sum(pinned_bytes(engine, engine.master_bytes * share) for share in shares)
+        staging["optimizer_staging"] += pinned_bytes(engine, engine.weight_bytes * trained.largest)
     return {
         "master_weights": master,
         "optimizer_states": int(engine.share(engine.moments(stage)) * offloaded),
         "weight_average": engine.average_bytes * sum(shares),
-        "master_gradients": sum(pinned(engine, engine.master_bytes * share) for share in shares),
+        "master_gradients": sum(
+            pinned_bytes(engine, engine.master_bytes * share) for share in shares
+        ),
     } | staging
 
 
@@ -108,12 +110,12 @@ def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
         return {}
     own = engine.share(stage.partitioned)
     if engine.offload.parameters is OffloadDevice.cpu:
-        return {"parameters": pinned(engine, engine.weight_bytes * own)}
+        return {"parameters": pinned_bytes(engine, engine.weight_bytes * own)}
     kept = min(own, engine.offload.max_in_cpu)
     pool = engine.offload.buffer_count * engine.offload.buffer_size
     return {
-        "parameters": pinned(engine, engine.weight_bytes * kept),
-        "nvme_parameter_buffers": pinned(engine, engine.weight_bytes * pool),
+        "parameters": pinned_bytes(engine, engine.weight_bytes * kept),
+        "nvme_parameter_buffers": pinned_bytes(engine, engine.weight_bytes * pool),
     }
 
 
@@ -127,7 +129,7 @@ def _checkpoint_copy(plan: LayoutPlan, engine: EngineMemory) -> dict[str, int]:
     whole = checkpoint_bytes(plan, engine) + weights_only_bytes(plan, engine)
     share = whole // plan.mesh.world_size
     on_host = engine.offloads_optimizer or engine.on_cpu
-    return {"checkpoint_copy": share if on_host else pinned(engine, share)}
+    return {"checkpoint_copy": share if on_host else pinned_bytes(engine, share)}
 
 
 def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
@@ -141,7 +143,7 @@ def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     return {"checkpoint_tensor": engine.master_bytes * largest}
 
 
-def pinned(engine: EngineMemory, size: int) -> int:
+def pinned_bytes(engine: EngineMemory, size: int) -> int:
     """Return the allocated size of a buffer that may be pinned. torch's host allocator rounds up to
     a power of two (CachingHostAllocator.cpp). Without an accelerator nothing is pinned.
     """

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
-from trainctl.memory.activations import TrainableBlock, everything
+from trainctl.memory.activations import TrainableBlock, fully_trained_block
 from trainctl.memory.stages import Piece, Stage, share
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
@@ -175,7 +175,7 @@ def _learning(key: _TrainableKey, keeps_inputs: bool) -> dict[int, TrainableBloc
     busy = [block for block in weights if weights[block] or ranks[block]]
     has_embedding = any(item.embedding for item in found.trained)
     first = 0 if has_embedding else min(busy, default=config.model.num_layers)
-    whole = everything(spec_of(config.model)).weights
+    whole = fully_trained_block(spec_of(config.model)).weights
     spec = adapter_of(config.adapter)
     adapted = {f"{name}.weight" for each in ranks.values() for name, _ in each}
     # A layer that expands a quantized matrix never keeps its input, at any ZeRO stage.

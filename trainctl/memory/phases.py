@@ -15,7 +15,14 @@ from trainctl.memory.constants import (
     LogitBytes,
 )
 from trainctl.memory.engine import EngineMemory
-from trainctl.memory.rank import Components, RankMemory, fused_head, head_input, logits, rank_memory
+from trainctl.memory.rank import (
+    Components,
+    RankMemory,
+    fused_head_bytes,
+    head_input_bytes,
+    logits,
+    rank_memory,
+)
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
@@ -236,10 +243,10 @@ def _forward_end(rank: RankMemory) -> Components:
     """Return the memory with all activations and the loss of the last micro-batch in flight."""
     return rank.resident.plus(
         activations=rank.activations.forward_end
-        + head_input(rank)
+        + head_input_bytes(rank)
         + _pipeline_buffers(rank)
         + _all_to_all_bytes(rank),
-        logits=logits(rank, rank.logit_bytes.forward) + fused_head(rank),
+        logits=logits(rank, rank.logit_bytes.forward) + fused_head_bytes(rank),
         gathered_parameters=_gathered(rank, rank.stage.head, outside=rank.stage.head, turning=True),
         retained_weights=_retained(rank),
         **_accumulated(rank),
@@ -258,7 +265,7 @@ def _backward_start(rank: RankMemory) -> Components:
         retained_weights=_retained(rank),
     )
     loss = common.plus(
-        activations=head_input(rank),
+        activations=head_input_bytes(rank),
         logits=logits(rank, rank.logit_bytes.backward),
         gathered_parameters=_gathered(rank, stage.head, outside=stage.head, turning=True),
         **_accumulated(rank),

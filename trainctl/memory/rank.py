@@ -85,7 +85,7 @@ PHASES = ("load", "forward_end", "backward_start", "backward_end", "step")
 """Moments at which a device can be at its fullest, in the order of a step."""
 
 
-def fullest(moments: Mapping[str, Components]) -> str:
+def fullest_phase(moments: Mapping[str, Components]) -> str:
     """Return the name of the moment with the most memory; the first if several are equal."""
     return max(moments, key=lambda name: moments[name].total)
 
@@ -158,7 +158,7 @@ def rank_memory(
 FP32 = 4
 
 
-def head_input(rank: RankMemory) -> int:
+def head_input_bytes(rank: RankMemory) -> int:
     """Return the bytes kept by the final norm and the output projection, and their input gradient.
 
     A frozen norm keeps no scaled values; a frozen projection keeps no input.
@@ -186,7 +186,7 @@ def logits(rank: RankMemory, per_logit: int) -> int:
     return loss_tokens(rank.plan) * vocabulary * per_logit
 
 
-def fused_head(rank: RankMemory) -> int:
+def fused_head_bytes(rank: RankMemory) -> int:
     """Return the bytes of the gradients that a fused loss computes in the forward pass: of the
     output projection's weight, and of its input.
     """

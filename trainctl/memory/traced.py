@@ -22,7 +22,7 @@ ATTENTION = ("attn", "attention")
 """Substrings of the names that architectures give to the children of a block."""
 
 
-def part_of(name: str) -> str:
+def block_part(name: str) -> str:
     """Return the field of `BlockActivations` that a child of a block counts to, by its name."""
     if "norm" in name:  # post_attention_layernorm contains "attention" too
         return "norms"
@@ -51,7 +51,7 @@ class TracedModel:
         )
 
 
-def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
+def block_on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
     """Return a traced block without a closed form on one of `tensor` tensor-parallel ranks.
 
     The activations of a part shrink with its weights, some of which the ranks may hold whole:
@@ -88,7 +88,7 @@ def _share_of(anatomy: Anatomy, part: str, tensor: int) -> float:
         if parameter.block is None:
             continue
         inside = parameter.name.removeprefix(f"{anatomy.blocks[parameter.block].name}.")
-        if part_of(inside.split(".")[0]) == part:
+        if block_part(inside.split(".")[0]) == part:
             numel += parameter.numel
             shared += parameter.numel if parameter.shares else 0
     return 1 - shared / numel * (1 - 1 / tensor) if numel else 1.0
@@ -129,7 +129,7 @@ def traced_model(config: RunConfig) -> TracedModel | None:
     return _traced(_TraceKey(config)) if config.model.needs_trace else None
 
 
-def traced_already(config: RunConfig) -> TracedModel | None:
+def known_traced_model(config: RunConfig) -> TracedModel | None:
     """Return the trace if an earlier command has made it, otherwise None; starts no process."""
     if not config.model.needs_trace:
         return None

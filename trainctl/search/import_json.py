@@ -160,7 +160,7 @@ def _rest(
         known = case.schema.find(path)
         name = (known.same_as or known.name) if known else key
         newer = known.replaced.split(" or ") if known else []
-        if key in wanted.taken or path[0] in wanted.taken or _has_any(wanted.taken, newer):
+        if key in wanted.imported or path[0] in wanted.imported or _has_any(wanted.imported, newer):
             continue
         if known is None:
             left_out.append(LeftOutKey(key, value, "DeepSpeed has no such key"))
@@ -180,9 +180,9 @@ def _rest(
     return passed, left_out
 
 
-def _has_any(taken: Iterable[str], keys: Sequence[str]) -> bool:
+def _has_any(imported: Iterable[str], keys: Sequence[str]) -> bool:
     """Return True if one of the keys, or a key inside a section of that name, is imported."""
-    return any(f"{key}.".startswith(f"{name}.") for name in keys if name for key in taken)
+    return any(f"{key}.".startswith(f"{name}.") for name in keys if name for key in imported)
 
 
 def _unread(name: str, config: RunConfig) -> str:

@@ -78,14 +78,14 @@ class ConvertedKeys:
     """Option of each group."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Value of each key."""
-    taken: set[str] = field(default_factory=set)
+    imported: set[str] = field(default_factory=set)
     """Keys and sections of the JSON that are imported by these."""
     left_out: list[tuple[str, Any, str]] = field(default_factory=list)
     """Key, value and reason of each JSON key that is not imported."""
 
     def take(self, key: str, ours: str, value: Any) -> None:
         """Import the JSON key `key` as trainctl's key `ours`."""
-        self.taken.add(key)
+        self.imported.add(key)
         self.settings[ours] = value
 
 
@@ -143,7 +143,7 @@ def _optimizer(case: Case, wanted: ConvertedKeys) -> None:
     name = case.optimizer
     if name is None:
         return
-    wanted.taken.add("optimizer")
+    wanted.imported.add("optimizer")
     params = case.params("optimizer")
     spec = _optimizer_of(name, params)
     if spec is None:
@@ -200,7 +200,7 @@ def _schedule(case: Case, wanted: ConvertedKeys) -> None:
     name, params = case.get("scheduler.type"), case.params("scheduler")
     if name is None:
         return
-    wanted.taken.add("scheduler")
+    wanted.imported.add("scheduler")
     spec = _schedule_of(name)
     if spec is None:
         reason = "trainctl has no such schedule: choose an option of the group schedule"
@@ -270,9 +270,9 @@ def _zero(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     if case.stage is None:
         return  # transformers or accelerate decide it
     wanted.choices["zero_stage"] = str(modes.stage)
-    wanted.taken |= {f"{ZERO}.stage", "allgather_size"}
+    wanted.imported |= {f"{ZERO}.stage", "allgather_size"}
     if isinstance(case.json.get(ZERO), bool):
-        wanted.taken.add(ZERO)
+        wanted.imported.add(ZERO)
     _take(ZERO_KEYS, case, modes, wanted)
 
 
@@ -288,7 +288,7 @@ def _offload(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     devices = dict(zip(DEVICES, (modes.states, modes.parameters), strict=True))
     wanted.choices["offload"] = options.get((modes.states, modes.parameters), "none")
     wanted.settings |= {SOURCES[key]: device for key, device in devices.items()}
-    wanted.taken |= {key for key, device in devices.items() if device != "none"}
+    wanted.imported |= {key for key, device in devices.items() if device != "none"}
     if modes.zenflow and modes.states != "none":
         wanted.settings["offload.zenflow"] = True
     _take(OFFLOAD_KEYS, case, modes, wanted)
@@ -302,7 +302,7 @@ def _recomputation(case: Case, wanted: ConvertedKeys) -> None:
         return
     to_host = bool(case.get(f"{RECOMPUTE}.cpu_checkpointing"))
     wanted.choices["activation_checkpointing"] = "offloaded" if to_host else "full"
-    wanted.taken.add(RECOMPUTE)
+    wanted.imported.add(RECOMPUTE)
     for name, reason in NOT_RECOMPUTED_SO.items():
         key = f"{RECOMPUTE}.{name}"
         value = case.get(key)
@@ -319,13 +319,13 @@ def _precision(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     if weights is None:
         return  # transformers or accelerate decide it
     wanted.choices["precision"] = weights
-    wanted.taken |= {"fp16.enabled", "bf16.enabled", "bfloat16"}
+    wanted.imported |= {"fp16.enabled", "bf16.enabled", "bfloat16"}
     if case.get("torch_autocast.enabled") and weights == "fp32":
         wanted.choices["precision"] = "autocast-bf16"
         dtype = str(case.get("torch_autocast.dtype") or "bf16").removeprefix("torch.")
         compute = "fp16" if dtype in ("fp16", "float16", "half") else "bf16"
         wanted.settings |= {"precision.autocast": True, "precision.compute": compute}
-        wanted.taken |= {"torch_autocast.enabled", "torch_autocast.dtype"}
+        wanted.imported |= {"torch_autocast.enabled", "torch_autocast.dtype"}
     _take((*BF16_KEYS, *FP16_KEYS), case, modes, wanted)
     if case.given("data_types.grad_accum_dtype"):
         dtype = str(case.get("data_types.grad_accum_dtype")).removeprefix("torch.")

@@ -167,7 +167,7 @@ def search(
     for offloads in space.offloads:
         queue = sorted(space.candidates(offloads), key=lambda candidate: candidate.order)
         candidates += queue
-        _go_through(queue, config, hardware, state, top)
+        _try_candidates(queue, config, hardware, state, top)
         if len(state.found) >= top:
             break
     best = sorted(state.found, key=lambda layout: state.order[layout])[:top]
@@ -177,11 +177,11 @@ def search(
         timed=len(candidates),
         budgeted=state.budgeted,
         candidates=tuple(candidates),
-        findings=() if found else state.first or why_no_plan(space, state.least_bytes),
+        findings=() if found else state.first or explain_infeasible(space, state.least_bytes),
     )
 
 
-def _go_through(
+def _try_candidates(
     queue: list[Candidate], config: RunConfig, hardware: Hardware, state: _State, top: int
 ) -> None:
     """Try the candidates in order until `top` more layouts have a plan."""
@@ -206,7 +206,7 @@ def _go_through(
             result = assess(candidate.variant.sketch.config, hardware)
             errors = tuple(item for item in result.findings if item.is_error)
             if not errors:
-                state.found[layout] = _found(candidate, result, state, config)
+                state.found[layout] = _found_plan(candidate, result, state, config)
                 state.order[layout] = candidate.order
             else:
                 state.first = state.first or errors
@@ -244,7 +244,9 @@ def _is_hopeless(candidate: Candidate, state: _State) -> bool:
     return False
 
 
-def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> FoundPlan:
+def _found_plan(
+    candidate: Candidate, result: Assessment, state: _State, config: RunConfig
+) -> FoundPlan:
     assert result.plan is not None and result.budget is not None
     rejected = None
     for other, reason in state.rejected.get(candidate.layout, ()):
@@ -300,7 +302,7 @@ SAVING = (
 """Other keys that are searched to save memory."""
 
 
-def why_no_plan(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
+def explain_infeasible(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
     """Return what to change so that a search finds something.
 
     All candidates of `space` have been tried. `least_bytes` is the memory of the smallest budgeted
@@ -319,12 +321,12 @@ def why_no_plan(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
     if not_memory and least_bytes is None:
         return not_memory
     if least_bytes is None and left_out.least_bytes == inf and legal:
-        return (_not_shared(space, key, legal),)
+        return (_batch_finding(space, key, legal),)
     larger = f", or a batch that more ranks can share, from {key}={legal[-1]} on" if legal else ""
-    return (_does_not_fit(space, least_bytes, larger),)
+    return (_memory_finding(space, least_bytes, larger),)
 
 
-def _not_shared(space: Space, key: str, legal: list[int]) -> Finding:
+def _batch_finding(space: Space, key: str, legal: list[int]) -> Finding:
     shares = space.left_out.shares
     nearest = min(shares, key=lambda share: abs(share - space.sequences))
     length = "" if space.exactly else f" x {space.config.training.sequence_length:,} tokens"
@@ -334,11 +336,11 @@ def _not_shared(space: Space, key: str, legal: list[int]) -> Finding:
         key=key,
         message=f"{key}={asked} cannot be shared by the ranks of any layout that is left: the "
         f"nearest takes multiples of {nearest}{length}",
-        hint=f"nearest legal: {key}={' or '.join(map(str, legal))}{_left_open(space, SHARING)}",
+        hint=f"nearest legal: {key}={' or '.join(map(str, legal))}{_hint_to_unset(space, SHARING)}",
     )
 
 
-def _does_not_fit(space: Space, least_bytes: int | None, larger: str) -> Finding:
+def _memory_finding(space: Space, least_bytes: int | None, larger: str) -> Finding:
     hardware, states = space.hardware, space.left_out.least_bytes
     capacity = hardware.device_memory_bytes
     of = f" of {memory_text(capacity)}" if capacity else ""
@@ -347,7 +349,7 @@ def _does_not_fit(space: Space, least_bytes: int | None, larger: str) -> Finding
         needs = f": the least that was tried needs {memory_text(least_bytes)}"
     elif states < inf:
         needs = f": weights and optimizer states alone need {memory_text(states)}"
-    settled = _left_open(space, (*SHARING, *SAVING))
+    settled = _hint_to_unset(space, (*SHARING, *SAVING))
     return Finding(
         rule=NOTHING_FITS,
         key="hardware",
@@ -358,7 +360,7 @@ def _does_not_fit(space: Space, least_bytes: int | None, larger: str) -> Finding
     )
 
 
-def _left_open(space: Space, keys: tuple[str, ...]) -> str:
+def _hint_to_unset(space: Space, keys: tuple[str, ...]) -> str:
     """Return the part of a hint that names the set keys of `keys`, which a search could choose."""
     settled = [key for key in keys if key in space.fixed]
     return f", or leave {' and '.join(settled)} to the search" if settled else ""

@@ -25,7 +25,7 @@ from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.trainable import is_partial
-from trainctl.search.speed import TimedVariant, Values, timed, with_values
+from trainctl.search.speed import TimedVariant, Values, time_variant, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes to try; larger ones gain nothing: products of thousands of tokens are
@@ -80,7 +80,7 @@ class LeftOutLayouts:
     """
 
 
-def length_of(config: RunConfig) -> Values:
+def placeholder_length(config: RunConfig) -> Values:
     """Return a placeholder length if none is configured: a plan needs one, its speed does not."""
     training = config.training
     return {"training.steps": 1} if training.steps is None and training.tokens is None else {}
@@ -97,7 +97,7 @@ class Space:
 
     def __init__(self, config: RunConfig, hardware: Hardware, fixed: frozenset[str]) -> None:
         self.config, self.hardware, self.fixed = config, hardware, fixed
-        self.base = with_values(config, {**length_of(config), **self._launcher()})
+        self.base = with_values(config, {**placeholder_length(config), **self._launcher()})
         self.sequences = self._global_batch()
         self.exactly = config.training.global_batch_size is not None
         self.left_out = LeftOutLayouts()
@@ -134,7 +134,7 @@ class Space:
                     elif not self.is_fixed("training.gradient_accumulation_steps"):
                         values["training.gradient_accumulation_steps"] = None  # derived
                     changed = with_values(self.base, values)
-                    variant = timed(changed, self.hardware, blocks)
+                    variant = time_variant(changed, self.hardware, blocks)
                     if variant is not None:
                         yield Candidate(values, layout, kept, variant)
 
@@ -220,10 +220,13 @@ class Space:
             else:
                 options.append([size for size in divisors(world) if size <= most])
         for tensor, pipeline, sequence in product(*options):
-            taken = tensor * pipeline * sequence
-            if world % taken:
+            model_parallel = tensor * pipeline * sequence
+            if world % model_parallel:
                 continue
-            if self.is_fixed("parallelism.data") and axes.data not in (None, world // taken):
+            if self.is_fixed("parallelism.data") and axes.data not in (
+                None,
+                world // model_parallel,
+            ):
                 continue
             yield tensor, pipeline, sequence
 

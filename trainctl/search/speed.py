@@ -244,8 +244,10 @@ def _partitioned(
     else:
         reduce = links.all_reduce(reduced, links.zero)
     if zero.overlap_comm:
-        beside = compute * 2 / 3
-        reduce = _exposed_time(backward + reduce, beside) - _exposed_time(backward, beside)
+        behind_backward = compute * 2 / 3
+        reduce = _exposed_time(backward + reduce, behind_backward) - _exposed_time(
+            backward, behind_backward
+        )
     return gather, reduce
 
 
@@ -356,7 +358,7 @@ def with_values(config: RunConfig, values: Values) -> RunConfig:
     return replace(config, **changed)
 
 
-def timed(
+def time_variant(
     config: RunConfig, hardware: Hardware, stage_blocks: tuple[int, ...] = ()
 ) -> TimedVariant | None:
     """Return the timed configuration; None if its mesh or batch is impossible.

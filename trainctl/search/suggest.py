@@ -23,7 +23,7 @@ from trainctl.search.changes import (
     memory_using_changes,
     quantized_base_changes,
 )
-from trainctl.search.speed import TimedVariant, overrides, timed, with_values
+from trainctl.search.speed import TimedVariant, overrides, time_variant, with_values
 
 MOST_SUGGESTIONS = 4
 MOST_TRIES = 400
@@ -66,7 +66,7 @@ def suggest_fitting(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
         return []
     if hardware.device_memory_bytes is None:
         return []
-    batch, now = before.plan.batch, timed(config, hardware)
+    batch, now = before.plan.batch, time_variant(config, hardware)
     suggestions: list[Suggestion] = []
     for changes, most in (
         (adapter_changes(config, batch), 1),
@@ -76,7 +76,7 @@ def suggest_fitting(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
         wanted = most - len(suggestions)
         if not wanted:
             continue
-        tries = sorted(_timed(changes, config, hardware), key=lambda item: _cost(*item))
+        tries = sorted(_time_changes(changes, config, hardware), key=lambda item: _cost(*item))
         found = _first_that_fit(tries[:MOST_TRIES], before.budget, now, wanted=wanted)
         suggestions = [*found, *suggestions]
     return suggestions
@@ -91,14 +91,14 @@ def suggest_for_slack(config: RunConfig, hardware: Hardware) -> list[Suggestion]
     if hardware.accelerator is Accelerator.cpu:
         return []
     before = assess(config, hardware)
-    now = timed(config, hardware)
+    now = time_variant(config, hardware)
     if before.plan is None or before.budget is None or now is None or not before.fits:
         return []
     if not before.budget.device_capacity_bytes:
         return []
     tries = [
         (change, variant)
-        for change, variant in _timed(
+        for change, variant in _time_changes(
             memory_using_changes(config, before.plan.batch), config, hardware
         )
         if _speed(variant, now) >= 1 + LEAST_GAIN
@@ -110,7 +110,7 @@ def suggest_for_slack(config: RunConfig, hardware: Hardware) -> list[Suggestion]
 Tries = list[tuple[KeyChange, TimedVariant]]
 
 
-def _timed(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) -> Tries:
+def _time_changes(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) -> Tries:
     tries = []
     for change in changes:
         changed = with_values(
@@ -123,7 +123,7 @@ def _timed(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) 
         )
         nodes, devices = changed.hardware.nodes, changed.hardware.devices_per_node
         assert devices is not None
-        variant = timed(changed, replace(hardware, nodes=nodes, devices_per_node=devices))
+        variant = time_variant(changed, replace(hardware, nodes=nodes, devices_per_node=devices))
         if variant is not None:
             tries.append((change, variant))
     return tries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -131,16 +131,16 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
         layers=layers,
         default=described.default,
         is_key=True,
-        became=_became(leaf.key, plan) if plan is not None and key in leaves() else {},
+        became=_consequences(leaf.key, plan) if plan is not None and key in leaves() else {},
         doc=described.metadata["doc"],
     )
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    node = to_plain(config)
+    node: Any = config
     for name in key.split("."):
-        node = node[name]
-    return node
+        node = node[name] if isinstance(node, Mapping) else getattr(node, name)
+    return to_plain(node)
 
 
 def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Explanation, ...]:
@@ -148,9 +148,9 @@ def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Ex
     return tuple(each for each in found if each is not None)
 
 
-def _became(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
+def _consequences(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
     settings = {name for name, _ in flatten(plan.deepspeed or plan.settings)}
-    items = depending_on(key, plan)
+    items = derived_from(key, plan)
     became = {
         "deepspeed" if plan.deepspeed else "engine": {
             item.key: to_plain(item.value) for item in items if item.key in settings
@@ -164,7 +164,7 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
+def unknown_key_error(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
     """Return the error for a key that does not exist, with similar names."""
     if key in sections():
         inside = [name for name in leaves() if name.startswith(f"{key}.")]
@@ -179,9 +179,9 @@ def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError
     return TrainctlError(f"there is no key or quantity {key}", hint=hint)
 
 
-def depending_on(key: str, plan: RunPlan) -> list[Derived]:
+def derived_from(key: str, plan: RunPlan) -> list[Derived]:
     """Return the derived values of a plan that depend on a key, in the plan's order."""
-    moved = _moved(key, plan)
+    moved = _changed_by(key, plan)
     return [
         item
         for item in plan.derived
@@ -189,7 +189,7 @@ def depending_on(key: str, plan: RunPlan) -> list[Derived]:
     ]
 
 
-def _moved(key: str, plan: RunPlan) -> set[str]:
+def _changed_by(key: str, plan: RunPlan) -> set[str]:
     """Return the names of the derived values that another value of the key would change."""
     before = {item.key: item.value for item in plan.derived}
     kinds = leaves()[key].kinds

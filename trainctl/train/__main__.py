@@ -124,7 +124,7 @@ def _import_for_ranks(plan: RunPlan) -> None:
         from trainctl.engines.protocol import engine_backend
 
         engine_backend(plan)
-        patch_checks.require_unchanged(plan.config)
+        patch_checks.require_original_definitions(plan.config)
 
 
 def _plan(run: RunPaths, attempt: int) -> RunPlan:

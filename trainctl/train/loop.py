@@ -11,7 +11,7 @@ from functools import partial
 from trainctl.data.corpora import bad_text, unigram_entropy
 from trainctl.data.packing import load_bins
 from trainctl.engines import patch_checks
-from trainctl.engines.process import not_deterministic, stop_process
+from trainctl.engines.process import nondeterminism_error, stop_process
 from trainctl.engines.protocol import engine_backend
 from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
@@ -216,7 +216,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
     with gc_disabled():  # this imports the engine
-        patch_checks.require_unchanged(plan.config)
+        patch_checks.require_original_definitions(plan.config)
     process = engine_backend(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:
@@ -224,7 +224,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
         events = EventWriter(run.events, attempt) if process.is_first else None
         Trainer(session, events, heartbeat, attempt=attempt).train()
     except RuntimeError as error:
-        explained = not_deterministic(error)
+        explained = nondeterminism_error(error)
         if explained is None:
             raise
         raise explained from error

@@ -142,7 +142,7 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
     run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(effective_attempt(run).number).plan)
-    declared.require(plan.config, {At.model})
+    declared.require_definitions(plan.config, {At.model})
     if plan.config.model.factory is not None:
         make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
     match arguments.task:

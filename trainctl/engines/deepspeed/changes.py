@@ -1,6 +1,6 @@
 """Changes to DeepSpeed that last as long as the process; the table in `patches` gives the reasons.
 
-`trainctl.engines.patch_checks.apply` makes those that a run needs, before the rank joins.
+`trainctl.engines.patch_checks.apply_patches` makes those that a run needs, before the rank joins.
 """
 
 from __future__ import annotations

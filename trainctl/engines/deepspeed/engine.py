@@ -16,9 +16,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainctl.config.schema import CompileKind, DataType
-from trainctl.engines.deepspeed.process_groups import register_experts, unit_of
+from trainctl.engines.deepspeed.process_groups import model_parallel_unit, register_experts
 from trainctl.engines.deepspeed.swap import remove_swap_folder
-from trainctl.engines.deepspeed.wrappers import adapter_of
+from trainctl.engines.deepspeed.wrappers import wrapper_adapter
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import ProcessMesh
@@ -173,14 +173,14 @@ class DeepSpeedEngine(Engine):
             optimizer=job.optimizer,
             model_parameters=job.groups if job.optimizer is None else None,
             config=plan.deepspeed,
-            mpu=unit_of(mesh) if mesh.pipeline.size == 1 else None,
+            mpu=model_parallel_unit(mesh) if mesh.pipeline.size == 1 else None,
             dist_init_required=False,
         )
         is_compiled = plan.config.kernels.compile is CompileKind.deepcompile
         if is_compiled:
             self.deepspeed.compile()
         wrapper = self.deepspeed.optimizer
-        self.states = adapter_of(wrapper)(self.deepspeed, job.pieces, mesh)
+        self.states = wrapper_adapter(wrapper)(self.deepspeed, job.pieces, mesh)
         self.states.has_readable_gradients &= not is_compiled
         weights = formats(plan.config.precision).weights
         self.loss_scale = DeepSpeedLossScale.of(wrapper, weights)
@@ -273,7 +273,11 @@ class DeepSpeedEngine(Engine):
         inputs = batch.model_inputs(
             device, part=self._part, flash_attention=self._has_flash_attention
         )
-        return inputs, self._on_device(batch.part(*self._part).labels), batch.beside(device)
+        return (
+            inputs,
+            self._on_device(batch.part(*self._part).labels),
+            batch.objective_inputs(device),
+        )
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._process.device, non_blocking=True)

@@ -32,7 +32,7 @@ from trainctl.runs.layout import RunPaths
 
 def start_process(plan: RunPlan) -> Process:
     """Join the ranks that the agent started, using the environment that it set."""
-    declared.apply(plan.config)
+    declared.apply_patches(plan.config)
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)

@@ -11,7 +11,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import groups
 from torch import nn
 
-from trainctl.engines.deepspeed.process_groups import partition_over, unit_of
+from trainctl.engines.deepspeed.process_groups import model_parallel_unit, set_partition_group
 from trainctl.engines.process import ProcessMesh
 from trainctl.engines.shards import ParameterPiece, Read
 
@@ -37,7 +37,7 @@ class Partitioner:
         mesh: ProcessMesh | None = None,
     ) -> None:
         self._settings = settings
-        self._unit = None if mesh is None else unit_of(mesh)
+        self._unit = None if mesh is None else model_parallel_unit(mesh)
         self._group = None if mesh is None or mesh.is_data_only else mesh.replicas.group
         self._experts = None if mesh is None else mesh.expert_replicas.group
         self._swapper: Any = None  # swapper to NVMe, with buffers that all parameters share
@@ -54,7 +54,7 @@ class Partitioner:
         parameter = nn.Parameter(unset, requires_grad=meta.requires_grad)
         if piece.is_expert:
             assert self._experts is not None
-            partition_over(parameter, self._experts)
+            set_partition_group(parameter, self._experts)
         holder = nn.Module()
         holder.weight = parameter
         deepspeed.zero.Init(

@@ -80,7 +80,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _wrap(self, job: Job) -> nn.Module:
         tied = None
         if job.plan.config.model.tie_word_embeddings:
-            group = group_of_ends(self._pipeline, job.process.timeout)
+            group = tied_weight_group(self._pipeline, job.process.timeout)
             # DeepSpeed would look for the fp32 gradient of a frozen weight (pipe/engine.py).
             is_trained = job.tied is not None and job.tied.requires_grad
             tied = (job.tied, group) if group is not None and is_trained else None
@@ -152,7 +152,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (ids, batch.position_ids) if batch.is_masked else ids, batch.labels
 
 
-def group_of_ends(pipeline: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
+def tied_weight_group(pipeline: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return the process group of the first and the last stage; None on the stages between.
 
     All stages call it together.

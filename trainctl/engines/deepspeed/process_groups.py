@@ -66,7 +66,7 @@ class ModelParallelUnit:
         return self._mesh.replicas.group
 
 
-def unit_of(mesh: ProcessMesh) -> ModelParallelUnit | None:
+def model_parallel_unit(mesh: ProcessMesh) -> ModelParallelUnit | None:
     """Return the `mpu` of a mesh; None if data parallelism is its only axis."""
     return None if mesh.is_data_only else ModelParallelUnit(mesh)
 
@@ -88,7 +88,7 @@ class _Marker(MoE):
         """Do nothing: the groups exist already."""
 
 
-def partition_over(parameter: Any, group: dist.ProcessGroup) -> None:
+def set_partition_group(parameter: Any, group: dist.ProcessGroup) -> None:
     """Make `zero.Init` partition a parameter over a group of its own."""
     parameter.ds_zero_partition_process_group = group
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from trainctl.engines.fragments import ElementRange, Fragment
-from trainctl.engines.fsdp2.shards import Settings, Sharded, shard, start_of
+from trainctl.engines.fsdp2.shards import Settings, Sharded, shard, shard_start
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Axis
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine, Job, States
@@ -44,7 +44,7 @@ class Shards(States):
         self._groups = [groups[tensor] for tensor in self.tensors]
         self.fragments = [
             Fragment.of_piece(
-                pieces[shard], start_of(pieces[shard].shape, replicas), shard.numel(), index, 0
+                pieces[shard], shard_start(pieces[shard].shape, replicas), shard.numel(), index, 0
             )
             for index, shard in enumerate(self.tensors)
             if shard.numel()
@@ -168,7 +168,7 @@ class Fsdp2Engine(Engine):
         """Return the arguments of a model call, on this rank's device."""
         device = self._process.device
         inputs = batch.model_inputs(device, flash_attention=self._has_flash_attention)
-        return inputs, batch.labels.to(device, non_blocking=True), batch.beside(device)
+        return inputs, batch.labels.to(device, non_blocking=True), batch.objective_inputs(device)
 
     def close(self) -> None:
         """Free the gathered parameters; the engine has no threads or files."""

@@ -28,7 +28,7 @@ from trainctl.runs.layout import RunPaths
 
 def start_process(plan: RunPlan) -> Process:
     """Join the ranks that the agent started, using the environment that it set."""
-    declared.apply(plan.config)
+    declared.apply_patches(plan.config)
     device = torch.device("cpu")
     if plan.hardware.accelerator is not Accelerator.cpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

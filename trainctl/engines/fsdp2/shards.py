@@ -84,15 +84,15 @@ class Settings:
         return made
 
 
-def rows_of(count: int, axis: Axis) -> range:
+def shard_rows(count: int, axis: Axis) -> range:
     """Return the rows of this rank's shard of a parameter with `count` rows."""
     each = -(-count // axis.size)
     return range(min(axis.index * each, count), min((axis.index + 1) * each, count))
 
 
-def start_of(shape: torch.Size, axis: Axis) -> int:
+def shard_start(shape: torch.Size, axis: Axis) -> int:
     """Return the first element of this rank's shard in the flattened parameter."""
-    return rows_of(shape[0], axis).start * shape[1:].numel()
+    return shard_rows(shape[0], axis).start * shape[1:].numel()
 
 
 class ShardMaker:
@@ -110,9 +110,9 @@ class ShardMaker:
         """Return the shard. It replaces the skeleton's parameter until `shard` wraps it in a
         DTensor.
         """
-        rows = rows_of(meta.shape[0], self._replicas)
+        rows = shard_rows(meta.shape[0], self._replicas)
         shard = torch.empty((len(rows), *meta.shape[1:]), dtype=torch.float32, device=self._place)
-        start = start_of(meta.shape, self._replicas)
+        start = shard_start(meta.shape, self._replicas)
         if shard.numel():
             shard.view(-1).copy_(read(start, start + shard.numel()))
         return nn.Parameter(shard, requires_grad=meta.requires_grad)

@@ -120,7 +120,7 @@ class Agent:
     def _supervise(self) -> int:
         plan = read_plan(self._attempt.plan)
         # For all ranks of the node; each rank checks again in its own process.
-        patch_checks.require(plan.config)
+        patch_checks.require_definitions(plan.config)
         command = read_command(self._attempt)
         if command.folder is not None:  # the launch's folder, which has the user's code
             os.chdir(command.folder)

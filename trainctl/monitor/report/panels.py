@@ -11,7 +11,7 @@ import numpy as np
 
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import MemoryBudget, budget
-from trainctl.memory.traced import traced_already
+from trainctl.memory.traced import known_traced_model
 from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.history import AttemptTimes, History
 from trainctl.plan.types import RunPlan
@@ -189,7 +189,7 @@ def memory_comparison(plan: RunPlan | None, record: Event | None) -> dict[str, A
 def _budget(plan: RunPlan) -> MemoryBudget | None:
     """Return the memory budget; None if it needs a trace that is not in this user's cache."""
     try:
-        traced = traced_already(plan.config)
+        traced = known_traced_model(plan.config)
         return None if traced is None and plan.config.model.needs_trace else budget(plan, traced)
     except (TrainctlError, OSError, ValueError, ArithmeticError, LookupError):
         return None  # another version's plan, or its model is gone

@@ -11,7 +11,7 @@ from trainctl.config.schema import Accelerator
 from trainctl.engines.process import Process
 from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
-from trainctl.memory.traced import traced_already
+from trainctl.memory.traced import known_traced_model
 from trainctl.options.callbacks import Callback, Context
 from trainctl.plan.types import RunPlan
 from trainctl.train.callbacks.context import Journal
@@ -120,7 +120,7 @@ def _planned(plan: RunPlan) -> MemoryBudget | None:
     None for a model without a closed form whose trace is not in this user's cache: a rank does not
     trace.
     """
-    traced = traced_already(plan.config)
+    traced = known_traced_model(plan.config)
     return None if traced is None and plan.config.model.needs_trace else budget(plan, traced)
 
 

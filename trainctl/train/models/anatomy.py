@@ -76,7 +76,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
     Raises:
         TrainctlError: The model is no decoder, or its code cannot build or run it.
     """
-    declared.require(RunConfig(model=model), {At.trace})
+    declared.require_definitions(RunConfig(model=model), {At.trace})
     if model.factory is None:
         return _read(model)
     found = _read(model)

@@ -53,7 +53,7 @@ class LoadedModel:
         if self.objective is None:
             return float(summed_cross_entropy(logits, labels)), batch.num_counted
         found = log_probabilities(logits, labels)
-        loss, measures = self.objective(found, labels, batch.beside(self.device))
+        loss, measures = self.objective(found, labels, batch.objective_inputs(self.device))
         return float(loss), batch.num_counted, *measures.double().sum(dim=0).tolist()
 
     def next_scores(self, ids: list[int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ from trainctl.engines import patch_checks as declared
 from trainctl.engines.patches import At
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
-from trainctl.memory.traced import TracedModel, part_of
+from trainctl.memory.traced import TracedModel, block_part
 from trainctl.options.precision import precision_of
 from trainctl.plan.settings import formats
 from trainctl.train.models.anatomy import (
@@ -56,7 +56,7 @@ def trace(config: RunConfig) -> TracedModel:
         TrainctlError: The model's decoder blocks cannot be found, or its code depends on tensor
             values, which fake tensors lack.
     """
-    declared.require(config, {At.trace})
+    declared.require_definitions(config, {At.trace})
     dtype = TORCH_TYPES[formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
         with in_words(config.model, "traced"):
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
             yield block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             yield block.register_forward_hook(self._leave_block)
             for name, child in block.named_children():
-                part = part_of(name)
+                part = block_part(name)
                 if part != "norms":
                     yield child.register_forward_pre_hook(self._entering(part), with_kwargs=True)
                     yield child.register_forward_hook(self._leave_child)

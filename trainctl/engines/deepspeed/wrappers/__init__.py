@@ -31,7 +31,7 @@ from trainctl.engines.deepspeed.wrappers.stage_3 import (
 )
 
 
-def adapter_of(wrapper: Any) -> type[Wrapper]:
+def wrapper_adapter(wrapper: Any) -> type[Wrapper]:
     """Return the adapter class for a wrapper, by its class and by where its optimizer is."""
     match wrapper:
         case SuperOffloadOptimizer_Stage3():

@@ -16,7 +16,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch.optim import Optimizer
 
-from trainctl.engines.fragments import ElementRange, Fragment, cut, square
+from trainctl.engines.fragments import ElementRange, Fragment, cut_into_fragments, sum_of_squares
 from trainctl.engines.process import ProcessMesh
 from trainctl.engines.protocol import Change, States, Updater
 from trainctl.engines.shards import Pieces
@@ -152,7 +152,7 @@ class Wrapper(States):
     def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
         for fragment, _, values in self._cut(index):
             if fragment.owned:
-                yield fragment, square(values)
+                yield fragment, sum_of_squares(values)
 
     def _change(self, index: int, change: Change) -> None:
         for fragment, start, values in self._cut(index):
@@ -160,7 +160,9 @@ class Wrapper(States):
 
     def _cut(self, index: int) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
         """Return the gradient of a tensor as (fragment, start in the parameter's shard, values)."""
-        return cut(self._by_tensor[index], [part.view(-1) for part in self._gradient(index)])
+        return cut_into_fragments(
+            self._by_tensor[index], [part.view(-1) for part in self._gradient(index)]
+        )
 
     def clip(self, norm: float | None, limit: float | None) -> None:
         """Set how the next update clips the gradients.
@@ -203,7 +205,9 @@ class OnHost(Wrapper):
     def _change(self, index: int, change: Change) -> None:
         super()._change(index, change)
         for fragment, _, values in self._cut(index):  # one part per fragment: the gradient is flat
-            self._wrapper.norm_for_param_grads[self._key(fragment)] = square(values).sqrt().float()
+            self._wrapper.norm_for_param_grads[self._key(fragment)] = (
+                sum_of_squares(values).sqrt().float()
+            )
 
     def _noted_squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
         """Yield sums of squares from the norms that DeepSpeed took, without reading gradients from
