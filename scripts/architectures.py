@@ -1,10 +1,11 @@
-"""Train small models of many architectures on each axis, and write which axes may cut them.
+"""Train small models of many architectures on each axis, and record which axes may split them.
 
     python scripts/architectures.py [--only qwen2,phi3] [--check]
 
-Each cell of `trainctl/options/architectures.json` is 30 steps in fp32 on two processes beside
-the same on one: the largest difference of a loss or, relatively, of a norm, or why the axis may not
-cut the architecture. docs/parallelism.md shows it as a table.
+Each cell of `trainctl/options/architectures.json` compares 30 steps in fp32 on two processes with
+30 steps on one process. It holds the largest difference of a loss or the largest relative
+difference of a gradient norm, or the reason why the axis may not split the architecture.
+docs/parallelism.md shows the file as a table.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Row = dict[str, float | str]
 
 
 def main() -> int:
-    """Train the selected architectures and keep the other rows. With --check only compare the page
-    with the table.
+    """Train the selected architectures and keep the other rows; with `--check` only compare the
+    page with the table.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="architectures, by commas; the others keep their rows")
@@ -58,7 +59,7 @@ def main() -> int:
 
 def measured(names: list[str]) -> Iterator[tuple[str, Row]]:
     """Yield each architecture's name and row, one after the other."""
-    # What is to be found out is not asked of the table.
+    # The plan refuses what the current table forbids, and the table is what is measured here.
     architectures.why_not = lambda model_type, column: None  # type: ignore[assignment]
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +101,7 @@ def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
         if len(cases) == 1:
             return dict.fromkeys(cases, _why(str(failed)))
         found: dict[str, Curve | str] = {}
-        for column, one in cases.items():  # each by itself, to see which it was
+        for column, one in cases.items():  # train each case alone to find the one that failed
             again = Case(one.plan, RunPaths(one.run.root / "again"))
             found |= trained({column: again})
         return found

@@ -1,11 +1,11 @@
-"""Compile the native operators of DeepSpeed that the tests use, and say how long each took.
+"""Compile the native DeepSpeed operators that the tests use, and print how long each took.
 
     python scripts/build_operators.py
 
-DeepSpeed compiles an operator when it is first used, into the cache of torch's cpp_extension, for
-up to two minutes and on every core. Done here, that does not fall into a test that measures time.
-An operator that is built already costs a second. The lock of a build that was killed is removed
-first: torch would wait for it without end. The exit code is 1 if one cannot be built.
+DeepSpeed compiles an operator at its first use, into the cache of torch's cpp_extension. That takes
+up to two minutes on all cores, which would disturb tests that measure time. An operator that is
+already built costs a second. The lock of a killed build is removed first, because torch would wait
+for it forever. The exit code is 1 if an operator cannot be built.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ OPERATORS = {
     "AsyncIOBuilder": "offload to NVMe; builds pinned memory too",
     "ShareMemCommBuilder": "programs that leave communication to DeepSpeed",
 }
-"""DeepSpeed's builders for a CPU (deepspeed/ops/op_builder/cpu), and what needs each."""
+"""DeepSpeed's builders for a CPU (deepspeed/ops/op_builder/cpu), and the tests that need each."""
 
 FOLDERS = ("cpu_adam", "cpu_lion", "async_io", "pin_memory", "deepspeed_shm_comm")
-"""Where torch's cpp_extension builds them."""
+"""Build folders of torch's cpp_extension."""
 
 
 def main() -> int:
-    """Build what is not built yet."""
+    """Build every operator that is not built yet."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["PATH"] = tools_path()
     for lock in (folder / "lock" for name in FOLDERS for folder in build_folders(name)):

@@ -1,17 +1,17 @@
-"""Check and import every DeepSpeed JSON of a folder, beside what the real DeepSpeedConfig says.
+"""Check and import every DeepSpeed JSON of a folder, and compare with the real DeepSpeedConfig.
 
     python scripts/check_deepspeed_files.py FOLDER [--quiet]
 
 Each file is checked as `trainctl validate --deepspeed` does, imported as `trainctl config import`
-does, planned for a model of 8B on as many GPUs as it is for, and loaded by DeepSpeed's own
-`DeepSpeedConfig` in a child process whose process group only claims to have these ranks. DeepSpeed
-reads no "auto": it gets the values that the Trainer of transformers fills in for default arguments,
-`FILLED`.
+does, planned for an 8B model on as many GPUs as the file is written for, and loaded by DeepSpeed's
+own `DeepSpeedConfig` in a child process whose process group only claims to have these ranks.
+DeepSpeed cannot read "auto", so it gets `FILLED`: the values that the transformers Trainer writes
+for default arguments.
 
-A file on which the two disagree is explained by the rule that found the error: DeepSpeed accepts
-such a file silently, fails on it later, or refuses it only where the engine is built. Any other
-disagreement is UNEXPLAINED, and the script ends with 1. A table counts the files of each project, a
-folder in FOLDER. `--quiet` prints the table and what is unexplained only.
+Where the two disagree, the rule that found the error explains it: DeepSpeed accepts such a file
+silently, fails on it later, or refuses it only when the engine is built. Any other disagreement is
+UNEXPLAINED and makes the exit code 1. A table counts the files of each project (a subfolder of
+FOLDER). `--quiet` prints only the table and the unexplained disagreements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainctl.rules.rule import Enforcement
 from trainctl.search.import_json import BATCH, Imported, import_json, ranks_of
 
 TOGETHER = 50
-"""Files that one child process loads: importing DeepSpeed takes it some seconds."""
+"""Files loaded by one child process: importing DeepSpeed takes a child some seconds."""
 
 FILLED: Mapping[str, Any] = {
     "gradient_clipping": 1.0,
@@ -66,7 +66,9 @@ FILLED: Mapping[str, Any] = {
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_param.nvme_path": None,
 }
-"""What the Trainer and accelerate write for "auto", the batch apart; of a model 4,096 wide."""
+"""Values that the Trainer and accelerate write for "auto", except the batch sizes; for a model of
+width 4,096.
+"""
 
 AT_LOADING = (
     "runtime/config.py",
@@ -74,37 +76,38 @@ AT_LOADING = (
     "runtime/precision_config.py",
     "runtime/zero/config.py",
 )
-"""Files of DeepSpeed that have run when there is a DeepSpeedConfig; others run in the engine."""
+"""DeepSpeed files that have run once a DeepSpeedConfig exists; all others run in the engine."""
 
 BY_ID = {rule.code: rule for rule in JSON_RULES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found out about one file."""
+    """Outcome of checking one file."""
 
     path: Path
-    """Relative to the folder."""
+    """Path relative to the folder."""
     ranks: int
-    """World size that it was looked at with."""
+    """World size that the file was checked with."""
     checked: CheckedFile
-    """What `validate --deepspeed` finds."""
+    """Findings of `validate --deepspeed`."""
     imported: Imported | None
-    """What `config import` makes of it; None if it does not."""
+    """Result of `config import`; None if the import is refused."""
     why_not: str
-    """Why it is not imported."""
+    """Reason why the import is refused."""
     plan_errors: tuple[Finding, ...]
-    """Why no plan is made of what was imported."""
+    """Errors of the plan of the imported configuration."""
 
     @property
     def errors(self) -> list[Finding]:
         return [finding for finding in self.checked.findings if finding.is_error]
 
     def disagreement(self, answer: str) -> tuple[str, bool]:
-        """How the two differ, and whether a rule explains it; empty if they agree.
+        """Describe how trainctl and DeepSpeed differ, and whether a rule explains it; empty if they
+        agree.
 
         Args:
-            answer: What DeepSpeed refuses the file with; empty if it takes it.
+            answer: DeepSpeed's refusal; empty if it accepts the file.
         """
         if bool(answer) is bool(self.errors):
             return "", True
@@ -123,9 +126,9 @@ class Report:
 
 
 def _taken_because(identifier: str) -> str | None:
-    """Why a DeepSpeedConfig is made of a file with this error; None if it should not be."""
+    """Return why DeepSpeedConfig accepts a file with this error; None if it should refuse it."""
     rule = BY_ID.get(identifier)
-    if rule is None:  # of reading: DeepSpeed's reader takes more than JSON
+    if rule is None:  # DeepSpeed's reader accepts more than JSON
         return "is about what other readers of JSON refuse"
     if rule.meets is Enforcement.silent:
         return "is accepted silently, and does otherwise"
@@ -167,7 +170,7 @@ def _plan_errors(imported: Imported, ranks: int) -> Iterator[Finding]:
 
 
 def filled(json: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:
-    """A JSON with the values that the Trainer writes for "auto"."""
+    """Return the JSON with "auto" replaced by the values that the Trainer writes."""
     micro, steps = (1 if json.get(name) in (None, AUTO) else json.get(name) for name in BATCH[1:])
     batch = dict(zip(BATCH[1:], (micro, steps), strict=True))
     if isinstance(micro, int) and isinstance(steps, int):
@@ -187,7 +190,7 @@ def filled(json: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:
 
 
 def answers(reports: Sequence[Report], folder: Path) -> Iterator[str]:
-    """What DeepSpeed refuses each file with; empty for what it takes."""
+    """Return DeepSpeed's refusal of each file; empty for an accepted file."""
     waiting = [_request(report, folder) for report in reports]
     while waiting:
         told = _ask(waiting[:TOGETHER])
@@ -204,7 +207,7 @@ def _request(report: Report, folder: Path) -> str:
 
 
 def _ask(requests: Sequence[str]) -> list[str]:
-    """The answers of one child; the last is that it died, if it did."""
+    """Return the answers of one child process; if the child died, the last answer says so."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "--load"],
@@ -221,8 +224,8 @@ def _ask(requests: Sequence[str]) -> list[str]:
 
 
 def load() -> None:
-    """Answer requests on standard input, a line each: runs in the child process."""
-    told, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints
+    """Answer requests on standard input, one per line; runs in the child process."""
+    told, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints to stdout
     import deepspeed
     import torch.distributed
     from deepspeed.comm import comm
@@ -230,7 +233,7 @@ def load() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Its shared-memory all-reduce would be compiled first; nothing is communicated here.
+    # DeepSpeed would first compile its shared-memory all-reduce; nothing is communicated here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for line in sys.stdin:
         request = json.loads(line)
@@ -241,7 +244,7 @@ def load() -> None:
         answer = ""
         try:
             DeepSpeedConfig(request["config"])
-        except Exception as error:  # whatever it refuses the file with is the answer
+        except Exception as error:  # any exception is a refusal, and is the answer
             answer = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         torch.distributed.destroy_process_group()
         comm.cdb = None
@@ -250,7 +253,7 @@ def load() -> None:
 
 
 def lines_on(report: Report, answer: str) -> Iterator[str]:
-    """What is printed of one file."""
+    """Format the report of one file."""
     rank = "rank" if report.ranks == 1 else "ranks"
     yield f"{report.path} ({report.ranks} {rank})"
     warnings = Counter(each.rule for each in report.checked.findings if not each.is_error)
@@ -277,7 +280,7 @@ COLUMNS = ("files", "valid", "refused", "imported", "planned", "taken", "explain
 
 
 def table(reports: Sequence[Report], told: Sequence[str]) -> Iterator[str]:
-    """How many files of each project, and in all, are what."""
+    """Count the files of each project, and of all projects, by outcome."""
     counts: dict[str, Counter[str]] = {}
     for report, answer in zip(reports, told, strict=True):
         difference, is_explained = report.disagreement(answer)
@@ -303,7 +306,7 @@ def table(reports: Sequence[Report], told: Sequence[str]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what is found of a folder; 1 if a disagreement is not explained."""
+    """Print the report of a folder; the exit code is 1 if a disagreement is unexplained."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quiet", action="store_true")

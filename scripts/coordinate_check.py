@@ -1,11 +1,11 @@
-"""Does the size of activations depend on the width? With muP it must not, without it does.
+"""Check that the size of activations is independent of the width with muP, and not without.
 
     python scripts/coordinate_check.py [--family gpt2] [--optimizer muon]
 
-Trains models that differ in their width only, for a few steps by the real trainer, with and without
-muP, and compares what their activations have become on one batch of text: the mean absolute value
-at each place in the model, and of its change since initialisation (arXiv:2203.03466, appendix D.1).
-The check is passed if no place grows or shrinks with the width. `tests/train/test_mup.py` runs it.
+Trains models that differ only in width for a few steps with the real trainer, with and without muP.
+Compares their activations on one batch of text: the mean absolute value at each place in the model,
+and the mean absolute change since initialisation (arXiv:2203.03466, appendix D.1). The check passes
+if no place grows or shrinks with the width. `tests/train/test_mup.py` runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from trainctl.options.model import families as known_families
 
 
 def main() -> int:
-    """Check with and without muP; the exit code is 1 if muP fails or the other passes."""
+    """Run the check with and without muP; the exit code is 1 if muP fails or plain training
+    passes.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     families = [spec.name for spec in known_families()]
     parser.add_argument("--family", choices=families, default="llama")

@@ -1,4 +1,4 @@
-"""Pages of docs/troubleshooting/ on rules, as `trainctl explain` reads them."""
+"""Pages of docs/troubleshooting/ about rules, with the texts that `trainctl explain` prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES = {
         "every plan.",
     ),
 }
-"""Title and first line of the pages that are made of docstrings."""
+"""Title and first line of the pages that are generated from docstrings."""
 WRITTEN = "Written by `make docs` from the rules in `trainctl/rules/`; do not edit it by hand."
 
 
@@ -58,7 +58,7 @@ def _section(rule: Meaning) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """As Markdown: stars, pipes and underscores outside of code are themselves."""
+    """Convert to Markdown: escape stars, pipes and underscores outside of code."""
     parts = text.split("`")
     for index in range(0, len(parts), 2):
         for mark in "|*_<":

@@ -1,13 +1,13 @@
 """Write the closed schema of DeepSpeed's JSON from the installed package.
 
     python scripts/generate_deepspeed_schema.py           # write the file of this version
-    python scripts/generate_deepspeed_schema.py --check   # print what differs; exit 1 if anything
+    python scripts/generate_deepspeed_schema.py --check   # print differences; exit 1 if any
 
-Three sources. The sections that are pydantic models say everything themselves. The others are read
-key by key in code, so the config is loaded once from a mapping that records each key asked for, and
-the default it is asked with. What neither says (the type behind a default of None, keys that are
-read outside the loader) is noted by hand in NOTES and ELSEWHERE, and a note on a key that is gone,
-or that is recorded by now, fails.
+The schema has three sources. Sections that are pydantic models describe themselves. The other
+sections are read key by key in code, so the config is loaded once from a mapping that records each
+requested key and its default. What neither source tells (the type behind a default of None, keys
+that are read outside the loader) is written by hand in NOTES and ELSEWHERE. A note about a key that
+no longer exists, or that is recorded by now, is an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS = {
     "weight_quantization": WeightQuantConfig,
     "timers.throughput": sys.modules["deepspeed.utils.config"].DeepSpeedThroughputTimerConfig,
 }
-"""Sections that are a pydantic model: an unknown key or a wrong type there is refused."""
+"""Sections that are pydantic models, which refuse unknown keys and wrong types."""
 
 READ = (
     "activation_checkpointing",
@@ -77,7 +77,7 @@ READ = (
     "timers",
     "torch_autocast",
 )
-"""Sections that are read key by key: an unknown key there is ignored."""
+"""Sections that are read key by key, which ignore unknown keys."""
 
 Note = dict[str, Any]
 
@@ -91,7 +91,7 @@ DTYPES = ["fp16", "float16", "half", "torch.float16", "bf16", "bfloat16", "torch
 DTYPES += ["fp32", "float32", "float", "torch.float32"]
 
 NOTES: dict[str, Note] = {
-    # A default of None, or none at all.
+    # Keys whose default is None, or that have no default.
     "train_batch_size": {"type": "integer", "minimum": 1},
     "train_micro_batch_size_per_gpu": {"type": "integer", "minimum": 1},
     "gradient_accumulation_steps": {"type": "integer", "minimum": 1},
@@ -150,13 +150,13 @@ NOTES: dict[str, Note] = {
     "zero_optimization.leaf_module.name_suffixes": {"type": "any"},
     "data_efficiency.data_routing.random_ltd": {"type": "section", "unknown": "free"},
     "datastates_ckpt": {"type": "section", "unknown": "free"},
-    # Validators of the models, which say no range.
+    # Ranges that only the models' validators check.
     "fp16.loss_scale": {"minimum": 0, "refuses_switch": True},
     "fp16.loss_scale_window": {"minimum": 1, "refuses_switch": True},
     "fp16.min_loss_scale": {"minimum": 1, "refuses_switch": True},
     "zero_optimization.stage": {"choices": [0, 1, 2, 3]},
     "zero_optimization.zenflow.select_strategy": {"choices": ["auto", "step", "epoch"]},
-    # The engine takes these in its own constructor.
+    # Keys that the engine's own constructor reads.
     "zero_optimization.zenflow.steps_per_epoch": {"internal": True},
     "tensor_parallel.tp.mpu": {"internal": True},
     "tensor_parallel.tp.tp_group": {"internal": True},
@@ -208,24 +208,25 @@ NOTES |= {
 }
 
 ELSEWHERE: dict[str, Note] = {
-    # Only asked for beside another key.
+    # Keys that are only read if another key is set.
     "data_efficiency.data_sampling.dynamic_batching.max_tokens": {"type": "integer"},
     "optimizer.params": {"type": "section", "unknown": "free"},
     "scheduler.params": {"type": "section", "unknown": "free"},
-    # Kept whole or read later, in runtime/data_pipeline and runtime/checkpoint_engine.
+    # Sections that are kept whole or read later, in runtime/data_pipeline and
+    # runtime/checkpoint_engine.
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {
         "type": "section",
         "unknown": "free",
     },
     "data_efficiency.data_sampling.curriculum_learning.data_cluster_path": {"type": "string"},
     "data_efficiency.data_sampling.dynamic_batching.metrics_path": {"type": "string"},
-    # Read in deepspeed/__init__.py, before the loader.
+    # Keys that deepspeed/__init__.py reads before the loader.
     "sequence_parallel_size": {"type": "integer", "minimum": 1},
     "data_parallel_size": {"type": "integer", "minimum": 1},
-    # runtime/zero/config.py: only beside the old form `"zero_optimization": true`.
+    # runtime/zero/config.py reads these only with the old form `"zero_optimization": true`.
     "allgather_size": {"type": "integer", "minimum": 1, "replaced": "zero_optimization"},
 }
-"""Keys that something reads after, or before, the loader."""
+"""Keys that are read before or after the loader."""
 
 INSTEAD = {
     "nebula": "checkpoint",
@@ -235,13 +236,13 @@ INSTEAD = {
     "zero_optimization.mics_shard_size": "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.zeropp_loco_param": "zero_optimization.zero_quantized_gradients",
 }
-"""What takes the place of a removed key, where something does."""
+"""Replacements of removed keys."""
 
 SCHEDULERS = lr_schedules.VALID_LR_SCHEDULES
 
 
 class Recorder(dict):
-    """A mapping that notes each key asked for, with the default it is asked with."""
+    """Mapping that records each requested key with the default it is requested with."""
 
     def __init__(self, prefix: str, seen: dict[str, Any]) -> None:
         super().__init__()
@@ -279,7 +280,7 @@ class Recorder(dict):
 
 
 def recorded() -> dict[str, Any]:
-    """Every key that the loader asks its sections for, with the default."""
+    """Return every key that the loader reads from its sections, with its default."""
     seen: dict[str, Any] = {}
     config = Recorder("", seen)
     loader._reject_removed_config_keys(config)
@@ -294,7 +295,7 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 
 
 def from_default(value: Any) -> Note:
-    """Type and default of a key that is read with a default."""
+    """Derive type and default from the default that a key is read with."""
     for kind, name in KINDS.items():
         if type(value) is kind:
             return {"type": name, "default": value}
@@ -304,7 +305,7 @@ def from_default(value: Any) -> Note:
 
 
 def from_model(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, Note]]:
-    """Every key of a pydantic model, with its own models inside."""
+    """Return every key of a pydantic model, including those of nested models."""
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra or {}
         note: Note = {"checked": True}
@@ -342,7 +343,7 @@ def from_model(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, Note]
             )
             note["sets_replacement"] = extra.get("set_new_param", True)
         if field.alias:
-            # populate_by_name: the attribute's own name is taken as well.
+            # populate_by_name: the attribute's own name is accepted as well.
             yield f"{prefix}.{name}", {**note, "same_as": key}
         yield key, note
 
@@ -377,7 +378,9 @@ def _kind(kinds: list[Any]) -> Note:
 
 
 def _plain(value: Any) -> Any:
-    """Without the subclasses of numbers that only print differently."""
+    """Convert subclasses of int, float and str, which only print differently, to the plain
+    types.
+    """
     if isinstance(value, enum.Enum):
         return value.value
     for kind in (bool, int, float, str):
@@ -387,7 +390,7 @@ def _plain(value: Any) -> Any:
 
 
 def optimizers() -> dict[str, Any]:
-    """Names of optimizers, and the keywords that each takes as `optimizer.params`."""
+    """Return the names of optimizers, and the keywords that each accepts as `optimizer.params`."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lamb import FusedLamb
@@ -421,7 +424,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def torch_optimizers() -> dict[str, list[str]]:
-    """Classes of torch.optim that DeepSpeed would take by name, with their keywords."""
+    """Return the classes of torch.optim that DeepSpeed accepts by name, with their keywords."""
     return {
         name: sorted(_keywords(cls))
         for name, cls in sorted(vars(torch.optim).items())
@@ -430,7 +433,7 @@ def torch_optimizers() -> dict[str, list[str]]:
 
 
 def schedulers() -> dict[str, Any]:
-    """DeepSpeed's schedules: keywords, and which of them have no default."""
+    """Return DeepSpeed's schedules with their keywords, and which keywords have no default."""
     table = {}
     for name in SCHEDULERS:
         signature = inspect.signature(getattr(lr_schedules, name).__init__)
@@ -439,7 +442,7 @@ def schedulers() -> dict[str, Any]:
 
 
 def torch_schedulers() -> dict[str, Any]:
-    """Classes of torch.optim.lr_scheduler that DeepSpeed would take by name."""
+    """Return the classes of torch.optim.lr_scheduler that DeepSpeed accepts by name."""
     module = torch.optim.lr_scheduler
     names = [name for name in module.__all__ if name not in ("LRScheduler", "ChainedScheduler")]
     return {
@@ -462,7 +465,7 @@ def _keywords(cls: Any) -> set[str]:
 
 
 def schema() -> dict[str, Any]:
-    """The whole schema, as plain data."""
+    """Return the whole schema as plain data."""
     keys: dict[str, Note] = {}
     for path, default in recorded().items():
         keys[path] = from_default(default)
@@ -482,7 +485,7 @@ def schema() -> dict[str, Any]:
     keys |= ELSEWHERE
     for key, note in NOTES.items():
         keys[key] |= note
-    # Read to be refused or passed on, not settings of their own.
+    # Keys that are read only to be refused or passed on; they are no settings.
     for key in [key for key, note in keys.items() if note.get("internal")]:
         del keys[key]
     untyped = [key for key, note in keys.items() if "type" not in note]
@@ -505,7 +508,7 @@ def schema() -> dict[str, Any]:
 
 
 def text_of(derived: dict[str, Any]) -> str:
-    """One line for each key, so that a difference between versions reads as one."""
+    """Format the schema with one line per key, so that versions can be compared by diff."""
     lines = ["{"]
     for name, value in derived.items():
         last = name == list(derived)[-1]
@@ -521,12 +524,12 @@ def text_of(derived: dict[str, Any]) -> str:
 
 
 def path_of(version: str) -> Path:
-    """The file of a version of DeepSpeed."""
+    """Return the path of the schema file of a DeepSpeed version."""
     return FOLDER / f"{version}.json"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What is new, gone or changed, a line each."""
+    """List new, removed and changed keys, one line each."""
     lines = []
     for part in new:
         was, now = old.get(part, {}), new[part]
@@ -544,8 +547,10 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the schema of the installed version, and say how it differs from the newest there."""
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints
+    """Write the schema of the installed version, and print how it differs from the newest one
+    shipped.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout
         derived = schema()
     target = path_of(derived["deepspeed"])
     known = target if target.is_file() else max(FOLDER.glob("*.json"), default=None)

@@ -28,7 +28,7 @@ HARDWARE = {
 
 
 def table() -> str:
-    """Both tables, as Markdown."""
+    """Return both tables as Markdown."""
     return "\n".join([*_allowed(), "", *_refused()])
 
 
@@ -52,7 +52,7 @@ def _allowed() -> Iterator[str]:
 
 
 def _makers(can: Optimizer) -> str:
-    """Whose code, in each place; said once where it is the same everywhere."""
+    """Name the implementation used in each place; a single name if all places use the same."""
     found: dict[str, list[str]] = {}
     for hardware, place in ((Accelerator.cuda, "a GPU"), (Accelerator.cpu, "a CPU")):
         config = RunConfig(model=ModelConfig(), optimizer=new_section("optimizer", can.name))
@@ -89,7 +89,7 @@ def _refused() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the tables, or with ``--check`` say whether they are up to date."""
+    """Write the tables, or with `--check` report whether they are up to date."""
     old = TARGET.read_text(encoding="utf-8")
     start, end = (re.escape(mark) for mark in MARKS)
     new = re.sub(

@@ -25,7 +25,7 @@ the value and the reason.
 
 
 def reference() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page as Markdown."""
     parts = [INTRODUCTION]
     hints = get_type_hints(RunConfig)
     sections = [item for item in fields(RunConfig) if is_dataclass(hints[item.name])]
@@ -69,7 +69,7 @@ def _section(name: str, cls: type) -> Iterator[str]:
 
 
 def option_names(group: str) -> tuple[str, ...]:
-    """The options that a key has sections of; none of most keys."""
+    """Return the options that have sections with this key; empty for most keys."""
     return names(group) if group else ()
 
 
@@ -84,9 +84,10 @@ def _table(leaves: list[Leaf]) -> Iterator[str]:
 
 
 def _kinds(leaf: Leaf) -> str:
-    """List the kinds of the group that have the key, or that lack it, whichever is shorter.
+    """List the kinds of the group that have the key, or those that lack it, whichever list is
+    shorter.
 
-    That `none` lacks it needs no word.
+    `none` is not listed among the kinds that lack it.
     """
     if not leaf.kinds:
         return ""
@@ -99,7 +100,7 @@ def _kinds(leaf: Leaf) -> str:
 
 
 def _values(leaf: Leaf) -> str:
-    """Type, range and unit, such as ``integer ≥ 1, tokens``."""
+    """Format type, range and unit, such as ``integer ≥ 1, tokens``."""
     if leaf.choices:
         choices = ", ".join(f"`{choice}`" for choice in leaf.choices)
         return f"list of {choices}" if get_origin(leaf.hint) is list else choices
@@ -113,7 +114,7 @@ def _values(leaf: Leaf) -> str:
 
 
 def _range(metadata: Mapping[str, Any]) -> str:
-    """Range of a number, such as ``1 to 100`` or ``> 0, ≤ 1``."""
+    """Format the range of a number, such as ``1 to 100`` or ``> 0, ≤ 1``."""
     least, above, most = (metadata[name] for name in ("minimum", "above", "maximum"))
     if least is not None and most is not None:
         return f"{least} to {most}"
@@ -130,7 +131,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` say whether it is up to date."""
+    """Write the page, or with `--check` report whether it is up to date."""
     page = reference()
     if "--check" not in arguments:
         TARGET.write_text(page, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Write docs/rules.md and the rules' pages of docs/troubleshooting/; `--check` only compares.
+"""Write docs/rules.md and the pages of rules in docs/troubleshooting/; `--check` only compares.
 
-With `--all` the example of every rule is run again, not only what changed: half a minute.
+With `--all` every rule's example is run again, not only the changed ones; that takes half a minute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = {
 
 
 def page(rules: Mapping[str, Meaning]) -> str:
-    """The whole page of tables, as Markdown."""
+    """Return the page of tables as Markdown."""
     parts = [
         INTRODUCTION,
         "## The configuration and the plan\n| rule | what must hold | keys |\n|---|---|---|",
@@ -111,7 +111,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or with `--check` say whether they are up to date."""
+    """Write the pages, or with `--check` report whether they are up to date."""
     found = meanings(all_again="--all" in arguments)
     written = {TARGET: page(found), **pages(found)}
     stale = [path for path, text in written.items() if not _is(path, text)]

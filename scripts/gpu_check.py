@@ -1,16 +1,17 @@
-"""On a machine with a GPU: run every `gpu` test, and measure trainctl against plan and peers.
+"""Run every `gpu` test on a machine with a GPU, and compare trainctl with its plan and other loops.
 
     python scripts/gpu_check.py [--only NAME,...] [--minutes 25] [--again] [--devices N] [--out DIR]
 
-Tests first, then the figures of `gpu_figures.py` in their order, each by a real launch: planned
-against measured memory, predicted against measured speed, and for some the same model, batch and
-DeepSpeed JSON in a bare DeepSpeed loop, transformers' Trainer and FSDP2, one after the other on the
-same devices. Every figure is written when it is there: to `docs/benchmarks/gpu-DEVICE.jsonl`, and
-to the page beside it. What is there already is not measured again, and none is begun after
-`--minutes`, so a machine that is lent for a while can go on later; `--only` takes one alone.
+Runs the tests first, then the figures of `gpu_figures.py` in their order. Each figure is a real
+launch: planned against measured memory and predicted against measured speed. Some figures also
+train the same model, batch and DeepSpeed JSON with a bare DeepSpeed loop, the transformers Trainer
+and FSDP2, one after the other on the same devices. Each result is written as soon as it exists, to
+`docs/benchmarks/gpu-DEVICE.jsonl` and to the page beside it. Existing results are not measured
+again, and no figure starts after `--minutes`, so that a machine lent for a limited time can
+continue later. `--only` selects figures by name.
 
-Without a GPU everything runs at a small size, to see that it does; such figures are only written
-where `--out` says.
+Without a GPU everything runs at a small size as a smoke test; its results are only written to
+`--out`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from trainctl.hardware.detect import visible_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests"
-"""In the place of a figure's name."""
+"""Key of the test results, used in place of a figure's name."""
 NAMES = (TESTS, *(figure.name for figure in FIGURES))
 PACKAGES = ("trainctl", "torch", "deepspeed", "transformers", "accelerate")
 
@@ -52,7 +53,7 @@ ALWAYS = (
     "checkpoint.every_minutes=null",
     "checkpoint.at_end=false",
 )
-ON_CPU = ("hardware=cpu", "precision=fp32")  # many processors multiply bf16 number by number
+ON_CPU = ("hardware=cpu", "precision=fp32")  # many CPUs emulate bf16 products, one number at a time
 PAIRS = 200
 """Number of pairs in the preference data."""
 
@@ -67,7 +68,7 @@ class Tests:
 
 
 def main() -> int:
-    """Measure what is not there yet; exit code 1 if a test or a launch of trainctl failed."""
+    """Measure every missing figure; the exit code is 1 if a test or a launch of trainctl failed."""
     began = time.monotonic()
     arguments = _arguments()
     devices = visible_devices()
@@ -130,7 +131,7 @@ def _names(text: str) -> list[str]:
 
 
 def _measured(name: str, *, count: int, on_gpu: bool) -> dict[str, Any]:
-    """What there is to write of the tests, or of a figure."""
+    """Return the record of the tests or of a figure."""
     if name == TESTS:
         return asdict(run_tests())
     figure = next(figure for figure in FIGURES if figure.name == name)
@@ -146,12 +147,12 @@ def _measured(name: str, *, count: int, on_gpu: bool) -> dict[str, Any]:
 
 
 def overrides(figure: Figure, *, folder: Path, count: int, on_gpu: bool) -> list[str]:
-    """Of `trainctl launch`.
+    """Return the overrides for `trainctl launch`.
 
     Args:
-        folder: Holds what it reads, and is swapped to.
-        count: Devices, or processes of a CPU.
-        on_gpu: Whether there is one; else everything is made small.
+        folder: Holds the input files and the swapped states.
+        count: Number of devices, or of processes on a CPU.
+        on_gpu: Without a GPU everything is made small.
     """
     options = [option.format(folder=folder) for option in figure.options]
     if not on_gpu:
@@ -170,7 +171,7 @@ def overrides(figure: Figure, *, folder: Path, count: int, on_gpu: bool) -> list
 
 
 def write_pairs(path: Path) -> None:
-    """Questions, each with an answer that is right and one that is not."""
+    """Write preference data: questions, each with a right and a wrong answer."""
     lines = [
         {"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"}
         for n in range(PAIRS)
@@ -179,7 +180,7 @@ def write_pairs(path: Path) -> None:
 
 
 def run_tests() -> Tests:
-    """Every test that carries the mark `gpu`; without a GPU all of them skip."""
+    """Run every test marked `gpu`; without a GPU all of them skip."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
@@ -250,7 +251,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file by an atomic rename."""
     new = path.with_name(f".{path.name}.tmp")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

@@ -1,8 +1,8 @@
-"""The figures that a machine with a GPU is asked for, the most telling first.
+"""Figures to measure on a machine with a GPU, the most informative first.
 
-Speed is measured beside peers; memory against the budget. Together they have every option that
-computes something else on a GPU than on a CPU: `tests/test_gpu_check.py` holds the list against the
-option groups, and each figure against the plan for its device.
+Speed is compared with other training loops, memory with the budget. Together the figures cover
+every option that computes differently on a GPU and on a CPU: `tests/test_gpu_check.py` compares the
+list with the option groups, and each figure with the plan for its device.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ class Figure:
 
     name: str
     model: str = "qwen3-0.6b"
-    """Option of `model`; on a CPU it is a tiny one."""
+    """Option of `model`; replaced by a tiny model on a CPU."""
     length: int = 2048
-    """Tokens of a sample; on a CPU 64."""
+    """Tokens per sample; 64 on a CPU."""
     device: str = "h100-80g"
-    """Option of `hardware` that it fits; a smaller one refuses it."""
+    """Option of `hardware` with the smallest device that the figure fits."""
     micro_batch: int = 4
-    """Samples of a forward pass; on a CPU at most 2."""
+    """Micro-batch size; at most 2 on a CPU."""
     options: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
-    """Loops that train the same."""
+    """Other loops that train the same configuration."""
     steps: int = 6
-    """Optimizer steps."""
     warmup: int = 2
-    """Steps that are not timed."""
+    """Steps at the start that are not timed."""
     repeats: int = 1
-    """Times that all loops are run; the median counts."""
+    """Number of runs of every loop; the median counts."""
 
     @property
     def is_of_speed(self) -> bool:
-        """Whether peers train the same, in enough steps to tell."""
+        """Return True if other loops train the same for enough steps to compare speeds."""
         return bool(self.peers)
 
 
@@ -64,9 +63,9 @@ FIGURES = (
         device="h200-141g",
         length=8192,
         micro_batch=1,
-        peers=("bare", "transformers"),  # the others have no updates of bf16 weights
+        peers=("bare", "transformers"),  # the other loops cannot update bf16 weights
     ),
-    # Memory: stages and what they keep.
+    # Memory: ZeRO stages and kept states.
     _memory("0.6b-zero0", "zero_stage=0"),
     _memory("0.6b-zero2-full", "zero_stage=2", FULL, micro_batch=8),
     _memory("0.6b-zero3-selective", "zero_stage=3", "activation_checkpointing=selective"),
@@ -107,7 +106,7 @@ FIGURES = (
     _memory("0.6b-lion", "optimizer=lion"),
     _memory("0.6b-adafactor", "optimizer=adafactor", "zero_stage=0"),
     _memory("124m-lamb", "optimizer=lamb", "zero_stage=0", model="gpt2-124m", length=1024),
-    # What swaps, and the other engine.
+    # NVMe swapping, and the other engine.
     _memory("0.6b-offload-part", "zero_stage=3", FULL, "offload=cpu-partial"),
     _memory("0.6b-offload-all", "zero_stage=3", FULL, "offload=cpu-all"),
     _memory("0.6b-nvme", "zero_stage=3", FULL, "offload=nvme", "offload.nvme_path={folder}"),

@@ -1,9 +1,9 @@
-"""Draw what `trainctl launch recipe=tiny` leaves on a terminal as docs/images/launch.svg.
+"""Draw the terminal output of `trainctl launch recipe=tiny` as docs/images/launch.svg.
 
     python scripts/launch_picture.py
 
-The recipe trains for some minutes in a pseudo-terminal. Of the steps that the launch prints, those
-from step 30 to step 140 are left out, and the place is marked.
+The recipe trains for some minutes in a pseudo-terminal. Step lines from step 30 to step 140 are
+replaced by a mark.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COMMAND = "trainctl launch recipe=tiny"
 COLUMNS = 86
 LEFT_OUT = re.compile(r"step (30|[4-9]0|1[0-4]0)/160 |\S+ at step 80")
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-"""Fonts that a browser would fetch from another host."""
+"""Font declarations that a browser would fetch from another host."""
 
 
 def terminal_lines(folder: Path) -> list[str]:
-    """Run the command in the folder, and return the lines that are left on its terminal."""
+    """Run the command in the folder, and return the lines on its terminal at the end."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 200, COLUMNS, 0, 0))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -46,7 +46,7 @@ def terminal_lines(folder: Path) -> list[str]:
     while True:
         try:
             written += os.read(ours, 65536)
-        except OSError:  # the terminal has no writer any more
+        except OSError:  # the last writer has closed the terminal
             break
     if process.wait():
         raise SystemExit(written.decode())

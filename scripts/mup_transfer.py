@@ -1,12 +1,13 @@
-"""Does the best learning rate of a narrow model serve a wide one? A sweep, with muP and without.
+"""Check whether the best learning rate of a narrow model suits a wide one, with and without muP.
 
     python scripts/mup_transfer.py [--widths 32,64 --exponents=-9,-8] [--fresh]
 
-Trains a byte-level model of each width at each learning rate, on Python's standard library, by the
-real trainer in one process; a dozen minutes of one core in all. Results go to `docs/mup.csv` after
-each run, so that a second call goes on where the first was stopped, and to `docs/mup.png`;
-`docs/mup.md` says what they show. Without muP initial matrices shrink as 1 / sqrt(width) as well:
-what is compared is the learning rates and multipliers, not a width-blind initialisation.
+Trains a byte-level model of each width at each learning rate on Python's standard library, with the
+real trainer in one process; about twelve minutes of one core in all. Results go to `docs/mup.csv`
+after each run, so that a second call continues where the first was stopped, and to `docs/mup.png`;
+`docs/mup.md` discusses them. Without muP the initial matrices also shrink as 1 / sqrt(width), so
+that only learning rates and multipliers are compared, and not an initialisation that ignores the
+width.
 """
 
 from __future__ import annotations
@@ -38,20 +39,22 @@ WIDTHS = (32, 64, 128, 256)
 BASE = WIDTHS[0]
 HEAD_DIM = 16
 EXPONENTS = tuple(range(-10, -4))
-"""Learning rates are powers of two."""
+"""Learning rates as exponents of two."""
 SEEDS = (7, 8)
 """Seeds of the initial weights and of the sample order."""
 STEPS = 150
 COLUMNS = ("mup", "width", "lr_exponent", "seed", "loss")
 BASE_DEVIATION = 0.1
-"""Of initial matrices at the base width."""
+"""Standard deviation of the initial matrices at the base width."""
 
 Run = tuple[bool, int, int, int]
-"""With muP, width, exponent of the learning rate, seed."""
+"""Key of a run: with muP or not, width, exponent of the learning rate, seed."""
 
 
 def config_of(mup: bool, width: int, exponent: int, seed: int) -> RunConfig:
-    """Two blocks of a width; heads of one size, everything else in proportion."""
+    """Return the configuration of two blocks of this width; the head size is fixed, everything else
+    is proportional.
+    """
     config = tiny_config(
         steps=STEPS, seed=seed, sequence_length=64, global_batch_size=8, evaluation_samples=128
     )
@@ -75,12 +78,12 @@ def config_of(mup: bool, width: int, exponent: int, seed: int) -> RunConfig:
 
 
 def held_out_loss(run: Run) -> float:
-    """Nats a byte after training; infinite if it diverged."""
+    """Train, and return the held-out loss in nats per byte; infinite if training diverged."""
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         try:
             train_cases(1, [Case(tiny_plan(config_of(*run), 1), paths)])
-        except RanksFailed as error:  # what a rank raised comes as text
+        except RanksFailed as error:  # the exception of a rank arrives as text
             if "the loss of step" in str(error):
                 return math.inf
             raise
@@ -90,7 +93,7 @@ def held_out_loss(run: Run) -> float:
 
 
 def main() -> int:
-    """Train what has no result yet, and draw."""
+    """Train every run that has no result yet, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)))
     parser.add_argument("--exponents", default=",".join(map(str, EXPONENTS)))
@@ -121,7 +124,7 @@ def main() -> int:
 
 
 def best(losses: Mapping[Run, float], mup: bool) -> Iterable[tuple[int, int, float]]:
-    """Of each width, the exponent with the smallest loss, and that loss."""
+    """Return, by width, the exponent with the smallest loss and that loss."""
     for width in sorted({run[1] for run in losses if run[0] == mup}):
         found = curve(losses, mup, width)
         exponent = min(found, key=lambda item: found[item])
@@ -129,7 +132,7 @@ def best(losses: Mapping[Run, float], mup: bool) -> Iterable[tuple[int, int, flo
 
 
 def curve(losses: Mapping[Run, float], mup: bool, width: int) -> dict[int, float]:
-    """Mean loss over the seeds, by exponent."""
+    """Return the mean loss over the seeds by exponent."""
     by_exponent = defaultdict(list)
     for run, loss in sorted(losses.items()):
         if run[:2] == (mup, width):
@@ -138,7 +141,7 @@ def curve(losses: Mapping[Run, float], mup: bool, width: int) -> dict[int, float
 
 
 def draw(losses: Mapping[Run, float]) -> Figure:
-    """Loss over learning rate, a curve for each width; with muP on the right."""
+    """Plot loss over learning rate, one curve per width; muP on the right."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     axes: list[Axes] = list(figure.subplots(1, 2, sharey=True, sharex=True))
     for place, mup in zip(axes, (False, True), strict=True):
@@ -148,7 +151,7 @@ def draw(losses: Mapping[Run, float]) -> Figure:
             place.plot(
                 [2.0**exponent for exponent in points],
                 list(points.values()),
-                color=str(0.75 * (1 - number / max(1, len(minima) - 1))),  # wider is darker
+                color=str(0.75 * (1 - number / max(1, len(minima) - 1))),  # wider models are darker
                 marker=".",
                 label=f"width {width}",
             )

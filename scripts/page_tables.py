@@ -1,4 +1,4 @@
-"""Rows in a CSV file beside a page of the docs, and the part of the page between two marks."""
+"""CSV files beside pages of the docs, and the generated part of a page between two marks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def write_rows(path: Path, heads: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def read_rows(path: Path) -> list[list[str]]:
-    """Return the rows without the heads; none if there is no such file."""
+    """Return the rows without the header; empty if there is no such file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -21,7 +21,7 @@ def read_rows(path: Path) -> list[list[str]]:
 
 
 def replace_part(page: Path, marks: tuple[str, str], text: str) -> None:
-    """Put the text between the two marks of the page."""
+    """Replace the text between the two marks of the page."""
     begin, end = marks
     old = page.read_text(encoding="utf-8")
     before, after = old.split(begin)[0], old.split(end)[1]

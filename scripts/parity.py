@@ -1,12 +1,12 @@
-"""Every layout, ZeRO stage, offload and activation checkpointing against one process, as tables.
+"""Compare layouts, ZeRO stages, offload and activation checkpointing with one process.
 
     python scripts/parity.py [--only layout=TP2,SP2 --only stage=3] [--fresh]
 
-Trains a tiny model on real processes in every combination that the plan allows: in fp32 the whole
-product, in bf16 and for the other models a part of it. What the plan refuses is listed with the
-reason and never started. Results are kept beside the page, in `docs/parity.csv`, after each
-combination: a second call goes on where the first was stopped, and tries again what failed.
-`tests/train/test_parity.py` does a pairwise part of it.
+Trains a tiny model on real processes in every combination that the plan allows: the whole product
+in fp32, a part of it in bf16 and for the other models. Combinations that the plan refuses are
+listed with the reason and never started. Results are written to `docs/parity.csv` after each
+combination: a second call continues where the first was stopped, and repeats what failed.
+`tests/train/test_parity.py` runs a pairwise part of it.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ class Result:
     norm: float = float("inf")
     """Largest relative difference of a gradient norm; infinite if it failed."""
     loss_limit: float = TOLERANCE
-    """Largest that may be."""
+    """Allowed difference of a loss, in nats."""
     norm_limit: float = TOLERANCE
-    """Largest that may be."""
+    """Allowed relative difference of a gradient norm."""
     seconds: float = 0.0
-    """From start to end."""
     failure: str = ""
     """The last line of what the failed rank printed."""
 
@@ -87,7 +86,9 @@ def wanted() -> dict[str, list[Combination]]:
 
 
 def main() -> int:
-    """Train what has no result yet and write the page; the exit code is 1 if something is off."""
+    """Train every combination without a result and write the page; the exit code is 1 on a failure
+    or excess difference.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", action="append", default=[], metavar="AXIS=A,B", help=", ".join(AXES)
@@ -114,7 +115,7 @@ def main() -> int:
         if all(getattr(combination, axis) in values for axis, values in chosen.items())
         and (combination not in results or results[combination].failure)
     ]
-    random.Random(0).shuffle(todo)  # each part of it says how long the whole will take
+    random.Random(0).shuffle(todo)  # so the first results predict the total time
     pool = ProcessPoolExecutor(arguments.jobs)
     try:
         with Meter() as meter:
@@ -127,7 +128,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    finally:  # also when stopped: what there is makes a page
+    finally:  # write the page from the existing results, also when interrupted
         pool.shutdown(cancel_futures=True)
         _replace_tables(arguments.output, "\n".join(page(results)))
     wrong = sum(not result.holds for result in results.values())
@@ -136,7 +137,7 @@ def main() -> int:
 
 
 def measured(pool: ProcessPoolExecutor, todo: list[Combination]) -> Iterator[Result]:
-    """A result of each combination, in the order in which they are done."""
+    """Yield the result of each combination in the order of completion."""
     references = {c.reference for c in todo}
     references |= {c.spread for c in todo if c.spread is not None}
     names = sorted(references)
@@ -168,7 +169,9 @@ def train(combination: Combination) -> tuple[Curve, float]:
 
 
 def attempt(combination: Combination) -> tuple[Curve | None, float, str]:
-    """As `train`, with the last line of what a failed rank printed in place of the curve."""
+    """Train as `train` does; on failure return the last line that a failed rank printed in place of
+    the curve.
+    """
     started = time.monotonic()
     try:
         return *train(combination), ""
@@ -177,7 +180,7 @@ def attempt(combination: Combination) -> tuple[Curve | None, float, str]:
 
 
 def read(path: Path) -> dict[Combination, Result]:
-    """Results of earlier calls."""
+    """Read the results of earlier calls."""
     results = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -243,7 +246,7 @@ def _matrix(
     column: str,
     heading: str,
 ) -> Iterator[str]:
-    """A table with a row for each choice on some axes that has anything trained in it."""
+    """Format a table with a row for each trained choice on the given axes."""
     columns = [value for value in AXES[column] if any(getattr(c, column) == value for c in part)]
     yield ""
     yield f"| {' | '.join((*rows, *map(heading.format, columns)))} |"
@@ -279,7 +282,7 @@ def _limit(part: list[Combination], results: dict[Combination, Result]) -> Itera
 
 
 def _refusals(combinations: Iterable[Combination]) -> Iterator[str]:
-    """Reasons with the number of combinations that have them; one may have several."""
+    """Count combinations by reason of refusal; a combination may have several reasons."""
     counts: Counter[tuple[str, str]] = Counter()
     refused = 0
     for combination in combinations:

@@ -1,12 +1,12 @@
-"""Adapters and frozen weights on every layout against one process, as a table in the docs.
+"""Compare adapters and frozen weights on every layout with one process, as a table in the docs.
 
     python scripts/parity_adapters.py [--steps N] [--only NAME...]
 
-Trains a tiny model on real processes, in fp32: what trains, over layouts, ZeRO stages,
-recomputation and an optimizer in host memory. All numbers go to `docs/adapters.csv`, where a cell
-is empty if the plan refuses the combination, and the largest of each layout to `docs/adapters.md`.
-With `--only` the rows of others stay as they are.
-`tests/train/test_adapters.py` does a part of it.
+Trains a tiny model in fp32 on real processes: the ways of training only some weights, over layouts,
+ZeRO stages, recomputation and an optimizer in host memory. All numbers go to `docs/adapters.csv`,
+where a cell is empty if the plan refuses the combination, and the largest of each layout to
+`docs/adapters.md`. With `--only` the other rows stay as they are. `tests/train/test_adapters.py`
+runs a part of it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "adapters.md"
 MARKS = "<!-- parity of adapters -->", "<!-- end of it -->"
 HEADS = ("trains", "layout", "stage", "plain", "recomputed", "offloaded")
 WAYS = (("none", "none"), ("full", "none"), ("none", "cpu"))
-"""Columns: recomputation, and where the optimizer is."""
+"""Columns of the table: recomputation, and where the optimizer is."""
 
 
 def measured(cases: list[Adapting], steps: int) -> dict[Adapting, Difference | None]:
-    """How far each is from one process; None where the plan refuses it."""
+    """Return the difference of each combination from one process; None where the plan refuses
+    it.
+    """
     found: dict[Adapting, Difference | None] = {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -57,11 +59,11 @@ def measured(cases: list[Adapting], steps: int) -> dict[Adapting, Difference | N
 
 
 Row = tuple[str, str, str]
-"""What trains, the layout and the stage."""
+"""Key of a row: what trains, the layout and the ZeRO stage."""
 
 
 def rows_of(found: dict[Adapting, Difference | None]) -> dict[Row, list[str]]:
-    """Cells of the file, without rows of which all are empty."""
+    """Return the rows of the file that have at least one value."""
     rows = dict.fromkeys((case.trained, case.layout, case.stage) for case in found)
     cells = {row: [_cell(found.get(Adapting(*row, *way))) for way in WAYS] for row in rows}
     return {row: each for row, each in cells.items() if any(each)}

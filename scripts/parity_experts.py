@@ -1,8 +1,8 @@
-"""Mixtures of experts on every size of the expert axis and ZeRO stage, against one process.
+"""Compare mixtures of experts on every expert-parallel size and ZeRO stage with one process.
 
     python scripts/parity_experts.py [--steps 30] [--output docs/experts.md]
 
-Trains on real processes, some seconds each; `tests/train/test_experts.py` does a part of it. The
+Trains on real processes, some seconds each; `tests/train/test_experts.py` runs a part of it. The
 rows go to a CSV file beside the output file, and the largest difference of each expert size goes
 between its two marks; without a file both are printed. An expert size of 1 is the same layout
 without the axis.
@@ -26,7 +26,7 @@ from parity_cases import STEPS, TOLERANCE, Difference, clips_enough
 MARKS = "<!-- expert tables -->", "<!-- end of expert tables -->"
 PACKAGES = ("torch", "deepspeed", "transformers")
 LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
-"""Processes, and the size of the expert axis."""
+"""Number of processes, and expert-parallel size."""
 STAGES = (0, 1, 2, 3)
 HEADS = ("model", "processes", "expert", *(f"zero_{stage}" for stage in STAGES))
 
@@ -35,12 +35,13 @@ ROUTED = (
     ("gpt_oss, all tokens to two experts", "gpt_oss", (2, 3)),
     ("gpt_oss, all tokens to one expert", "gpt_oss", (5,)),
 )
-"""What a row is called, the architecture, and the experts that all tokens go to: those of one rank
-where four share eight, so that most ranks get no token."""
+"""Row name, architecture, and the experts that all tokens are routed to. They are those of one rank
+where four ranks share eight experts, so that most ranks get no token.
+"""
 
 
 def main() -> int:
-    """Run the product; the exit code is 1 if a cell is too far off."""
+    """Run the product; the exit code is 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, help="file with the two marks")

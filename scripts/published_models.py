@@ -1,10 +1,10 @@
-"""Read published models by transformers' classes, and write what is shipped of them.
+"""Read published models with transformers' classes, and write the table that trainctl ships.
 
     python scripts/published_models.py
 
 Each `config.json` of `tests/memory/published` becomes an entry of
-`trainctl/config/published_models.json`: the shapes that a directory is known by, the anatomy, and
-the bytes that a block keeps. `tests/memory/test_published_models.py` traces them anew.
+`trainctl/config/published_models.json`: the shapes that identify a directory, the anatomy, and the
+bytes that a block keeps. `tests/memory/test_published_models.py` traces the models again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def entry(name: str) -> dict[str, Any]:
-    """Return what is shipped of one model."""
+    """Return the shipped entry of one model."""
     config = composed(name)
     short, long = (asdict(traced(config, length).block) for length in LENGTHS)
     block = {}

@@ -1,8 +1,8 @@
 """Reduce the schema of a Kubernetes custom resource to the fields that a manifest uses.
 
-`python scripts/reduce_crd.py CRD.yaml VERSION REVISION MANIFEST.json > SCHEMA.json`: types,
-required fields, patterns and bounds of those fields as the CRD has them, and no others allowed.
-Used to make `tests/launch/kubernetes/*.schema.json` anew when an API moves on.
+`python scripts/reduce_crd.py CRD.yaml VERSION REVISION MANIFEST.json > SCHEMA.json` keeps types,
+required fields, patterns and bounds of these fields and forbids all others. Run it to update
+`tests/launch/kubernetes/*.schema.json` when an API changes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ KEPT = ("type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength
 
 
 def reduce(schema: dict[str, Any], used: Any) -> dict[str, Any]:
-    """The part of a schema that a value of it touches.
+    """Return the part of the schema that the value uses.
 
     Args:
         schema: OpenAPI schema of the CRD.
-        used: A value that names every field to keep; of a list, all items together.
+        used: A value with every field to keep; the items of a list are merged.
     """
     kept = {name: schema[name] for name in KEPT if name in schema}
     if schema.get("x-kubernetes-int-or-string"):

@@ -1,9 +1,9 @@
-"""Resume on every other layout: processes x ZeRO stages x offload, and cut models, as a table.
+"""Resume on every other layout (processes, ZeRO stages, offload, model-parallel axes) as a table.
 
     python scripts/resume_matrix.py [--output docs/resume.md]
 
-Trains a tiny model in fp32 on real processes, some hundred attempts in all, so it takes a while;
-`tests/train/test_resume_elsewhere.py` and `test_resume_layouts.py` do a part of it. The rows go to
+Trains a tiny model in fp32 on real processes. It runs several hundred attempts, so it takes long;
+`tests/train/test_resume_elsewhere.py` and `test_resume_layouts.py` run a part of it. The rows go to
 a CSV file beside the output file, and their summary between its two marks; without a file both are
 printed.
 """
@@ -30,7 +30,7 @@ Row = list[str]
 
 
 def main() -> int:
-    """Run the product; the exit code is 1 if a row is wrong."""
+    """Run the product; the exit code is 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="file with the two marks")
     arguments = parser.parse_args()

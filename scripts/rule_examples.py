@@ -1,8 +1,8 @@
-"""Explanations of all rules, with what their examples print, as they stand on their pages.
+"""Explanations of all rules with the output of their examples, as their pages show them.
 
-An example is what is typed after `trainctl validate` in an empty folder, or a JSON of DeepSpeed's.
-Where neither brings a rule about (it needs a machine, a host, weights), its text says what is
-printed, and `tests/test_explanations.py` finds these words in the code.
+An example is the arguments of `trainctl validate` in an empty folder, or a DeepSpeed JSON. Where
+neither can trigger a rule (it needs a certain machine, a host, weights), its text quotes the
+message, and `tests/test_explanations.py` finds these words in the code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LONG = {
     "TC142": {"a.jsonl": '{"text": "whole"}\n{"text": "cut off\n' + '{"text": "whole"}\n' * 900},
     "TC359": {f"src/{name}.py": "print('hello')\n" * 900 for name in "abcd"},
 }
-"""Files of examples that are cut on the page of what is read."""
+"""Example files that the page shows shortened."""
 
 EXIT = "  # exit "
 _LONG_TEXT = 400
@@ -61,7 +61,7 @@ _LONG_TEXT = 400
 def meanings(*, all_again: bool) -> dict[str, Meaning]:
     """Return the explanation of every rule by its code.
 
-    What an example printed before is kept if it is typed as it was then; `all_again` runs each.
+    The earlier output of an unchanged example is kept unless `all_again` is set.
     """
     known = {each.word: each for each in everything() if each.kind.startswith(RULE)}
     before = {} if all_again else known
@@ -88,11 +88,11 @@ def meanings(*, all_again: bool) -> dict[str, Meaning]:
 
 
 def _with_output(asked: Meaning, files: Mapping[str, str], before: Meaning | None) -> Meaning:
-    """Return the explanation with what its example prints and the code that it ends with.
+    """Return the explanation with the output and exit code of its example.
 
     Args:
-        files: Files of the example, whole.
-        before: The explanation as it stands on its page, if its output may be taken over.
+        files: Files of the example with their whole content.
+        before: The explanation on its page, if its output may be reused.
     """
     typed = asked.typed.partition(EXIT)[0]
     if not typed:
@@ -147,7 +147,7 @@ def _in_words(met: JsonContext) -> str:
 
 
 def _findings(typed: str) -> Sequence[Finding]:
-    """What `trainctl validate` finds, in this folder."""
+    """Return the findings of `trainctl validate` in the current folder."""
     words = shlex.split(typed)
     if words[0] == "--deepspeed":
         file, ranks = Path(words[1]), int(words[3])
@@ -161,7 +161,7 @@ def _findings(typed: str) -> Sequence[Finding]:
 
 
 def _typed(command: str, found: Sequence[Finding]) -> str:
-    """With the exit code that it ends with, where it is refused."""
+    """Return the output of the example, with the exit code if it is refused."""
     errors = [each for each in found if each.severity is Severity.error]
     return f"{command}{EXIT}{int(errors[0].exit_code)}" if errors else command
 
@@ -184,7 +184,7 @@ def _short(content: str) -> str:
 
 @contextmanager
 def _folder(files: Mapping[str, str]) -> Iterator[Path]:
-    """Within it an empty folder with these files is the current one."""
+    """Change into a new folder with these files for the duration of the context."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
