@@ -1,4 +1,4 @@
-"""Adapters and frozen weights on every layout that a plan allows, held against one process."""
+"""Adapters and frozen weights on every layout that a plan allows, compared with one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainctl.train.models.model import transformers_config
 STEPS = 6
 
 CLIPPING = 0.25
-"""Gradients of adapters are smaller than those of whole weights."""
+"""Clipping threshold, low because gradients of adapters are smaller than those of full weights."""
 
 TRAINED: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -56,35 +56,35 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
     "last-blocks": {"freeze": ["all_but_last_blocks:2"]},
     "some": {"freeze": ["mlp", "norm", "embeddings"]},
 }
-"""What trains."""
+"""Choices of the trainable weights."""
 
 
 @dataclass(frozen=True, order=True)
 class Adapting:
-    """What trains, and where."""
+    """Choice of trainable weights and layout."""
 
     trained: str = "lora"
     layout: str = "1"
     stage: str = "0"
     checkpointing: str = "none"
     offload: str = "none"
-    """Of the optimizer, by name."""
+    """Optimizer offload, by name."""
     precision: str = "fp32"
     """fp32 or bf16."""
     model: str = "llama-untied"
-    """A family, untied if so named."""
+    """Model family; the name says if the embeddings are untied."""
 
     def __str__(self) -> str:
         return " ".join(map(str, astuple(self)))
 
     @property
     def reference(self) -> Adapting:
-        """The same on one process, without ZeRO."""
+        """Return the same case on one process without ZeRO."""
         return replace(self, layout="1", stage="0", checkpointing="none", offload="none")
 
     @property
     def combination(self) -> Combination:
-        """Of the layout alone."""
+        """Return the case without its choice of trainable weights."""
         return Combination(
             self.layout,
             self.stage,
@@ -96,7 +96,7 @@ class Adapting:
 
 
 def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
-    """The tiny model's."""
+    """Return the configuration of the tiny model."""
     config = layout_config(case.combination, steps, Path("/nvme"))
     values = dict(TRAINED[case.trained])
     config.training.freeze = values.pop("freeze", [])
@@ -110,7 +110,7 @@ def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
 
 
 def judged(case: Adapting, steps: int = 30) -> tuple[RunPlan | None, tuple[Finding, ...]]:
-    """The plan of a case, and what is wrong with it."""
+    """Return the plan of a case, and its errors."""
     size = case.combination.world_size
     hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=size)
     resolution = resolve(config_of(case, steps), hardware)
@@ -118,7 +118,7 @@ def judged(case: Adapting, steps: int = 30) -> tuple[RunPlan | None, tuple[Findi
 
 
 def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
-    """Train a case; loss and gradient norm by step."""
+    """Train a case; return loss and gradient norm by step."""
     plan, refusal = judged(case, steps)
     assert plan is not None, refusal
     run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
@@ -129,7 +129,7 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
 def train_all(
     cases: Collection[Adapting], folder: Path, *, steps: int = STEPS
 ) -> dict[Adapting, Curve]:
-    """As `train`, those with as many processes one after the other in the same ones."""
+    """Train as `train` does; cases with the same world size share their processes."""
     runs = {case: RunPaths(Path(tempfile.mkdtemp(dir=folder))) for case in sorted(cases)}
     sizes: dict[int, list[Case]] = {}
     for case, run in runs.items():
@@ -142,7 +142,7 @@ def train_all(
 
 
 def everything() -> list[Adapting]:
-    """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
+    """Return the whole product of `scripts/parity_adapters.py`, including what plans refuse."""
     trained = (
         "full",
         "lora-all",
@@ -162,7 +162,9 @@ def everything() -> list[Adapting]:
 
 
 def base_directory(folder: Path, **shape: int) -> Path:
-    """A transformers directory of the tiny model with weights, of another shape in these keys."""
+    """Write a transformers directory of the tiny model with weights; the given keys change its
+    shape.
+    """
     config = replace(config_of(Adapting(), 1).model, **shape)
     model = AutoModelForCausalLM.from_config(transformers_config(config))
     generator = torch.Generator().manual_seed(11)

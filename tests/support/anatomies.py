@@ -15,11 +15,11 @@ SMALL = [
     "lm_head.weight 512x64 head",
     "model.layers.{0-1} block 0 attention=4x16x16",
 ]
-"""Of any small model, for tests that look at something else."""
+"""Anatomy of a small model, for tests where the anatomy does not matter."""
 
 
 def read_directory(model: ModelConfig) -> ModelConfig:
-    """What composing makes of `model.path`: its shape, and what its code makes of it."""
+    """Return the shape and the anatomy that composing derives from `model.path`."""
     filled = fill_from_directory(model)
     if not filled.is_directory:
         return filled

@@ -1,4 +1,4 @@
-"""Small models of architectures that transformers has, trained on each axis that may cut them.
+"""Small models of transformers architectures, trained on each axis that may split them.
 
 `scripts/architectures.py` trains all of them and writes `trainctl/options/architectures.json`;
 `tests/train/test_architectures.py` trains a few.
@@ -82,11 +82,13 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt_oss": {**LOCAL, "intermediate_size": 32, "layer_types": ALTERNATE, "sliding_window": 64},
 }
-"""What each has beside `SHAPE`, by transformers' name. Sequences have 64 tokens: no window cuts
-them, since attention kernels of a part of the sequence do not know windows (TC012)."""
+"""Settings of each architecture in addition to `SHAPE`, by transformers' name. Sequences have 64
+tokens so that no window cuts them: attention kernels on a part of the sequence do not know windows
+(TC012).
+"""
 
 EAGER = ("gemma2", "gpt_oss")
-"""Architectures whose attention transformers has no sdpa for."""
+"""Architectures for which transformers has no sdpa attention."""
 
 COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "tensor": {"tensor": 2},
@@ -104,11 +106,13 @@ PAIRS = (
     ("cohere2", "sequence"),
     ("deepseek_v3", "tensor"),
 )
-"""What the tests train: each column, and each way to cut that a family of ours does not have."""
+"""Cases that the tests train: each column, and each kind of split that trainctl's own families do
+not cover.
+"""
 
 
 def directory(folder: Path, kind: str, **changes: Any) -> ModelConfig:
-    """The model of a directory that has a configuration and no weights."""
+    """Write a model directory with a configuration and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES[kind], **changes})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
@@ -119,7 +123,7 @@ def directory(folder: Path, kind: str, **changes: Any) -> ModelConfig:
 def plan(
     model: ModelConfig, parallelism: Mapping[str, Any], *, steps: int
 ) -> RunPlan | tuple[Finding, ...]:
-    """The plan on as many processes as it needs, or the errors."""
+    """Return the plan on as many processes as the case needs, or the errors."""
     config = tiny_config(
         steps=steps,
         sequence_length=LENGTH,

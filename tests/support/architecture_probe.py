@@ -1,4 +1,4 @@
-"""Trains several plans one after the other on the same ranks: most of a small case is its start."""
+"""Train several plans one after the other on the same ranks: start-up is most of a small case."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainctl.train.session import assemble
 
 
 def train(cases: list[Case], process: Process) -> list[str]:
-    """Train each; for each why it cannot be, if it cannot be."""
+    """Train each case; return by case why it cannot be trained, if so."""
     refusals = []
     for case in cases:
         try:
             session = assemble(case.plan, case.run, process)
-        except TrainctlError as error:  # of the plan's, so all ranks have it
+        except TrainctlError as error:  # the error comes from the plan, so all ranks raise it
             refusals.append(str(error))
             continue
         events = EventWriter(case.run.events, case.attempt) if process.is_first else None

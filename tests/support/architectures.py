@@ -1,4 +1,4 @@
-"""Small models of transformers' architectures, as directories that it saves."""
+"""Small models of transformers architectures, as directories that transformers saves."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "gpt_oss": {**EXPERTS, **HEADS, "rope_parameters": YARN},
 }
-"""By transformers' name; what is different from `SHAPE`."""
+"""Settings that differ from `SHAPE`, by transformers' name."""
 
 EAGER = ("gemma2", "gpt_oss")
-"""Those that transformers has no other attention for on a CPU."""
+"""Architectures with no other attention than eager on a CPU."""
 
 
 def made(kind: str, **changes: Any) -> PreTrainedModel:
-    """One with random weights, its buffers too, in evaluation mode."""
+    """Build a model with random weights and buffers, in evaluation mode."""
     torch.manual_seed(5)
     common = SHAPE if kind != "gpt2" else {k: v for k, v in SHAPE.items() if "_size" not in k}
     settings = {**common, **ARCHITECTURES[kind], **changes}
@@ -101,12 +101,12 @@ def made(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def attention_of(kind: str) -> AttentionKind:
-    """One that it has on a CPU."""
+    """Return sdpa, or eager for an architecture that has no other on a CPU."""
     return AttentionKind.eager if kind in EAGER else AttentionKind.sdpa
 
 
 def of_directory(folder: Path, kind: str) -> ModelConfig:
-    """The model that trainctl makes of what transformers saved there."""
+    """Return the model that trainctl builds from the directory that transformers saved."""
     model = ModelConfig(name="hf", family="hf", path=str(folder))
     model.attention = attention_of(kind)
     return read_directory(model)

@@ -1,7 +1,7 @@
-"""A real browser: Debian's Chromium without a window, and without a network.
+"""Real browser: Debian's Chromium without a window and without a network.
 
-It is driven by Selenium over the driver of the same Debian package, so nothing is downloaded. What
-it writes to its console, and every request that a page makes, can be read.
+Selenium drives it through the driver of the same Debian package, so nothing is downloaded. Its
+console messages and every request of a page can be read.
 """
 
 from __future__ import annotations
@@ -29,32 +29,28 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
 
 AXE = "axe-core@4.14.1"
-"""Finds faults of accessibility; from npm, kept in the user's cache."""
+"""Checker of accessibility faults; from npm, kept in the user's cache."""
 
 SECONDS = 30.0
 
 
 class Browser:
-    """A window.
-
-    Args:
-        driver: Of it.
-    """
+    """Browser window."""
 
     def __init__(self, driver: WebDriver) -> None:
         self.driver = driver
 
     def open(self, url: str, *, ready: str = "return document.readyState === 'complete'") -> None:
-        """Go there, and wait until a script returns what counts as true."""
+        """Open a page and wait until the script returns a true value."""
         self.driver.get(url)
         self.wait(ready)
 
     def script(self, text: str, *arguments: Any) -> Any:
-        """What a script returns, or the promise that it returns."""
+        """Run a script; return its result, or the result of its promise."""
         return self.driver.execute_script(text, *arguments)
 
     def wait(self, script: str, *arguments: Any) -> Any:
-        """What a script returns as soon as it counts as true."""
+        """Return the first true result of a script."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             found = self.script(script, *arguments)
@@ -64,38 +60,38 @@ class Browser:
         raise AssertionError(f"in vain: {script}; console: {self.console()}")
 
     def press(self, *keys: str) -> None:
-        """Keys, one after the other, to whatever has the focus."""
+        """Press keys, one after the other; they go to the element with the focus."""
         for key in keys:
             ActionChains(self.driver).send_keys(key).perform()
 
     def emulate(self, **features: str) -> None:
-        """Media features, such as `prefers_color_scheme="dark"`."""
+        """Set media features, such as `prefers_color_scheme="dark"`."""
         named = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": named})
 
     def resize(self, width: int, height: int) -> None:
-        """The size of what is seen, in pixels."""
+        """Set the size of the viewport in pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def console(self) -> list[str]:
-        """Errors and warnings of the pages since the last call."""
+        """Return errors and warnings of the pages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for since the last call."""
+        """Return the addresses requested since the last call."""
         events = [json.loads(entry["message"]) for entry in self.driver.get_log("performance")]
         sent = [e["message"] for e in events if "requestWillBeSent" in e["message"]["method"]]
         return [e["params"]["request"]["url"] for e in sent if "request" in e["params"]]
 
     def pixels(self, canvas: Any) -> Any:
-        """What a canvas shows, shape (height, width, 4)."""
+        """Return the pixels of a canvas, shape (height, width, 4)."""
         data = self.script("return arguments[0].toDataURL('image/png')", canvas)
         image = Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2])))
         return np.asarray(image.convert("RGBA"))
 
     def faults(self) -> list[str]:
-        """What axe finds that is serious or critical, each with the elements that have it."""
+        """Return axe's serious and critical findings, each with its elements."""
         self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": axe().read_text()})
         found = self.driver.execute_cdp_cmd(
             "Runtime.evaluate",
@@ -141,7 +137,7 @@ def browser(width: int = 1280, height: int = 900) -> Iterator[Browser]:
 
 @cache
 def axe() -> Path:
-    """The script of axe, fetched once."""
+    """Return the script of axe, downloaded once."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trainctl-tests" / AXE
     script = folder / "package" / "axe.min.js"
     if not script.is_file():

@@ -1,4 +1,4 @@
-"""A server that speaks S3, with a bucket `corpus`, for as long as it is wanted."""
+"""S3 server with a bucket `corpus`, for the duration of a context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moto.server import ThreadedMotoServer
 
 @contextmanager
 def s3_server() -> Iterator[ThreadedMotoServer]:
-    """Where everything that goes to S3 goes within it."""
+    """Serve all S3 traffic of this process within the context."""
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -23,7 +23,7 @@ def s3_server() -> Iterator[ThreadedMotoServer]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
     }
-    # Clients are kept, and know the server of a test before.
+    # Clients are cached, and would use the server of an earlier test.
     clients = fsspec.get_filesystem_class("s3")
     clients.clear_instance_cache()
     with pytest.MonkeyPatch.context() as patch:

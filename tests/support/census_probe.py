@@ -1,4 +1,4 @@
-"""Runs inside a rank: the bytes of every tensor that is alive after a step."""
+"""Runs inside a rank: bytes of all live tensors after a step."""
 
 import gc
 from typing import Any
@@ -10,15 +10,17 @@ from trainctl.train.session import assemble
 
 
 def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
-    """Address of each storage that a live tensor has, those of subclasses included, to its bytes
-    and itself: while it is held, nothing else can get its address. (Of a DTensor, its local part
-    is a tensor of its own.)"""
+    """Map the address of each live tensor's storage to its bytes and the storage itself.
+
+    Subclasses are included; the local part of a DTensor is a tensor of its own. Holding the storage
+    keeps its address from being reused.
+    """
     gc.collect()
     found = {}
     for item in gc.get_objects():
         try:
             is_tensor = isinstance(item, torch.Tensor)
-        except (ReferenceError, RuntimeError):  # a lazy module's stand-in, or a dead proxy
+        except (ReferenceError, RuntimeError):  # a lazy module's placeholder, or a dead proxy
             continue
         if is_tensor and item.device.type != "meta" and not isinstance(item, DTensor):
             storage = item.untyped_storage()
@@ -28,7 +30,7 @@ def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
 
 
 def resident(cases: list[Any], process: Any) -> list[int]:
-    """Bytes that each case's engine keeps after one optimizer step, on this rank."""
+    """Return the bytes that each case's engine keeps on this rank after one optimizer step."""
     return [_of(case, process) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""A small tokenizer with a chat template, in transformers' form, and what templates look like."""
+"""Small tokenizer with a chat template in transformers' format, and examples of templates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MARKED = (
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, which marks what the assistant says and the token that ends its turn."""
+"""ChatML template that marks the assistant's text and the token that ends its turn."""
 
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-"""The same without marks."""
+"""ChatML template without the marks."""
 
 FORGETFUL = UNMARKED.replace(
     "{% if message['role'] == 'assistant' %}",
     "{% if message['role'] == 'assistant' %}{% if loop.last %}<think></think>{% endif %}",
 )
-"""One that writes the last answer otherwise than those before it."""
+"""Template that formats the last answer differently from earlier ones."""
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>", "<pad>")
 
@@ -39,14 +39,13 @@ def write_tokenizer(
     words: Sequence[str] = (),
     special: bool = True,
 ) -> Path:
-    """Bytes and a few special tokens, as transformers saves a fast tokenizer.
+    """Write a tokenizer of bytes and a few special tokens, as transformers saves a fast tokenizer.
 
     Args:
-        folder: Made if it is not there.
-        template: Of chats; None writes none.
-        adds_bos: Whether the tokenizer puts `<s>` before each text by itself.
-        words: In place of bytes: all that there is, beside single digits and white space.
-        special: Whether it says itself that its special tokens are special.
+        template: Chat template; None writes none.
+        adds_bos: Whether the tokenizer itself puts `<s>` before each text.
+        words: Vocabulary in place of bytes, in addition to digits and white space.
+        special: Whether the file marks its special tokens as special.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if words:
@@ -82,7 +81,7 @@ def write_tokenizer(
 
 
 def asked(*turns: tuple[str, str], system: str = "") -> list[dict[str, str]]:
-    """Messages of questions with their answers."""
+    """Return the messages of questions with their answers."""
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in turns:
         messages += [

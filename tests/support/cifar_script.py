@@ -1,7 +1,7 @@
-"""A script as the CIFAR-10 example of DeepSpeedExamples is: both the flag and a configuration.
+"""Script in the style of DeepSpeedExamples' CIFAR-10, with both the flag and a configuration.
 
-`deepspeed.add_config_arguments` takes `--deepspeed_config`, and `initialize` gets `args=` and
-`config=`. It knows nothing of trainctl.
+`deepspeed.add_config_arguments` accepts `--deepspeed_config`, and `initialize` gets `args=` and
+`config=`. The script knows nothing of trainctl.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Running the real command as a user does, and looking at what it left."""
+"""Helpers that run the real command as a user does, and read what it left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = (
 
 
 def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    """`trainctl ARGUMENTS` in a folder, its output captured."""
+    """Start `trainctl ARGUMENTS` in a folder with its output captured."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
         [sys.executable, "-m", "trainctl", *arguments],
@@ -46,13 +46,13 @@ def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:
-    """Its exit code, output and talk."""
+    """Wait for the process to end; return exit code, stdout and stderr."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
 
 def trainctl(*arguments: str, cwd: Path, code: int = 0, **variables: str) -> str:
-    """Run it to its end and expect the exit code; what it printed to both streams."""
+    """Run a command to its end and check the exit code; return stdout and stderr together."""
     found, out, err = finish(start(*arguments, cwd=cwd, **variables))
     assert found == code, f"exit code {found}\n{out}\n{err}"
     assert "Traceback" not in out + err
@@ -65,12 +65,12 @@ def events(run: Path, kind: str) -> list[Event]:
 
 
 def curve(run: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step, as the run stands."""
+    """Return loss and gradient norm by step, after all rewinds."""
     steps = step_curve(read_events(run / "events.jsonl"))
     return {step: (event["loss"], event["grad_norm"]) for step, event in steps.items()}
 
 
 def live_processes(run: Path) -> set[int]:
-    """Processes that carry the run's id."""
+    """Return the processes that carry the run's id."""
     paths = RunPaths(run)
     return processes_of(RunTag(str(read_record(paths)["id"]), run.resolve()))

@@ -1,6 +1,6 @@
-"""Models of several widths, trained for a few steps, and how their activations depend on the width.
+"""Models of several widths, trained for a few steps: how activations depend on the width.
 
-`scripts/coordinate_check.py` prints it, `test_mup.py` holds it to what muP promises.
+`scripts/coordinate_check.py` prints the result, `test_mup.py` checks it against muP's promise.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ SEEDS = (1, 2)
 STEPS = 4
 
 LEARNING_RATES = {"muon": 0.02, "sgd": 0.1}
-"""Large enough that a few steps change most of what there is in the beginning."""
+"""Learning rates, large enough that a few steps dominate the initial activations."""
 
 LIMIT = 0.2
-"""Largest slope of a size, or of a change, over the width, both logarithmic, that is flat."""
+"""Largest absolute slope of log(size) over log(width) that counts as flat, for sizes and
+changes.
+"""
 LOGITS_LIMIT = 0.6
-"""How steeply the logits may fall: the initial ones do, as 1 / sqrt(width), and SGD's few steps do
-not outgrow them."""
+"""Steepest allowed fall of the logits: initially they fall as 1 / sqrt(width), and SGD's few steps
+do not outgrow that.
+"""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What came of a check."""
+    """Result of a check."""
 
     sizes: Mapping[int, Sizes]
     slopes: Mapping[tuple[str, str], float]
-    """By what was measured and where: d log(size) / d log(width)."""
+    """d log(size) / d log(width), by measurement and place."""
 
     @property
     def is_flat(self) -> bool:
-        """Whether nothing grows or shrinks with the width."""
+        """Return True if no size grows or shrinks with the width."""
         return all(
             -(LOGITS_LIMIT if place == "logits" else LIMIT) < slope < LIMIT
             for (_, place), slope in self.slopes.items()
@@ -57,7 +60,7 @@ def of_width(
     steps: int = STEPS,
     seed: int = 1,
 ) -> RunConfig:
-    """Two blocks of a width, with heads of one size and everything else in proportion."""
+    """Return two blocks of this width; the head size is fixed, everything else is proportional."""
     heads = width // HEAD_DIM
     return tiny_config(
         steps=steps,
@@ -96,12 +99,12 @@ def check(
     widths: Sequence[int] = WIDTHS,
     seeds: Sequence[int] = SEEDS,
 ) -> Check:
-    """Train every width, in one process, and compare.
+    """Train every width in one process, and compare.
 
     Args:
-        folder: Where the runs go; empty.
-        mup: Whether with muP, whose base is the smallest of `WIDTHS`.
-        seeds: Whose sizes are averaged.
+        folder: Empty folder for the runs.
+        mup: Use muP, with the smallest of `WIDTHS` as its base.
+        seeds: Seeds whose sizes are averaged.
     """
     cases = []
     for width in widths:
@@ -133,7 +136,7 @@ def _mean(found: Sequence[Sizes]) -> Sizes:
 
 
 def _slope(values: Mapping[int, float]) -> float:
-    """Of the least-squares line through the logarithms."""
+    """Return the slope of the least-squares line through the logarithms."""
     points = [(math.log(width), math.log(value)) for width, value in values.items()]
     mean_x, mean_y = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
     above = sum((x - mean_x) * (y - mean_y) for x, y in points)
@@ -141,7 +144,7 @@ def _slope(values: Mapping[int, float]) -> float:
 
 
 def table(result: Check) -> str:
-    """The slopes, and the sizes that they come from."""
+    """Format the slopes, and the sizes that they are fitted to."""
     widths = list(result.sizes)
     lines = [f"{'':22}{''.join(f'{width:>10}' for width in widths)}     slope"]
     for (measure, place), slope in result.slopes.items():

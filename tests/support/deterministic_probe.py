@@ -1,4 +1,4 @@
-"""What a rank does for `test_deterministic`."""
+"""Runs inside a rank for `test_deterministic`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainctl.train.session import assemble
 
 
 def train(cases: list[Case], process: Process) -> tuple[bool, bool, bool, str]:
-    """Train the cases; what torch has been told, and what is said of an operation it refuses."""
+    """Train the cases; return torch's settings, and the error for an operation that it refuses."""
     for case in cases:
         session = assemble(case.plan, case.run, process)
         events = EventWriter(case.run.events, 1) if process.is_first else None

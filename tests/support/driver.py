@@ -1,4 +1,6 @@
-"""A launcher process for the tests: `driver.py RUN_DIR BEHAVIOUR`; prints records and the end."""
+"""Launcher process for tests: `driver.py RUN_DIR BEHAVIOUR` prints the records and the exit
+code.
+"""
 
 import json
 import signal
@@ -13,7 +15,8 @@ from trainctl.runs.lock import hold
 
 
 def main() -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, under nohup too
+    # As in a terminal, also if the tests run under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     run = open_run(Path(sys.argv[1]))
     plan = read_plan(run.root / "plan_for_tests.json")
     stand_in = Path(__file__).with_name("stand_in.py")

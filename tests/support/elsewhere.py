@@ -1,7 +1,7 @@
 """Runs that move between layouts: other process counts, ZeRO stages, offload on and off.
 
-A journey is one run in several legs, each a layout. Every leg but the last goes two steps beyond
-its last checkpoint, so that the next one replays them and its first losses are compared.
+A journey is one run in several legs, each on one layout. Every leg except the last runs two steps
+beyond its last checkpoint, so that the next leg replays them and its first losses can be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = ((1, 3), (3, 1), (3, 2), (2, 0), (0, 3))
 
 @dataclass(frozen=True, order=True)
 class Leg:
-    """A layout: the processes that the other axes leave are data-parallel."""
+    """Layout of a leg; processes not used by the other axes are data-parallel."""
 
     processes: int
     stage: int
@@ -42,7 +42,7 @@ class Leg:
 
     @property
     def cut(self) -> str:
-        """The axes besides data."""
+        """Return the axes other than data."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "none"
 
@@ -69,7 +69,7 @@ class Leg:
 Journey = tuple[Leg, ...]
 
 REFERENCE: Journey = (Leg(1, 0),)
-"""Undisturbed, on one process and without ZeRO."""
+"""Reference: undisturbed, on one process and without ZeRO."""
 
 
 _WHOLE, _ALL = Leg(2, 2), Leg(8, 1, tensor=2, pipeline=2)
@@ -80,23 +80,23 @@ CUTS: tuple[Journey, ...] = (
     (_ALL, _WHOLE, _ALL),
     (Leg(2, 1, sequence=2), Leg(2, 0, tensor=2), Leg(2, 0, pipeline=2)),
 )
-"""Journeys on which the model is cut otherwise."""
+"""Journeys that change the model-parallel axes."""
 
 
 def plain(processes: tuple[int, int], stages: tuple[int, int]) -> Journey:
-    """From one layout to another."""
+    """Return the journeys from one layout to another."""
     return tuple(Leg(*leg) for leg in zip(processes, stages, strict=True))
 
 
 def offloaded(processes: tuple[int, int], stages: tuple[int, int]) -> Journey:
-    """The same with the optimizer in host memory on the way; ZeRO 0 has no offload."""
+    """Return the journeys with the optimizer in host memory on the way; ZeRO 0 has no offload."""
     start, end = plain(processes, stages)
     host = end if end.stage > 0 else Leg(end.processes, start.stage)
     return start, Leg(host.processes, host.stage, "cpu"), end
 
 
 def travel(folder: Path, journeys: Iterable[Journey]) -> dict[Journey, RunPaths]:
-    """Run the journeys; legs that begin alike are run once."""
+    """Run the journeys; a common beginning is run once."""
     wanted = [REFERENCE, *journeys]
     for length in range(1, 1 + max(map(len, wanted))):
         ending = {journey for journey in wanted if len(journey) == length}
@@ -121,21 +121,21 @@ def _place(folder: Path, journey: Journey, goes_on: bool) -> RunPaths:
 
 
 def largest_difference(run: RunPaths, reference: RunPaths) -> float:
-    """Largest difference of a loss from the undisturbed curve's, in nats."""
+    """Return the largest difference of a loss from the undisturbed curve, in nats."""
     expected, found = curve(reference), curve(run)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     return max(abs(found[step][0] - loss) for step, (loss, _) in expected.items())
 
 
 def replayed_steps(run: RunPaths) -> int:
-    """Steps whose loss was compared with that of the leg before."""
+    """Return the steps whose loss was compared with that of the previous leg."""
     return sum(event["event"] == "replay" for event in read_events(run.events))
 
 
 def sees_every_sample_once(run: RunPaths, plan: RunPlan) -> bool:
-    """Whether the ranks really read the samples of the run's order, each one once.
+    """Return True if the ranks really read each sample of the run's order once.
 
-    What a leg did beyond its last checkpoint does not count: the weights never saw it.
+    Samples beyond a leg's last checkpoint do not count: the weights never saw them.
     """
     seen: dict[int, list[int]] = {}
     for file in sorted(run.root.glob("seen-*.jsonl"), key=lambda path: int(path.stem[5:])):

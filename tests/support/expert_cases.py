@@ -63,21 +63,20 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-"""Architectures by transformers' names: what makes each of them small."""
+"""Settings that make each architecture small, by transformers' name."""
 
 ROUTER_SCALE = 5.0
-"""Of the routers' weights, so that experts are unequally busy."""
+"""Scale of the routers' weights, so that the load of the experts is uneven."""
 
 
 def mixture(
     folder: Path, kind: str, *, to_experts: tuple[int, ...] = (), **changes: Any
 ) -> ModelConfig:
-    """A directory with weights.
+    """Write a model directory with weights.
 
     Args:
-        folder: To be made, unless it is there.
-        to_experts: Those that all tokens go to, where routers have a bias (gpt_oss); the others get
-            none.
+        folder: Created if it is missing.
+        to_experts: Experts that all tokens are routed to, where routers have a bias (gpt_oss).
     """
     if not folder.exists():
         torch.manual_seed(5)
@@ -96,32 +95,31 @@ def mixture(
 
 @dataclass(frozen=True)
 class Trial:
-    """A mixture on a layout."""
+    """Mixture on a layout."""
 
     kind: str
     processes: int = 1
-    """All of them data-parallel but for pipeline stages."""
+    """Number of processes, all data-parallel except for pipeline stages."""
     expert: int = 1
-    """Size of the expert axis."""
+    """Expert-parallel size."""
     stage: int = 0
     to_experts: tuple[int, ...] = ()
-    """Those that all tokens go to, as many as a token has; empty leaves the router its choice."""
+    """Experts that all tokens are routed to, top-k many; empty leaves the choice to the router."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """Others of the configuration, as `tiny_config` takes them."""
+    """Further settings, as `tiny_config` takes them."""
     stages: tuple[int, ...] = ()
-    """Blocks of each pipeline stage, if there are stages."""
+    """Blocks of each pipeline stage; empty without a pipeline."""
 
     @property
     def reference(self) -> Trial:
-        """The same model on one process, with the same settings."""
+        """Return the same model on one process, with the same settings."""
         return replace(self, processes=1, expert=1, stage=0, stages=())
 
     def plan(self, folder: Path, *, steps: int = STEPS) -> RunPlan:
-        """In fp32, with AdamW and so much clipping that it is always active.
+        """Plan in fp32 with AdamW and a low clipping threshold, so that every step is clipped.
 
         Args:
-            folder: Where directories of models are.
-            steps: Optimizer steps.
+            folder: Folder of the model directories.
         """
         config = tiny_config(
             steps=steps,
@@ -141,14 +139,14 @@ class Trial:
         return tiny_plan(config, self.processes)
 
     def train(self, folder: Path, *, steps: int = STEPS) -> Curve:
-        """Loss and gradient norm by step."""
+        """Train; return loss and gradient norm by step."""
         return curve(train_all([self], folder, steps=steps)[self])
 
 
 def train_all(
     trials: Iterable[Trial], folder: Path, *, steps: int = STEPS
 ) -> dict[Trial, RunPaths]:
-    """Their runs; those with as many processes are one after the other in the same ones."""
+    """Train all and return their runs; trials of one world size share their processes."""
     runs = {trial: RunPaths(Path(tempfile.mkdtemp(dir=folder))) for trial in trials}
     for size in sorted({trial.processes for trial in runs}):
         cases = [

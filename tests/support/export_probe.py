@@ -1,4 +1,4 @@
-"""Run as a process: how much its peak memory grows while a checkpoint is exported."""
+"""Run as a process: growth of its peak memory while a checkpoint is exported."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from trainctl.train.models.model import skeleton
 def main() -> None:
     plain, checkpoint, out, shard_bytes = pickle.load(sys.stdin.buffer)
     config = from_plain(RunConfig, plain)
-    skeleton(config.model, torch.bfloat16)  # so that transformers' imports are not counted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    # Before the measurement, so that transformers' imports are not counted.
+    skeleton(config.model, torch.bfloat16)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     exported = export(config, checkpoint, out, dtype=torch.bfloat16, shard_bytes=shard_bytes)
     growth = status_bytes("VmHWM") - before

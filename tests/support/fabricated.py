@@ -1,4 +1,4 @@
-"""A checkpoint that no training made: random master weights, each parameter in two fragments."""
+"""Checkpoint without training: random master weights, each parameter in two fragments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.train.models.model import skeleton
 
 
 def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: float = 0.02) -> Path:
-    """Commit it; the files of two ranks, as ZeRO-3 partitions."""
+    """Commit the checkpoint, with the files of two ranks as ZeRO-3 partitions."""
     folder = checkpoints.temporary_path(run, step)
     folder.mkdir(parents=True)
     shapes = {name: p.shape for name, p in skeleton(model, torch.float32).named_parameters()}

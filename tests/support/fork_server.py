@@ -35,13 +35,13 @@ from trainctl.runs.processes import die_with_parent
 
 POLL_SECONDS = 0.01
 PEERS_SECONDS = 3.0
-"""How long the other ranks may take to end by themselves when one failed."""
+"""Seconds that the other ranks may take to end by themselves after one failed."""
 TAIL = 4000
 """Characters of a failed rank's output that are shown."""
 
 
 class RanksFailed(AssertionError):
-    """A rank of one piece of work failed, or all took too long; the server goes on."""
+    """A rank failed, or the ranks exceeded their time limit; the server goes on."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class Work:
     """``module:function``, called on every rank with the payload."""
     payload: bytes
     world_size: int
-    """Ranks; 0 has the server itself do it."""
+    """Number of ranks; with 0 the server itself calls the function."""
     environment: Mapping[str, str]
-    """Variables of the ranks, beside those that tell them who they are."""
+    """Environment of the ranks in addition to the rank variables."""
     path: Sequence[str]
-    """Where they find modules."""
+    """Import path of the ranks."""
     folder: Path
-    """For what they print (`0.out`, `0.err`) and return (`0.result`)."""
+    """Folder for output (`0.out`, `0.err`) and results (`0.result`)."""
     seconds: float
-    """Limit; then the ranks are killed, after printing where they are."""
+    """Time limit; the ranks then print their stacks and are killed."""
 
 
 class ForkServer:
-    """The client's end; a context manager. The server ends with it, or with this process.
+    """Client of the server; a context manager. The server ends with it, or with this process.
 
     Args:
         preload: Modules to import before the first fork.
@@ -85,12 +85,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._server.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes work: it ends when what it was to prepare fails."""
+        """Return True if the server accepts work: it ends when a preparation fails."""
         return self._server.poll() is None
 
     def __enter__(self) -> ForkServer:
@@ -100,28 +99,27 @@ class ForkServer:
         self.close()
 
     def run(self, function: str, argument: Any, world_size: int, seconds: float) -> list[Any]:
-        """Call a function on every rank of a new world; what it returned, by rank.
+        """Call a function on every rank of a new world, and return the results by rank.
 
         Args:
-            function: ``module:function``; it gets the argument, its value must be picklable.
-            world_size: Ranks.
+            function: ``module:function``; it gets the argument, and its result must be picklable.
 
         Raises:
-            RanksFailed: With the end of what the first failed rank printed.
+            RanksFailed: The message ends with the output of the rank that failed first.
         """
         with tempfile.TemporaryDirectory() as folder:
             return self._do(function, argument, world_size, seconds, Path(folder))
 
     def prepare(self, function: str, argument: Any) -> None:
-        """Call a function once in the server, to load what all ranks are to share.
+        """Call a function once in the server, to load what all ranks will share.
 
-        It must leave no thread behind.
+        The function must leave no thread behind.
 
         Args:
             argument: Anything picklable and hashable.
 
         Raises:
-            RanksFailed: It failed, and the server with it.
+            RanksFailed: It failed, and the server ended with it.
         """
         if (function, argument) not in self._prepared:
             self._do(function, argument, 0, math.inf, Path())
@@ -165,10 +163,10 @@ class ForkServer:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Fork the ranks of one piece of work after the other, until there are no more.
+    """Fork the ranks of one piece of work after the other, until there is no more work.
 
     Returns in the server. A rank leaves as one that the agent started does: its threads have ended
-    and what it registered has run, but its libraries are not unloaded.
+    and its exit handlers have run, but its libraries are not unloaded.
     """
     while True:
         try:
@@ -201,7 +199,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _be_rank(work: Work, rank: int, port: int, server: int) -> None:
-    os.setsid()  # one signal reaches it and what it starts
+    os.setsid()  # a single signal then reaches it and its children
     die_with_parent(server)
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(work.folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -222,7 +220,7 @@ def _be_rank(work: Work, rank: int, port: int, server: int) -> None:
     try:
         result = _call(work)
     except BaseException:
-        # At once: threads of the failed work might keep an orderly exit from ending.
+        # Leave at once: threads of the failed work might keep an orderly exit from ending.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -235,7 +233,7 @@ def _call(work: Work) -> Any:
 
 
 def _watch(ranks: dict[int, int], seconds: float) -> tuple[int, str] | None:
-    """Wait for the ranks, by pid; the one that failed first and how, or None."""
+    """Wait for the ranks by pid; return the rank that failed first and its status, or None."""
     problem = None
     deadline = time.monotonic() + seconds
     while ranks:
@@ -270,11 +268,11 @@ def main() -> None:
     """Import the modules named on the command line, then serve."""
     die_with_parent(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what an import prints is no answer
+    os.dup2(2, 1)  # imports may print, and stdout carries the answers
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a rank's collector need not touch, and so copy, what all of them share
+    gc.freeze()  # otherwise a rank's garbage collector would touch, and so copy, the shared pages
     serve(requests, answers)
 
 

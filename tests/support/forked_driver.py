@@ -1,9 +1,9 @@
-"""`driver.py` in a fork of `preloaded_server`, whose agent is a fork of the launcher in its turn.
+"""`driver.py` in a fork of `preloaded_server`; its agent is a fork of the launcher.
 
-Its import of torch is most of what a launch of stand-ins costs. The agent is a child of the
-launcher as ever, in a session of its own, with its own streams, and shows the environment and
-the command line that it was given: all that others find it and end it by. Not for tests of what
-happens while an agent starts.
+The import of torch is most of the time of a launch of stand-ins. As usual the agent is a child of
+the launcher, in a session of its own, with its own streams. It shows the environment and command
+line that it was given, by which others find it and end it. Not for tests of what happens while an
+agent starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AGENT = ("-P", "-m", "trainctl.launch.agent")
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks an agent; executes what is none."""
+    """Replacement of `subprocess.Popen` that forks an agent, and executes any other command."""
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         self._options = options
@@ -57,7 +57,7 @@ def _be_agent(
     start_new_session: bool,
     pass_fds: tuple[int, ...],
 ) -> NoReturn:
-    """What an `exec` does to a process, and then the agent."""
+    """Replace the process image as `exec` would, and run the agent."""
     assert start_new_session and stdin == subprocess.DEVNULL
     os.setsid()
     for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
@@ -68,7 +68,7 @@ def _be_agent(
             try:
                 os.close(descriptor)
             except OSError:
-                continue  # it was that of the listing
+                continue  # the inherited value was that of the directory listing
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -85,8 +85,9 @@ def _be_agent(
 
 
 def _show(args: Sequence[str], env: dict[str, str]) -> None:
-    """Put both where the kernel reads `/proc/PID/cmdline` and `environ` from; the server was
-    started with room for them."""
+    """Write both where the kernel reads `/proc/PID/cmdline` and `environ`; the server was started
+    with room for them.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     argument_start, argument_end, env_start, env_end = map(int, fields[45:49])
     for start, end, words in (

@@ -1,4 +1,4 @@
-"""What tests of precision and offload do on a rank: devices that a CPU only stands in for."""
+"""Runs inside a rank for tests of precision and offload, with devices that a CPU stands in for."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from trainctl.train.session import Session, assemble
 
 
 def train_in_fp16(cases: list[Case], process: Process) -> None:
-    """As launched, with DeepSpeed believing that this CPU computes in fp16 (torch does)."""
+    """Train as launched, with DeepSpeed believing that this CPU computes in fp16 (torch does)."""
     get_accelerator().is_fp16_supported = lambda: True
     _train(cases[0], process)
 
 
 def train_partly_offloaded(cases: list[Case], process: Process) -> dict[str, Any]:
-    """As launched, with a "device" beside the host's memory: DeepSpeed tells the two by name.
+    """Train as launched with a "device" beside the host's memory; DeepSpeed tells them apart by
+    name.
 
     Returns:
         Elements of master weights on the device and on the host, and the kinds of optimizers.
@@ -43,7 +44,7 @@ def train_partly_offloaded(cases: list[Case], process: Process) -> dict[str, Any
 
 
 def die_with_swapped_files(cases: list[Case], process: Process) -> list[str]:
-    """Assemble and end as a crash does, without closing; names of the files that were swapped."""
+    """Assemble, and end without closing, as a crash does; return the names of the swapped files."""
     session = assemble(cases[0].plan, cases[0].run, process)
     assert session.state.is_swapped
     process.barrier()
@@ -51,13 +52,14 @@ def die_with_swapped_files(cases: list[Case], process: Process) -> list[str]:
 
 
 def assemble_with_zenflow_as_it_is(cases: list[Case], process: Process) -> None:
-    """Assemble without what the trainer puts right in DeepSpeed's ZenFlow."""
-    del ZenFlowZeroOptimizer._update_model_bit16_weights  # the one of its base class is seen again
+    """Assemble without trainctl's fixes of DeepSpeed's ZenFlow."""
+    # The base class's method becomes visible again.
+    del ZenFlowZeroOptimizer._update_model_bit16_weights
     assemble(cases[0].plan, cases[0].run, process).engine.close()
 
 
 def fp8_layers(cases: list[Case], process: Process) -> dict[str, Any]:
-    """Kinds of the model's modules by name, and the types of its parameters."""
+    """Return the kinds of the model's modules by name, and the types of its parameters."""
     session = assemble(cases[0].plan, cases[0].run, process)
     model = session.engine.deepspeed.module.model
     found = {

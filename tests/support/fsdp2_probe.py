@@ -1,4 +1,6 @@
-"""Runs one after another on the same ranks, where the engine leaves nothing behind."""
+"""Runs inside ranks: several cases one after another, since the FSDP2 engine leaves no state
+behind.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,16 @@ def train(cases: list[Case], process: Process) -> None:
 
 @dataclass(frozen=True)
 class Bytes:
-    """In tensors of a rank."""
+    """Bytes in tensors of a rank."""
 
     resident: int
-    """Alive after a step."""
+    """After a step."""
     peak: int
-    """Most within the next one."""
+    """Peak within the next step."""
 
 
 def memory(cases: list[Case], process: Process) -> list[Bytes]:
-    """Of each case."""
+    """Measure the memory of each case."""
     return [_memory_of(case, process) for case in cases]
 
 
@@ -61,7 +63,7 @@ def _memory_of(case: Case, process: Process) -> Bytes:
     allocations = [event for event in events if event.get("name") == "[memory]"]
     for event in sorted(allocations, key=lambda event: event["ts"]):
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
-        held -= live.pop(address, 0)  # also of what was let go of in another way
+        held -= live.pop(address, 0)  # frees also what was released without `close`
         if size > 0:
             live[address] = size
             held += size

@@ -1,16 +1,15 @@
-"""Runs inside a rank: the most weights that ZeRO-3 holds whole at once."""
+"""Runs inside a rank: peak number of weights that ZeRO-3 has gathered at once."""
 
 from typing import Any
 
 from trainctl.train.session import assemble
 
 STEPS = 3
-"""The order of the modules is known after the first; with what is fetched ahead, two settle it."""
+"""Steps before the count is stable: the first records the module order for the prefetch."""
 
 
 def most(cases: list[Any], process: Any) -> list[int]:
-    """Elements of weights that are whole at once in each case's third step, at most, those that
-    always are left out."""
+    """Return the peak of gathered elements in each case's third step, without persistent ones."""
     return [_of(case, process) for case in cases]
 
 

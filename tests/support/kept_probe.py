@@ -1,4 +1,4 @@
-"""Runs inside a rank: the bytes that autograd saves of a forward pass, up to the logits."""
+"""Runs inside a rank: bytes that autograd saves in a forward pass, up to the logits."""
 
 from typing import Any
 
@@ -8,9 +8,11 @@ from trainctl.train.session import assemble
 
 
 def kept(cases: list[Any], process: Any) -> list[int]:
-    """Bytes of the storages that each case's first forward pass saves on this rank, without its
-    weights; nothing may be recomputed. (A census does not see them all: what an operation saves of
-    its own output is no object of Python's.)"""
+    """Return the bytes of the storages that each case's first forward pass saves on this rank.
+
+    Weights are excluded, and nothing may be recomputed. A census of live tensors misses some: an
+    operation's saved output is no Python object.
+    """
     return [_of(case, process) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""Runs that were never trained: a directory with a real plan, and records as ranks write them."""
+"""Run directories without training: a real plan, and records as ranks write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 
 EVALUATED, SAVED = 20, 40
-"""Every so many steps."""
+"""Steps between two evaluations, and between two checkpoints."""
 START = 1.7e9
 """Unix seconds of the first record."""
 
@@ -41,7 +41,7 @@ def new_run(folder: Path, *overrides: str, nodes: int = 1, devices: int = 2) -> 
 
 
 def append(run: RunPaths, records: Iterator[dict[str, Any]]) -> None:
-    """Write records as ranks do."""
+    """Append records as ranks do."""
     with ExitStack() as stack:
         writers: dict[int, EventWriter] = {}
         for record in records:
@@ -53,14 +53,14 @@ def append(run: RunPaths, records: Iterator[dict[str, Any]]) -> None:
 
 
 def append_lines(run: RunPaths, records: Iterator[dict[str, Any]]) -> None:
-    """Write records as early versions did: steps, too, are lines of `events.jsonl`."""
+    """Append records as early versions did, with steps as lines of `events.jsonl`."""
     with run.events.open("a") as stream:
         for record in records:
             stream.write(json.dumps(record).replace("NaN", '"NaN"') + "\n")
 
 
 def step(number: int, *, attempt: int = 1, time: float = START, **fields: Any) -> dict[str, Any]:
-    """A `step` record as of two ranks that take half a second."""
+    """Return the `step` record of two ranks that take half a second."""
     return {
         "schema": 1,
         "attempt": attempt,
@@ -82,12 +82,14 @@ def step(number: int, *, attempt: int = 1, time: float = START, **fields: Any) -
 
 
 def other(event: str, *, attempt: int = 1, time: float = START, **fields: Any) -> dict[str, Any]:
-    """A record of another kind."""
+    """Return a record of another kind."""
     return {"schema": 1, "attempt": attempt, "time": time, "event": event, **fields}
 
 
 def drawn(seed: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Records until that step: now and then it goes back, within an attempt or with a new one."""
+    """Draw records up to a step, with occasional rewinds within an attempt or with a new
+    attempt.
+    """
     chance = random.Random(seed)
     attempt, number, time = 1, 0, START
     yield other("launch", host="a", pid=1, ranks=2)

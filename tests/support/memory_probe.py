@@ -1,4 +1,4 @@
-"""Runs inside a rank: how much its peak memory grows while a ZeRO-3 model is built."""
+"""Runs inside a rank: growth of its peak memory while a ZeRO-3 model is built."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from trainctl.train.models.weights import SeedWeights
 
 
 def status_bytes(name: str) -> int:
-    """A size that the kernel reports of this process, such as VmRSS."""
+    """Return a size from /proc/self/status, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -20,9 +20,9 @@ def status_bytes(name: str) -> int:
 
 
 def growth(cases: list[Any], process: Any) -> dict[str, int]:
-    """Bytes that the peak grew by, and the sizes that it is held against."""
+    """Return the growth of the peak in bytes, and the sizes to compare it with."""
     plan = cases[0].plan
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     model = skeleton(plan.config.model, torch.float32)
     total = sum(p.numel() for p in model.parameters()) * 4

@@ -1,4 +1,6 @@
-"""What a coordinate check measures: the size of activations before and after a few updates."""
+"""Runs inside a rank for the coordinate check: size of activations before and after a few
+updates.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from trainctl.train.models.mup import blocks_of, family_of
 from trainctl.train.session import Session, assemble
 
 Sizes = dict[str, dict[str, float]]
-"""By place in the model: what an element is on average, and by how much it changed."""
+"""By place in the model: mean absolute value of an element, and its mean absolute change."""
 
 
 def sizes(cases: list[Case], process: Process) -> list[Sizes]:
-    """Train each case to its plan's end; what its activations on one held-out batch became."""
+    """Train each case to its plan's end; return its activations on one held-out batch."""
     found = []
     for case in cases:
         session = assemble(case.plan, case.run, process)
@@ -44,7 +46,7 @@ def sizes(cases: list[Case], process: Process) -> list[Sizes]:
 
 
 def activations(session: Session) -> dict[str, torch.Tensor]:
-    """By place, in fp32, of the first held-out samples."""
+    """Return the activations of the first held-out samples by place, in fp32."""
     number = session.plan.batch.micro_batch_size
     batch = session.held_out[SINGLE_SOURCE].micro_batch(np.arange(number))
     model: Any = session.engine.deepspeed.module.model
@@ -55,7 +57,7 @@ def activations(session: Session) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Within it, what the forward pass puts out at each place."""
+    """Record the outputs of the forward pass at each place within the context."""
     family = family_of(model)
     decoder, last = getattr(model, family.decoder), blocks_of(model)[-1]
     places: dict[str, nn.Module] = {

@@ -1,4 +1,4 @@
-"""What a forked process does for `test_offline`: `python -m trainctl.train.offline`, whole."""
+"""Runs inside a forked process for `test_offline`: all of `python -m trainctl.train.offline`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainctl.train import offline
 
 
 def answer(arguments: list[str]) -> tuple[int, str]:
-    """Its exit code and the last line of its answers, which go to its standard output."""
+    """Return its exit code and the last line of its answers, which go to its standard output."""
     sys.argv[1:] = arguments
     with tempfile.TemporaryFile("w+") as answers:
         os.dup2(answers.fileno(), 1)

@@ -1,4 +1,4 @@
-"""What a rank does for `test_optimizers`: real engines, beside optimizers that are known good."""
+"""Runs inside a rank for `test_optimizers`: real engines compared with reference optimizers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Step = Callable[[], None]
 
 
 def distances(cases: list[Case], process: Process) -> list[dict[str, float]]:
-    """Of each case, a plan on one process without ZeRO: how far its weights are from a reference's.
+    """Return how far the weights of each case are from a reference's; a case has one process, no
+    ZeRO.
 
     The reference gets the engine's gradients, so that only the updates are compared.
 
     Returns:
-        By parameter, the largest difference at any of the steps, over the largest change of the
-        parameter in a step: what is wrong with an update counts, however small the update is.
+        For each case and parameter, the largest difference at any step, divided by the largest
+        change of the parameter in a step, so that small updates count as much as large ones.
     """
     return [_distance(case, process) for case in cases]
 
@@ -68,7 +69,7 @@ def _distance(case: Case, process: Process) -> dict[str, float]:
 
 
 def _reference(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> Iterator[Step]:
-    """The steps of known good optimizers over the groups; their `lr` is read at each step."""
+    """Build steps of reference optimizers over the groups; each step reads the groups' `lr`."""
     kind = optimizer.kind
     betas = tuple(getattr(optimizer, name, 0.0) for name in ("beta1", "beta2"))
     eps, momentum = (getattr(optimizer, name, 0.0) for name in ("epsilon", "momentum"))
@@ -124,7 +125,7 @@ def _eight_bit(groups: list[dict[str, Any]], betas: tuple[float, float], eps: fl
 def _lion(
     groups: list[dict[str, Any]], betas: tuple[float, float], moments: dict[Any, Any]
 ) -> None:
-    """Algorithm 2 of arXiv:2302.06675."""
+    """Step by Algorithm 2 of arXiv:2302.06675."""
     for group in groups:
         for p in group["params"]:
             m = moments.get(p, torch.zeros_like(p))
@@ -135,7 +136,7 @@ def _lion(
 
 @torch.no_grad()
 def _muon(groups: list[dict[str, Any]], momentum: float, moments: dict[Any, Any]) -> None:
-    """torch.optim.Muon's step (2.13), in fp32 where that one rounds to bf16."""
+    """Step as torch.optim.Muon does (2.13), but in fp32 where torch rounds to bf16."""
     for group in groups:
         for p in group["params"]:
             buffer = moments.setdefault(p, torch.zeros_like(p))
@@ -156,7 +157,9 @@ def _muon(groups: list[dict[str, Any]], momentum: float, moments: dict[Any, Any]
 def _lamb(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, moments: dict[Any, Any]
 ) -> None:
-    """Algorithm 2 of arXiv:1904.00962, with phi the identity; vectors are not scaled."""
+    """Step by Algorithm 2 of arXiv:1904.00962, with the identity for phi; vectors are not
+    scaled.
+    """
     moments["step"] += 1
     t = moments["step"]
     for group in groups:

@@ -1,4 +1,4 @@
-"""One tiny model, trained in every way that a plan allows, and how far each is from one process.
+"""One tiny model, trained in every way that a plan allows, compared with one process.
 
 A combination is a choice on each axis: layout, ZeRO stage, offload, activation checkpointing,
 precision, model. `scripts/parity.py` trains the whole product, `test_parity.py` a part of it.
@@ -36,12 +36,14 @@ TOKENS = 128
 """Tokens per sample."""
 CLIPPING = 0.5
 CLIPPED_STEPS = 20
-"""Steps of the 30 in which the gradient is to be clipped, at least."""
+"""Least number of the 30 steps in which the gradient must be clipped."""
 
 TOLERANCE = 1e-5
-"""fp32: of losses in nats, and of gradient norms relative to the norm."""
+"""Limits in fp32: losses in nats, gradient norms relative to the norm."""
 SPREADS = 3.0
-"""bf16: as many times what ZeRO 1 on two processes differs from ZeRO 0 on one."""
+"""Limits in bf16, as multiples of the difference between ZeRO 1 on two processes and ZeRO 0 on
+one.
+"""
 
 Curve = dict[int, tuple[float, float]]
 
@@ -53,7 +55,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "SP2": {"sequence": 2},
     "TP2xPP2xDP2": {"tensor": 2, "pipeline": 2, "data": 2},
 }
-"""Axes of the mesh; "1" is the one process that all others are held against."""
+"""Sizes of the mesh axes; "1" is the one process that all others are compared with."""
 
 STAGES = ("0", "1", "2", "3")
 
@@ -104,12 +106,13 @@ class Combination:
     precision: str = "fp32"
     model: str = "llama"
     large: bool = False
-    """With weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe, so that on the tiny
-    model offload to NVMe would be offload to nowhere."""
+    """Use weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe, so the tiny model's
+    offload to NVMe would be untested.
+    """
 
     @classmethod
     def of(cls, *choices: str) -> Combination:
-        """One value of each axis of `AXES`, in their order."""
+        """Build a combination from one value of each axis of `AXES`, in their order."""
         chosen = dict(zip(AXES, choices, strict=True))
         return cls(**chosen, large=chosen["offload"].startswith("nvme"))
 
@@ -118,12 +121,14 @@ class Combination:
 
     @property
     def reference(self) -> Combination:
-        """The same model and precision on one process, without ZeRO."""
+        """Return the same model and precision on one process, without ZeRO."""
         return Combination(precision=self.precision, model=self.model, large=self.large)
 
     @property
     def spread(self) -> Combination | None:
-        """In bf16, the one whose distance from the reference measures what rounding does."""
+        """Return the bf16 combination whose distance from the reference measures the rounding
+        error.
+        """
         if self.precision == "fp32":
             return None
         return replace(self.reference, layout="DP2", stage="1")
@@ -135,12 +140,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the plan says of a combination."""
+    """Plan of a combination, or the reason of its refusal."""
 
     plan: RunPlan | None
-    """To train; None if it is refused."""
+    """Plan to train; None if it is refused."""
     refusal: tuple[Finding, ...] = ()
-    """The errors, or what would have no effect; empty if there is a plan."""
+    """Errors, or settings without effect; empty if there is a plan."""
 
 
 def judge(
@@ -151,14 +156,13 @@ def judge(
     data: DataConfig | None = None,
     nvme: Path = Path("/nvme"),
 ) -> Verdict:
-    """Resolve a combination.
+    """Plan a combination.
 
-    A setting of it that would have no effect (partitioned activations without tensor ranks, say)
-    only gets a warning, but then it is another combination under a second name.
+    A setting without effect (such as partitioned activations without tensor parallelism) only gets
+    a warning, but it makes the combination a duplicate of another one, so it is refused here.
 
     Args:
-        steps: Optimizer steps of the run.
-        data: The corpus; None for that of the tiny recipe.
+        data: Corpus; None for that of the tiny recipe.
         nvme: Folder that states are swapped to.
     """
     hardware = Hardware(
@@ -181,7 +185,7 @@ def judge(
 def layout_config(
     combination: Combination, steps: int, nvme: Path, tokens: int = TOKENS
 ) -> RunConfig:
-    """The tiny model's."""
+    """Return the configuration of the tiny model on the layout."""
     config = tiny_config(steps=steps, sequence_length=tokens)
     config.optimizer.gradient_clipping = CLIPPING
     config.optimizer.lr = 1e-3
@@ -208,13 +212,13 @@ def layout_config(
         config.offload.nvme_path = str(nvme)
     if config.offload.parameters is OffloadDevice.nvme:
         config.offload.buffer_size = 1_000_000
-        config.offload.buffer_count = 32  # as many parameters as are on their way at once
+        config.offload.buffer_count = 32  # as many parameters as are in flight at once
         config.offload.max_in_cpu = 0
     return config
 
 
 def enlarge(config: RunConfig) -> None:
-    """Give it weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe."""
+    """Enlarge the weights to a megabyte: DeepSpeed swaps nothing smaller to NVMe."""
     model = config.model
     model.num_layers, model.hidden_size = 2, 256
     elements = 2048 if config.precision.compute == DataType.fp32 else 4096
@@ -232,7 +236,7 @@ def train(
     tokens: int = TOKENS,
     data: DataConfig | None = None,
 ) -> Curve:
-    """Train a combination that is not refused; loss and gradient norm by step.
+    """Train a combination that is not refused; return loss and gradient norm by step.
 
     Raises:
         RanksFailed: A rank failed.
@@ -249,13 +253,13 @@ def train_all(
     data: DataConfig | None = None,
     together: bool = False,
 ) -> dict[Combination, Curve]:
-    """Train several, each on processes of its own, or several on the same.
+    """Train several combinations, each on processes of its own or several on the same.
 
     Args:
-        combinations: None is refused.
+        combinations: Combinations that are not refused.
         size: Steps, and tokens of a sample, of each.
-        data: The corpus; None for that of the tiny recipe.
-        together: Those of as many ranks share their processes, but for what is offloaded.
+        data: Corpus; None for that of the tiny recipe.
+        together: Share processes between combinations of one world size, except those with offload.
 
     Raises:
         RanksFailed: A rank failed.
@@ -280,12 +284,12 @@ def train_all(
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two curves, the largest at any step; infinite if one is not a number."""
+    """Largest difference of two curves at any step; infinite if a value is not a number."""
 
     loss: float
-    """In nats."""
+    """Difference of losses in nats."""
     norm: float
-    """Of the gradient norm, relative to the reference's."""
+    """Difference of gradient norms, relative to the reference's."""
 
     @classmethod
     def between(cls, reference: Curve, other: Curve) -> Difference:
@@ -294,7 +298,7 @@ class Difference:
         return cls(_largest(losses), _largest(norms))
 
     def within(self, limit: Difference) -> bool:
-        """Whether neither is larger than the limit's."""
+        """Return True if neither difference exceeds its limit."""
         return self.loss <= limit.loss and self.norm <= limit.norm
 
 
@@ -303,10 +307,10 @@ def _largest(values: list[float]) -> float:
 
 
 def limit(spread: Difference | None) -> Difference:
-    """What a combination may differ by from its reference.
+    """Return the allowed difference of a combination from its reference.
 
     Args:
-        spread: In bf16, what the combination's `spread` differs by.
+        spread: In bf16, the measured difference of the combination's `spread`.
     """
     if spread is None:
         return Difference(TOLERANCE, TOLERANCE)
@@ -314,13 +318,13 @@ def limit(spread: Difference | None) -> Difference:
 
 
 def clips_enough(reference: Curve) -> bool:
-    """Whether so much is clipped that wrong clipping would show."""
+    """Return True if enough steps are clipped for wrong clipping to show."""
     clipped = sum(norm > CLIPPING for _, norm in reference.values())
     return clipped * STEPS >= CLIPPED_STEPS * len(reference)
 
 
 def product(**chosen: Sequence[str]) -> list[Combination]:
-    """Return all combinations, with some axes held to the given values."""
+    """Return all combinations, with some axes fixed to the given values."""
     return [
         Combination.of(*values)
         for values in itertools.product(*(chosen.get(axis, AXES[axis]) for axis in AXES))
@@ -339,13 +343,13 @@ def pairs(combination: Combination) -> set[Pair]:
 def pairwise(
     candidates: Iterable[Combination], *, covered: Iterable[Combination] = (), seed: int = 0
 ) -> list[Combination]:
-    """Few of the candidates that together have every pair of choices that some candidate has.
+    """Choose few candidates that together cover every pair of choices of any candidate.
 
-    Greedy: always the one with the most new pairs; among equals the one with the fewest processes,
-    then one in fp32, which takes less time, then the first of a shuffled order.
+    The choice is greedy: the candidate with the most new pairs; among equals the one with the
+    fewest processes, then fp32, which is faster, then the first of a shuffled order.
 
     Args:
-        covered: Combinations whose pairs need not be had again.
+        covered: Combinations whose pairs are already covered.
     """
     rest = list(candidates)
     random.Random(seed).shuffle(rest)

@@ -1,6 +1,6 @@
-"""An engine of plain torch, without DeepSpeed: what the protocol asks for, and not a line more.
+"""Minimal engine in plain torch, without DeepSpeed: exactly what the protocol requires.
 
-Data parallel, in fp32. Ranks join each other as ever.
+Data-parallel, in fp32. The process group is the usual one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainctl.train.session import assemble
 
 
 class PlainStates(States):
-    """A tensor for each parameter: itself. The first rank saves all."""
+    """Checkpointed tensors: each parameter is one whole tensor, saved by the first rank."""
 
     are_partitioned = False
 
@@ -60,7 +60,7 @@ class PlainStates(States):
 
 
 class PlainEngine(Engine):
-    """The whole model on each rank, and torch's AdamW."""
+    """Engine that holds the whole model on each rank and updates it with torch's AdamW."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -115,7 +115,7 @@ class PlainEngine(Engine):
 
 
 class PlainRoom:
-    """The way in; the ranks have been joined by whoever runs the test."""
+    """Entry of the engine; the test has joined the ranks."""
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
         return plan
@@ -133,7 +133,7 @@ SPEC = EngineSpec(name="plain", build="plain_engine:PlainRoom")
 
 
 def train(cases: list[Case], process: Process) -> None:
-    """Train each case as launched, but by a plan that names this engine."""
+    """Train each case as launched, with a plan that names this engine."""
     registered = EntryPoint(
         name=f"engine.{SPEC.name}", value="plain_engine:SPEC", group=registry.ENTRY_POINTS
     )

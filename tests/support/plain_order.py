@@ -1,4 +1,4 @@
-"""The order of a run with one source, as it was before there were several: theirs keeps it.
+"""Sample order of a run with one source, as a reference for the sampler of several sources.
 
 A balanced Feistel network is a permutation of [0, 4^k); walking a cycle until it re-enters [0, n)
 makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). So the
@@ -20,13 +20,12 @@ _ROUNDS = 6
 def sample_indices(
     counters: npt.NDArray[np.int64], *, num_samples: int, seed: int, shuffle: bool
 ) -> npt.NDArray[np.int64]:
-    """Indices into the dataset for global sample counters.
+    """Return the dataset indices for global sample counters.
 
     Args:
         counters: Sample counters from 0, any shape; each pass over the data is a new permutation.
         num_samples: Samples in the dataset, at least 1.
-        seed: Seed of the run.
-        shuffle: Without it the dataset's own order is kept, again and again.
+        shuffle: Without it every pass keeps the dataset's own order.
     """
     epochs, positions = np.divmod(counters, num_samples)
     if not shuffle:
@@ -62,7 +61,7 @@ def _feistel(values: Indices, half_bits: int, keys: Indices) -> Indices:
 
 
 def _mix(value: Indices | np.uint64) -> Indices:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""A run as few lines of torch on one process make it: what every engine should come to."""
+"""Reference run in a few lines of torch on one process, which every engine should reproduce."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from trainctl.train.models.weights import SeedWeights
 
 @dataclass
 class Made:
-    """What came of it."""
+    """Result of the run."""
 
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Loss (cross entropy alone) and gradient norm by step."""
     limits: list[float] = field(default_factory=list)
-    """Of the norm, by step."""
+    """Clipping threshold of the gradient norm by step."""
     z_losses: list[float] = field(default_factory=list)
-    """By step."""
+    """z-loss by step."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Before the first step, by canonical name."""
+    """Weights before the first step, by canonical name."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the first step, before they are changed, by canonical name."""
+    """Gradients of the first step before clipping, by canonical name."""
 
 
 def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
@@ -72,7 +72,8 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
         made.z_losses.append(z_loss.item())
         (loss + z_loss).backward()
         if gradients.centralize:
-            for parameter in decayed:  # all of nn.Linear, whose weights are (outputs, inputs)
+            # Decays every weight of nn.Linear, whose shape is (outputs, inputs).
+            for parameter in decayed:
                 parameter.grad -= parameter.grad.mean(dim=1, keepdim=True)
         norm = float(torch.cat([p.grad.flatten().double() for p in pieces]).norm())
         made.curve[step + 1] = (loss.item(), norm)

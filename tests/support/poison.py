@@ -1,6 +1,6 @@
-"""Runs in which the loss of chosen samples is multiplied, and runs from which samples are missing.
+"""Runs with a multiplied loss of chosen samples, and runs without these samples.
 
-The first are what a guard has to survive; the second, undisturbed, are what it should come to.
+A guard has to survive the first kind; the second, undisturbed, is the result to expect of it.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Poisoned(Case):
-    """A plan to train with what is wrong with its samples."""
+    """Plan to train, with faults of its samples."""
 
     poison: tuple[tuple[int, float], ...] = ()
-    """Sample counters, and what the loss of a micro-batch with that sample is multiplied by."""
+    """Factor of the loss of a micro-batch with that sample, by sample counter."""
     missing: tuple[tuple[int, int], ...] = ()
-    """Ranges of sample counters that the order does not have."""
+    """Ranges of sample counters that the order skips."""
     gradient_only: bool = False
-    """The loss is as it should be, and its gradient alone multiplied."""
+    """Multiply only the gradient, and keep the loss as it is."""
     struck: str = ""
-    """What holds a NaN from the beginning: ``weight`` (one element), ``activation`` or ``gradient``
-    (of the output), and the name of a linear layer."""
+    """Place of a NaN from the beginning: ``weight`` (one element), ``activation`` or ``gradient``
+    (of the output), and the name of a linear layer.
+    """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw of its run."""
+    """Observations of a rank during its run."""
 
     error: str
-    """The message that it ended with; empty if it went well."""
+    """Message of the error that ended it; empty if there was none."""
     hint: str
     exit_code: int
     digest: str
-    """Of the weights, whole."""
+    """Digest of the whole weights."""
     is_finite: bool
-    """Whether all of them are."""
+    """Whether all weights are finite."""
 
 
 def train_poisoned(case: Poisoned, world_size: int = 2) -> list[Outcome]:
-    """Train it; the outcome of each rank."""
+    """Train it; return the outcome of each rank."""
     return train_cases(world_size, [case], probe="poison:train")
 
 
 def train(cases: list[Poisoned], process: Any) -> Outcome:
-    """On a rank."""
+    """Train on a rank."""
     (case,) = cases
     session = assemble(case.plan, case.run, process)
     if case.poison:
@@ -107,7 +108,8 @@ def _poison(session: Session, case: Poisoned) -> None:
     if session.mesh.pipeline.size == 1:
         getattr(engine, "deepspeed", engine).module.register_forward_hook(multiply)
         return
-    # DeepSpeed's pipeline: the whole step's gradient, and never the loss, which is noted before.
+    # DeepSpeed's pipeline: multiply the whole step's gradient but never the loss, which is recorded
+    # before.
     assert case.gradient_only
     accumulate, stages = engine.accumulate, engine.deepspeed
 
@@ -126,7 +128,7 @@ def _poison(session: Session, case: Poisoned) -> None:
 
 
 def _strike(session: Session, what: str, name: str) -> None:
-    """Put a NaN where it is looked for."""
+    """Inject a NaN into the named layer's weight, activation or gradient."""
     if what == "weight":
         state = session.state
         for fragment in state.fragments:
@@ -150,7 +152,7 @@ def _strike(session: Session, what: str, name: str) -> None:
 
 
 def note_factor(of_sample: dict[int, float], batch: Any) -> float:
-    """What a micro-batch is multiplied by: the worst of its samples."""
+    """Return the factor of a micro-batch: the largest of its samples, NaN above all."""
     return max((of_sample.get(int(i), 1.0) for i in batch.sample_ids), key=_badness)
 
 
@@ -159,7 +161,7 @@ def _badness(factor: float) -> float:
 
 
 class _WithoutSamples:
-    """Training data whose order leaves some samples out."""
+    """Training data whose order skips some samples."""
 
     def __init__(self, data: Any, missing: tuple[tuple[int, int], ...]) -> None:
         self._data, self._missing = data, missing
@@ -183,7 +185,7 @@ def _weights(session: Session) -> tuple[str, bool]:
 
 
 def _whole(engine: Any) -> Iterator[torch.Tensor]:
-    """Each parameter, gathered while it is looked at."""
+    """Yield each parameter, gathered for the duration of the iteration."""
     if not hasattr(engine, "deepspeed"):
         engine.states.copy_masters_to_parameters()
         yield from (parameter.full_tensor() for parameter in engine.module.parameters())

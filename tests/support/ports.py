@@ -1,4 +1,4 @@
-"""Ports for what a test starts, which listens on them later."""
+"""Ports for processes that a test starts and that listen later."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port to listen on, on any address of this machine, which nobody else is given meanwhile.
+    """Reserve a port on every address of this machine for the duration of the context.
 
-    One that is let go can be taken, by a connection of another test, before anyone listens on it.
-    Who listens must set SO_REUSEADDR, as TCPStore, Python's `create_server` and Slurm do.
+    A released port could be taken by a connection of another test before the process listens on it.
+    The listener must set SO_REUSEADDR, as TCPStore, Python's `create_server` and Slurm do.
     """
     with socket.socket() as reserved:
         reserved.bind(("", 0))
-        # Only from here on: the listener, which sets it too, may then share the port.
+        # Set only after binding: the listener, which sets it too, may then share the port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield int(reserved.getsockname()[1])

@@ -1,8 +1,8 @@
-"""A process that has imported what trainctl imports, and forks itself for each that asks.
+"""Server that has imported trainctl's dependencies and forks itself for each request.
 
-What asks is what was started in its place, `preloaded/fork_client.py`, or a test (`Forked`). The
-importing is most of what a short run costs. Standard library only, beside what it imports for the
-others.
+A request comes from `preloaded/fork_client.py`, started in place of the command, or from a test
+(`Forked`). Imports are most of the time of a short run. The server itself uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ PRELOADED = (
 POLL_SECONDS = 0.02
 LARGEST_REQUEST = 1 << 20
 ROOM = "x" * (1 << 16)
-"""In the environment and on the command line of a server, for what its forks show instead."""
+"""Space in the environment and command line of a server, to be overwritten by those of its
+forks.
+"""
 
 
 class PreloadedServer:
-    """The server and what a launch needs to use it.
+    """Server process, with the environment that a launch needs to use it.
 
     Args:
-        folder: For its socket and what it prints.
-        modules: What it imports.
+        folder: Folder of its socket and its output.
+        modules: Modules to import.
     """
 
     def __init__(self, folder: Path, modules: Sequence[str] = PRELOADED) -> None:
@@ -75,14 +77,14 @@ class PreloadedServer:
             "PYTHONPATH": os.pathsep.join([here, given] if given else [here]),
             "TRAINCTL_TESTS_SERVER": str(address),
             "TRAINCTL_TESTS_SERVER_OF": sys.prefix,
-            FORK_VARIABLE: "0",  # a fork of its forks would be no child of the agent
+            FORK_VARIABLE: "0",  # a grandchild of the server would be no child of the agent
         }
 
     def __enter__(self) -> PreloadedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it, and forks that are left."""
+        """End the server and the remaining forks."""
         self._server.kill()
         self._server.wait()
         assert self._server.stdout is not None
@@ -91,15 +93,15 @@ class PreloadedServer:
 
 
 class Forked:
-    """A fork that runs a module as its main one: of `subprocess.Popen` what tests use. It is a
-    child of the server, and ends when this is gone.
+    """Fork that runs a module as `__main__`, with the interface of `subprocess.Popen` that tests
+    use.
+
+    It is a child of the server, and ends when this object is closed.
 
     Args:
-        server: What forks it.
-        module: Its name.
         arguments: Its command line.
-        environment: All its variables.
-        own_session: Whether it leads one.
+        environment: Its whole environment.
+        own_session: Whether it leads a session.
     """
 
     def __init__(
@@ -133,20 +135,21 @@ class Forked:
         self.pid = int(self._connection.recv(64))
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """Return its exit code, or None while it runs."""
         return self._ended(0.0)
 
     def kill(self) -> None:
-        """By SIGKILL, unless it has ended."""
+        """Send SIGKILL, unless it has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[None, str]:
-        """End its stdin and wait for its end; what it, or who has its stderr, said until then.
+        """Close its stdin and wait for its end; return the output until then, its children's
+        included.
 
         Raises:
-            subprocess.TimeoutExpired: It goes on.
+            subprocess.TimeoutExpired: It is still running.
         """
         if self._stdin >= 0:
             os.close(self._stdin)
@@ -179,14 +182,14 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
     while True:
         ready, _, _ = select.select([listener, *forks.values()], [], [], POLL_SECONDS)
         for pid, connection in list(forks.items()):
-            if connection in ready and connection.recv(1) == b"":  # its place is gone
+            if connection in ready and connection.recv(1) == b"":  # the placeholder process is gone
                 os.kill(pid, signal.SIGKILL)
         while forks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             with forks.pop(pid) as connection:
-                with suppress(OSError):  # gone with its launch
+                with suppress(OSError):  # ended together with its launch
                     connection.send(str(os.waitstatus_to_exitcode(status)).encode())
         if listener in ready:
             connection, _ = listener.accept()
@@ -211,7 +214,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Import, say so, serve; in a fork: run what was asked for."""
+    """Import, report readiness and serve; in a fork, run the requested module."""
     die_with_parent(int(sys.argv[1]))
     for name in sys.argv[3].split(","):
         importlib.import_module(name)

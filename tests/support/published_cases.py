@@ -1,4 +1,4 @@
-"""Published models, each by its `config.json`, read and traced in the process that asks."""
+"""Published models, each read from its `config.json` and traced in the calling process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def directory(name: str, folder: Path, **changes: Any) -> Path:
-    """Write the `config.json` of a model into a folder."""
+    """Write the model's `config.json` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CASES[name], **changes}))
     return folder
@@ -30,7 +30,7 @@ def directory(name: str, folder: Path, **changes: Any) -> Path:
 
 @cache
 def composed(name: str) -> RunConfig:
-    """Return a run of the model in bf16, with the anatomy that its own code has now."""
+    """Return a run of the model in bf16, with a freshly read anatomy."""
     with TemporaryDirectory() as folder:
         model = ModelConfig(name=name, family="hf", path=str(directory(name, Path(folder))))
         model = read_directory(model)
@@ -40,7 +40,7 @@ def composed(name: str) -> RunConfig:
 
 
 def traced(config: RunConfig, sequence_length: int) -> TracedModel:
-    """Return a fresh trace."""
+    """Trace the model without a cache."""
     from trainctl.train.models.trace import trace
 
     with TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def traced(config: RunConfig, sequence_length: int) -> TracedModel:
 
 
 def resaved(name: str) -> dict[str, Any]:
-    """Return the `config.json` that transformers itself would write of the model."""
+    """Return the model's `config.json` as transformers would save it."""
     with TemporaryDirectory() as folder:
         config = AutoConfig.from_pretrained(directory(name, Path(folder)))
     found: dict[str, Any] = json.loads(config.to_json_string())

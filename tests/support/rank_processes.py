@@ -1,4 +1,4 @@
-"""Real ranks for tests: gloo processes, forked from a server that has everything imported."""
+"""Real ranks for tests: gloo processes, forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainctl.runs.records import read_events, step_curve
 PRELOAD = (
     "ranks",
     "trainctl.engines.deepspeed.entry",
-    # What DeepSpeed's engine imports only when it is built.
+    # Modules that DeepSpeed's engine imports only when it is built.
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "transformers.models.gpt2.modeling_gpt2",
@@ -49,14 +49,14 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SECONDS = 300.0
-"""Limit of one case, or of those that share their processes."""
+"""Limit of one case, or of a group of cases that share their processes."""
 TOGETHER = 10
-"""At most share them, so that they end in time."""
+"""Largest number of cases that share processes, so that the group ends within the limit."""
 
 
 _servers: list[ForkServer] = []
 _corpora: dict[str, Corpus] = {}
-"""By what they depend on."""
+"""Prepared corpora by the settings they depend on."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Case:
     attempt: int = 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the ranks: the sections of sources are of classes made when they are read."""
+        """Drop sections whose classes are created at reading time and cannot be pickled."""
         return {**vars(self), "plan": to_plain(self.plan)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,12 +77,13 @@ class Case:
 
 
 def tiny_config(**changes: Any) -> RunConfig:
-    """A model of 0.1 million parameters on 1.5 MB of the standard library, in fp32: processors that
-    do not multiply bf16 are thirty times slower at it.
+    """Return a model of 0.1 million parameters on 1.5 MB of the standard library, in fp32.
+
+    CPUs without bf16 products are thirty times slower in bf16.
 
     Args:
-        changes: Of `training`, or of another section: `zero_stage__stage=2`. Enums may be given by
-            their value.
+        changes: Keys of `training`, or of another section as `zero_stage__stage=2`. Enums may be
+            given by their value.
     """
     config = RunConfig()
     config.model = ModelConfig(
@@ -121,15 +122,15 @@ def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:
 def train_cases(
     world_size: int, cases: list[Case], *, together: bool = False, probe: str = ""
 ) -> list[Any]:
-    """Train every case on `world_size` fresh processes; what `probe` returned, by rank.
+    """Train every case on `world_size` fresh processes; return the results of `probe` by rank.
 
     Args:
-        together: Several one after the other in the same processes: half of a small case is its
-            start.
+        together: Train several cases one after the other in the same processes: start-up is half of
+            a small case.
         probe: ``module:function`` called once as ``function(cases, process)`` in place of training.
 
     Raises:
-        RanksFailed: A rank failed; its message ends with what it printed.
+        RanksFailed: The message ends with the output of the failed rank.
     """
     for case in cases:
         attempt = case.run.attempt(case.attempt)
@@ -137,7 +138,7 @@ def train_cases(
         write_json(attempt.plan, to_plain(case.plan))
         prepare_once(case.plan, case.run)
     for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
-        # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
+        # Once for all ranks and without a time limit: a compiler that is killed leaves a lock.
         server().prepare("ranks:load_operator", operator)
     if any(quantized_layers(c.plan.config.model, low_rank(c.plan.config.adapter)) for c in cases):
         server().prepare("ranks:load_module", "bitsandbytes")
@@ -150,8 +151,9 @@ def train_cases(
 
 
 def prepare_once(plan: RunPlan, run: RunPaths) -> None:
-    """As before a launch, but the standard library's folders are walked once: it takes as long as
-    ten steps of the tiny model."""
+    """Prepare as a launch does, but scan the standard library only once: a scan takes as long as
+    ten steps of the tiny model.
+    """
     config = plan.config
     if config.data.kind != "stdlib" or config.data.sources or is_counted_in_epochs(config.training):
         prepare(plan, run)
@@ -167,7 +169,7 @@ def prepare_once(plan: RunPlan, run: RunPaths) -> None:
 
 
 def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:
-    """The run of one configuration, trained on that many fresh processes."""
+    """Train one configuration on fresh processes and return its run."""
     run = RunPaths(folder)
     train_cases(processes, [Case(tiny_plan(config, processes), run)])
     return run
@@ -182,7 +184,7 @@ def server() -> ForkServer:
 
 
 def _operators(plan: RunPlan) -> set[str]:
-    """What of DeepSpeed is compiled when it is first used."""
+    """Return the DeepSpeed operators that the plan compiles at their first use."""
     offload = plan.config.offload
     operators = set()
     kind = plan.config.optimizer.kind

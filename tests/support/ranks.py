@@ -1,4 +1,4 @@
-"""What a rank of a test does, once it is forked: joins the others, trains or probes, leaves."""
+"""Functions that run in a forked rank: join the process group, train or probe, leave."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ _GROUPS = {
     for name, value in vars(groups).items()
     if not name.startswith("__") and (value is None or isinstance(value, dict | list))
 }
-"""What DeepSpeed notes of an engine's process groups, before there is one."""
+"""DeepSpeed's record of process groups before the first engine is built."""
 
 
 def load_operator(name: str) -> None:
-    """Compile, if it has not been, and load one of DeepSpeed's operators; runs in the server."""
+    """Load one of DeepSpeed's operators, compiled if necessary; runs in the server."""
     get_accelerator().create_op_builder(name).load()
 
 
 def load_module(name: str) -> None:
-    """Import what only some cases need; runs in the server."""
+    """Import a module that only some cases need; runs in the server."""
     importlib.import_module(name)
 
 
 def train(cases: list[Case]) -> None:
-    """Train each as a launched rank does, noting the samples that are really read."""
+    """Train each case as a launched rank does, and record the samples that are really read."""
     with _joined(cases[0]) as process:
         for case in cases:
-            # As a process of its own would at its start: others of these may be in another format.
+            # As a new process would have it: other cases of this process may use another format.
             use_fp32_cpu_products(case.plan.config.precision, process.device)
             _train(case, process)
-            for name, value in _GROUPS.items():  # else the next engine takes them for its own
+            # Otherwise the next engine would reuse these groups.
+            for name, value in _GROUPS.items():
                 setattr(groups, name, copy.copy(value))
 
 
@@ -66,7 +67,9 @@ def _train(case: Case, process: Process) -> None:
 
 
 def _assert_swapped(session: Session) -> None:
-    """What is smaller than a megabyte DeepSpeed keeps in memory, without a word."""
+    """Check that parameters are swapped; DeepSpeed silently keeps those below a megabyte in
+    memory.
+    """
     offload = session.plan.config.offload
     if offload.optimizer is OffloadDevice.nvme:
         assert session.state.is_swapped
@@ -76,7 +79,7 @@ def _assert_swapped(session: Session) -> None:
 
 
 def probe(work: tuple[list[Case], str]) -> Any:
-    """Call the ``module:function`` with the cases and this rank; what it returned."""
+    """Call the ``module:function`` with the cases and this rank; return its result."""
     cases, name = work
     module, _, function = name.partition(":")
     with _joined(cases[0]) as process:
@@ -91,7 +94,7 @@ def _joined(case: Case) -> Iterator[Process]:
 
 
 class _Watched:
-    """The training data of a rank, with a record of the samples that it really gave out."""
+    """Training data of a rank that records the samples it returned."""
 
     def __init__(self, data: Any, case: Case) -> None:
         self._data = data
@@ -103,6 +106,6 @@ class _Watched:
     def step(self, first_sample: int, batch: Batch) -> Any:
         batches = self._data.step(first_sample, batch)
         ids = [int(sample) for batch in batches for sample in batch.sample_ids]
-        with self._path.open("a") as file:  # one short write: the ranks' lines do not mix
+        with self._path.open("a") as file:  # one short write, so that the ranks' lines do not mix
             file.write(json.dumps({"first": first_sample, "ids": ids}) + "\n")
         return batches

@@ -1,4 +1,4 @@
-"""What tests of the schedule do on a rank: several schedules with one engine."""
+"""Runs inside a rank for tests of the schedule: several schedules with one engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Rates = dict[str, float]
 
 
 def train_with_each(cases: list[Case], process: Process) -> list[tuple[list[Rates], Rates]]:
-    """Train as launched with the plan of each case in turn, which differ by the schedule alone.
+    """Train as launched with each case's plan in turn; the plans differ only in their schedule.
 
     Returns:
-        Of each case: the rates of every group when the optimizer was called for each step, and
-        those that the groups were made with.
+        For each case: the rates of every group at each call of the optimizer, and the initial rates
+        of the groups.
     """
     session = assemble(cases[0].plan, cases[0].run, process)
     found = []

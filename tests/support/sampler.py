@@ -1,8 +1,9 @@
-"""DeepSpeed JSONs drawn from the schema by a seed: about half legal, the others broken on purpose.
+"""DeepSpeed JSONs drawn from the schema by a seed: about half legal, the others deliberately
+broken.
 
-A legal one is a choice of stage, format, optimizer, schedule and batch, with keys of the schema set
-to legal values of their type. A broken one is such a choice with one of BREAKS, one for each way to
-break each rule, or with a value that the schema does not allow.
+A legal JSON is a choice of stage, format, optimizer, schedule and batch, with further keys of the
+schema set to legal values. A broken JSON adds one of BREAKS, which has an entry for each way to
+break each rule, or a value that the schema does not allow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ SPLIT = {
     },
 }
 
-# What the tiny model, a CPU and two processes cannot show: compilers, packages, services, drives.
+# Rules that the tiny model, a CPU and two processes cannot show: compilers, packages, services,
+# drives.
 LEFT_ALONE = (
     "activation_checkpointing",
     "autotuning",
@@ -62,7 +64,7 @@ LEFT_ALONE = (
     "scheduler",
     "fp16.enabled",
     "torch_autocast",
-    # Whether a module is fine-grained depends on the model, and the tiny one is nothing else.
+    # Whether a module is fine-grained depends on the model; all modules of the tiny one are.
     "zero_optimization.stage3_module_granularity_threshold",
 )
 CHOSEN = (
@@ -107,7 +109,7 @@ def _own(code: str) -> tuple[str, Json]:
     return code, dict(_BY_CODE[code].example.json)
 
 
-# Rule, and the keys that break it, on top of a legal JSON.
+# A rule, and the keys that break it when added to a legal JSON.
 BREAKS: list[tuple[str, Json]] = [
     _own("TC203"),
     ("TC203", {f"{Z}stagee": 2}),
@@ -276,7 +278,7 @@ BREAKS: list[tuple[str, Json]] = [
 
 
 def sample(seed: int, count: int) -> list[Case]:
-    """Cases by a seed; each break is tried before one comes again."""
+    """Draw cases by a seed; each break is used before any is repeated."""
     rng = random.Random(seed)
     breaks: list[tuple[str, Json]] = []
     cases = []
@@ -306,7 +308,7 @@ def every_break(seed: int) -> list[Case]:
 
 
 def around(case: Case) -> JsonContext:
-    """What the real run's JSON meets: CPU processes, and a script without an optimizer."""
+    """Return the environment of the real run: CPU processes, and a script without an optimizer."""
     return JsonContext(
         world_size=RANKS,
         devices_per_node=RANKS,
@@ -317,7 +319,7 @@ def around(case: Case) -> JsonContext:
 
 
 def legal(rng: random.Random) -> Json:
-    """A JSON that DeepSpeed trains with on two CPU processes."""
+    """Draw a JSON that DeepSpeed trains with on two CPU processes."""
     stage = rng.choice([0, 1, 1, 2, 2, 3, 3])
     config: Json = {}
     _batch(rng, config)
@@ -379,7 +381,7 @@ def _optimizer(rng: random.Random, config: Json, stage: int) -> None:
     if kind in ("SGD", "NAdam", "RMSprop") and stage:
         config["zero_allow_untested_optimizer"] = True
     if kind == "Adagrad":
-        # Offloaded, it is DeepSpeed's own kernel, which would be compiled.
+        # Offloaded, it is DeepSpeed's own kernel, which would have to be compiled.
         kind, params = "Adam", {"lr": 1e-3, "torch_adam": True, "amsgrad": True}
     config["optimizer"] = {"type": kind, "params": params}
 
@@ -402,7 +404,7 @@ def _schedule(rng: random.Random, config: Json, *, plain: bool) -> None:
 
 
 def broken(config: Json, rule: str, changes: Json) -> Case:
-    """A JSON, changed in place, that breaks a rule."""
+    """Change a JSON in place so that it breaks a rule."""
     case = {**_case(config), "breaks": rule}
     for key, value in changes.items():
         if key == "stages":
@@ -421,7 +423,7 @@ def broken(config: Json, rule: str, changes: Json) -> Case:
 
 
 def _spoil(rng: random.Random, case: Case) -> None:
-    """A key of the schema with a value that is not its type, or not in its range."""
+    """Set a key of the schema to a value of a wrong type or out of range."""
     key = rng.choice(FREE)
     _set(case["json"], key.name, rng.choice(list(_illegal_values(key))))
     case["breaks"] = "schema"
@@ -483,4 +485,4 @@ FREE = [
     and key.name not in CHOSEN
     and not key.name.startswith(LEFT_ALONE)
 ]
-"""Keys that are set to any legal value, whatever else is set."""
+"""Keys that may have any legal value, independent of the others."""

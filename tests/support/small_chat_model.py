@@ -1,7 +1,8 @@
-"""A small model that can copy and reckon, pre-trained on the spot, and a chat corpus that asks it.
+"""Small model that can copy and compute, pre-trained on the spot, and a chat corpus with such
+tasks.
 
-The model learns from lines such as `twice 7 for ann=14`, and has seen no conversation. A chat
-corpus asks the same, and its answers can be checked, also to questions that are held out.
+The model is pre-trained on lines such as `twice 7 for ann=14`, and has seen no conversation. The
+chat corpus asks the same, with answers that can be checked, also for held-out questions.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _SIZE = 64
 
 
 def write_base(folder: Path, *, steps: int = 150, seed: int = 0) -> float:
-    """Pre-train the model and save it with its tokenizer; gives the last loss.
+    """Pre-train the model and save it with its tokenizer; return the last loss.
 
     Args:
-        folder: A transformers directory, to be made.
+        folder: Output folder for the transformers directory.
         steps: Updates, of 32 texts of 64 tokens.
-        seed: Of the weights and the texts.
+        seed: Seed of the weights and the texts.
     """
     write_tokenizer(folder, words=WORDS)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -52,7 +53,7 @@ def write_base(folder: Path, *, steps: int = 150, seed: int = 0) -> float:
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=256,
-            initializer_range=0.1,  # of a width of 64: it learns several times as fast
+            initializer_range=0.1,  # learns several times as fast as a smaller width
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -82,25 +83,26 @@ def _line_ids(tokenizer: Any, draw: random.Random) -> list[int]:
 
 
 def questions(seed: int = 1) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Questions with their answers: those to learn from, and 100 that are held out."""
+    """Return training questions and 100 held-out questions, with their answers."""
     every = list(EVERY)
     random.Random(seed).shuffle(every)
     return every[100:], every[:100]
 
 
 def write_chat(file: Path, pairs: list[tuple[str, str]]) -> Path:
-    """One conversation of a single turn a line."""
+    """Write one conversation of a single turn per line."""
     file.write_text("".join(json.dumps({"messages": asked(pair)}) + "\n" for pair in pairs))
     return file
 
 
 def share_right(folder: Path, pairs: list[tuple[str, str]], model: Any = None) -> float:
-    """Share of questions that a model answers exactly, greedily, by transformers alone.
+    """Return the share of questions that a model answers exactly by greedy decoding in
+    transformers.
 
     Args:
-        folder: An export, with its tokenizer.
+        folder: An exported model with its tokenizer.
         pairs: Questions and their answers.
-        model: Another one than the export's.
+        model: Model to use in place of the exported one.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
     model = model or LlamaForCausalLM.from_pretrained(str(folder))

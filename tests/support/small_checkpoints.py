@@ -1,4 +1,4 @@
-"""Small whole checkpoints that no training made, and that need no torch."""
+"""Small complete checkpoints without training and without torch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def save(
     leave_out: tuple[str, ...] = (),
     **facts: Any,
 ) -> Path:
-    """Commit a checkpoint: in each file one parameter of zeros, cut in two fragments.
+    """Commit a checkpoint: each file has one parameter of zeros, in two fragments.
 
     Args:
-        run: The run, which need not have been made.
-        files: Of as many ranks.
+        run: Run; its directory need not exist.
+        files: Number of files, one per rank.
         numel: Elements of each parameter.
-        width: Bytes that the header of each file is filled up to, in steps of 8.
-        leave_out: Fields that the manifest does not have.
-        facts: Fields of the manifest that are to be others; `weights_only` chooses the kind.
+        width: Size of each file's header after padding, in bytes; a multiple of 8.
+        leave_out: Fields to leave out of the manifest.
+        facts: Fields of the manifest to change; `weights_only` chooses the kind.
     """
     weights_only = facts.get("weights_only", False)
     folder = checkpoints.temporary_path(run, step, weights_only=weights_only)
@@ -83,7 +83,7 @@ def save(
 
 
 def tensor_file(numels: dict[str, int], width: int = 32) -> bytes:
-    """A safetensors file of flat fp32 tensors of zeros."""
+    """Write a safetensors file of flat fp32 tensors of zeros."""
     header, end = {}, 0
     for name, numel in numels.items():
         begin, end = end, end + 4 * numel

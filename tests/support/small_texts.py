@@ -1,4 +1,4 @@
-"""A small corpus with all that preparation has to get right, the same each time it is made."""
+"""Small corpus with every case that preparation must handle; identical each time it is written."""
 
 import json
 import random
@@ -14,13 +14,13 @@ CONFIGS = {
     "cut": {"paths": ["a/*.txt"], "max_bytes": 5000},
     "none": {"paths": ["b/big.jsonl", "a"], "held_out_fraction": 0.0},
 }
-"""What is read of it, each by keys of `data=files`."""
+"""Configurations that read the corpus, by keys of `data=files`."""
 
 _WORDS = ["alpha", "beta", "gamma", "delta", "é", "漢字", "", "\n", "", "fn(", ")", "{x}", "0123"]
 
 
 def make_texts(root):
-    """Text, JSONL with empty lines, and JSONL with all kinds of bad lines."""
+    """Write text, JSONL with empty lines, and JSONL with all kinds of bad lines."""
     chance = random.Random(7)
 
     def text(count):

@@ -1,4 +1,4 @@
-"""A rank without an engine: the state that a saver copies, and a process group of one."""
+"""Rank without an engine: the state that a saver copies, and a process group of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMEL = 1000
 
 
 class PlainState:
-    """Two tensors of fp32 and one moment of each, whole on this rank."""
+    """Two fp32 tensors and one moment of each, whole on this rank."""
 
     is_swapped = False
 
@@ -63,7 +63,7 @@ class PlainState:
 
 
 def facts(step: int, *, ranks: int = 1, weights_only: bool = False) -> dict[str, Any]:
-    """What a manifest says besides the fragments."""
+    """Return the manifest's fields other than the fragments."""
     shapes = {f"parameter.{rank}.{index}": [NUMEL] for rank in range(ranks) for index in range(2)}
     return {
         "run": "",
@@ -80,7 +80,7 @@ def facts(step: int, *, ranks: int = 1, weights_only: bool = False) -> dict[str,
 
 @contextmanager
 def only_rank() -> Iterator[Process]:
-    """This process as the only rank."""
+    """Return this process as the only rank."""
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:

@@ -1,4 +1,4 @@
-"""Ranks that train with something that holds one of them up, or all; run in forked ranks."""
+"""Training with a delay on one rank or on all; runs in forked ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble
 
 SECONDS = 0.4
-"""Lost in each step: many times what a step of the tiny model takes, at ZeRO 3 too (0.13 s)."""
+"""Delay of each step, in seconds: many times a step of the tiny model, also at ZeRO 3 (0.13 s)."""
 
 
 def train(cases: list[Case], process: Process) -> None:
-    """Train each case; the name of its folder says what is slow, and on which ranks."""
+    """Train each case; the name of its folder chooses the delay and its ranks."""
     stragglers.WINDOW_STEPS, stragglers.WINDOWS = 2, 2
-    # Waiting for a processor is tested by itself: what else this machine does is not of interest.
+    # Waiting for a CPU is tested elsewhere, and other load of this machine must not matter here.
     stopwatch._ACCOUNT = Path("/nowhere")
     for case in cases:
         session = assemble(case.plan, case.run, process)
@@ -43,7 +43,7 @@ def train(cases: list[Case], process: Process) -> None:
 
 
 class _SlowData:
-    """Training data that takes its time."""
+    """Training data with a delay."""
 
     def __init__(self, data: TrainingData) -> None:
         self._data = data
@@ -52,7 +52,7 @@ class _SlowData:
         return getattr(self._data, name)
 
     def step(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
-        time.sleep(1.5 * SECONDS)  # some of it passes behind the steps before
+        time.sleep(1.5 * SECONDS)  # part of the delay overlaps with the steps before
         return self._data.step(first_sample, batch)
 
 
@@ -61,17 +61,19 @@ def _data(session: Session) -> None:
 
 
 def _stall(session: Session) -> None:
-    """The forward pass stands still, as on a device that is throttled or a process swapped out."""
+    """Delay the forward pass without computing, as a throttled device or a swapped process does."""
     _before_forward(session, time.sleep)
 
 
 def _sleep(session: Session) -> None:
-    """The backward pass stands still, in no collective: for a drive, a lock, a cgroup."""
+    """Delay the backward pass outside of collectives, as a wait for a drive, a lock or a cgroup
+    does.
+    """
     _before_backward(session, lambda: time.sleep(2 * _each(session)))
 
 
 def _stopped(session: Session) -> None:
-    """The process is stopped while it steps, and goes on later."""
+    """Stop the process within a step, and continue it later."""
     step = session.engine.update
 
     def update(**given: Any) -> None:
@@ -85,7 +87,7 @@ def _stopped(session: Session) -> None:
 
 
 def _forward(session: Session) -> None:
-    """The forward pass computes more than those of others."""
+    """Compute more in the forward pass than the other ranks."""
     _before_forward(session, _compute)
 
 

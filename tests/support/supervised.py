@@ -1,4 +1,4 @@
-"""A launch in processes of its own, that tests watch and send signals to."""
+"""Launch in processes of its own, which tests watch and send signals to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLEAN_SECONDS = 5.0
 def make_plan(
     ranks: int = 2, kind: str = "local", *, loggers: Sequence[str] = (), **launcher: Any
 ) -> RunPlan:
-    """A plan of which only the launcher's part matters; no save is asked for, few would follow."""
+    """Return a plan of which only the launcher matters; stand-ins get no grace to save."""
     launcher.setdefault("interrupt_grace_seconds", 0.0)
     return RunPlan(
         config=RunConfig(
@@ -56,7 +56,7 @@ def make_plan(
 
 
 def carriers(identity: str) -> dict[int, str]:
-    """Live processes with the run's id in their environment, and their command lines."""
+    """Return live processes with the run's id in their environment, and their command lines."""
     found = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -70,12 +70,12 @@ def carriers(identity: str) -> dict[int, str]:
 
 
 class Launch:
-    """A launcher in a session of its own, like the foreground job of a terminal.
+    """Launcher in a session of its own, like the foreground job of a terminal.
 
     Args:
-        run: Of `Launches.make_run`.
-        behaviour: Of its ranks.
-        server: Forks it, with all that it and its agent import; None starts it.
+        run: A run from `Launches.make_run`.
+        behaviour: Behaviour of its ranks.
+        server: Server to fork from, with everything imported; None starts a new process.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Launch:
         return [event for event in read_events(self.run.events) if event["event"] == kind]
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 40.0) -> Any:
-        """What the condition gives once it is true."""
+        """Return the first true value of the condition."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             result = condition()
@@ -125,7 +125,9 @@ class Launch:
         return pids[0] if pids else None
 
     def rank(self, rank: int) -> int | None:
-        """Pid of a rank, whatever it is executing yet; a child that it forked is not it."""
+        """Return the pid of a rank, whatever program it has executed so far; its own forks do not
+        count.
+        """
         for pid in carriers(self.identity):
             try:
                 environment = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
@@ -139,12 +141,14 @@ class Launch:
         return None
 
     def end(self, seconds: float = 60.0) -> tuple[int, str]:
-        """Exit code and what was said."""
+        """Wait for the end; return exit code and output."""
         talk = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode, talk
 
     def seconds_to_clean(self, since: float) -> float:
-        """Time from `since` until no process carries the run's id; fails after five seconds."""
+        """Return the seconds from `since` until no process carries the run's id; fails after five
+        seconds.
+        """
         while alive := carriers(self.identity):
             assert time.monotonic() - since < CLEAN_SECONDS, f"still alive: {alive}"
             time.sleep(0.01)
@@ -160,11 +164,11 @@ class Launch:
 
 
 class Launches:
-    """Makes runs and launches, and leaves nothing behind whatever a test does.
+    """Maker of runs and launches that leaves no process behind.
 
     Args:
-        folder: For the runs.
-        server: Forks the launchers.
+        folder: Folder for the runs.
+        server: Server to fork the launchers from.
     """
 
     def __init__(self, folder: Path, server: PreloadedServer | None = None) -> None:

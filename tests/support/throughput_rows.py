@@ -26,34 +26,36 @@ TABLE = ROOT / "tests" / "data" / "throughput.csv"
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement."""
+    """Published measurement."""
 
     name: str
     table: str
-    """Measurements that were made alike and may be compared with each other."""
+    """Measurements taken under the same conditions, which may be compared with each other."""
     is_for_fit: bool
-    """Whether constants of the model may be read off it."""
+    """Whether constants of the model may be fitted to it."""
     plan: LayoutPlan
-    """The configuration in trainctl's terms; as much of a plan as the model reads."""
+    """Plan with the parts that the step-time model reads."""
     seconds: float
-    """Of an optimizer step, measured."""
+    """Measured seconds of an optimizer step."""
     interleaved: int
     """Pieces of the model on each pipeline stage."""
     tensor_overlaps: bool
-    """Whether collectives of tensor parallelism ran beside matrix products."""
+    """Whether tensor-parallel collectives overlapped with matrix products."""
 
     @property
     def predicted(self) -> float:
-        """Seconds by the model, less what DeepSpeed lacks and this run had: a schedule with
-        `interleaved` pieces on each stage has that much less of a bubble (arXiv:2104.04473,
-        section 2.2), and Megatron's `--tp-comm-overlap` hides collectives."""
+        """Return the modelled seconds, corrected for what DeepSpeed lacks and this run had.
+
+        `interleaved` pieces on each stage divide the pipeline bubble by their number
+        (arXiv:2104.04473, section 2.2), and Megatron's `--tp-comm-overlap` hides collectives.
+        """
         time = step_time(self.plan)
         hidden = OVERLAP * time.tensor if self.tensor_overlaps else 0.0
         return time.seconds - time.bubble * (1 - 1 / self.interleaved) - hidden
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """Return the relative error of the prediction."""
         return self.predicted / self.seconds - 1
 
 
@@ -85,7 +87,9 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def plan_of(hardware: Hardware, values: Mapping[str, Any]) -> LayoutPlan:
-    """A configuration with these keys, as much of a plan as the model reads; no rule is asked."""
+    """Compose a plan with the given keys, as far as the step-time model reads it; no rule is
+    checked.
+    """
     config = config_of(values)
     mesh, _ = derive_mesh(config.parallelism, hardware)
     assert mesh is not None
@@ -101,7 +105,7 @@ def plan_of(hardware: Hardware, values: Mapping[str, Any]) -> LayoutPlan:
 
 
 def config_of(values: Mapping[str, Any]) -> RunConfig:
-    """A configuration with these dotted keys, as plain data."""
+    """Return the configuration with the given dotted keys as plain data."""
     plain = to_plain(RunConfig())
     for key, value in values.items():
         section, name = key.split(".")
@@ -111,7 +115,7 @@ def config_of(values: Mapping[str, Any]) -> RunConfig:
 
 
 def hardware_of(option: str, nodes: int, devices: int, **facts: Any) -> Hardware:
-    """An option of `hardware` as it is declared; nothing of this machine."""
+    """Return an option of `hardware` as declared, without probing this machine."""
     text = (ROOT / "conf" / "hardware" / f"{option}.yaml").read_text()
     plain = to_plain(HardwareConfig()) | yaml.safe_load(text) | facts
     config = from_plain(HardwareConfig, plain | {"nodes": nodes, "devices_per_node": devices})

@@ -1,4 +1,4 @@
-"""Token ids in the files of those who make them, written as they do."""
+"""Token ids in the file formats of other tools, written as those tools write them."""
 
 import gzip
 import struct
@@ -7,11 +7,11 @@ from itertools import chain
 import numpy as np
 
 END = 0
-"""Of a document, where a test needs one."""
+"""End-of-document token, where a test needs one."""
 
 
 def megatron(folder, documents, dtype="<u2", sequences=1):
-    """As `IndexedDatasetBuilder` writes it: each document may be several sequences."""
+    """Write as `IndexedDatasetBuilder` does; a document may consist of several sequences."""
     parts = [np.array_split(np.array(each, dtype), sequences) for each in documents]
     lengths = [len(part) for each in parts for part in each]
     size = np.dtype(dtype).itemsize

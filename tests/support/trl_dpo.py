@@ -1,6 +1,6 @@
 """TRL's DPOTrainer on pairs of texts, in a process of its own: `MODEL PAIRS STEPS RATE`.
 
-Prints the records of its steps as JSON. Its tokenizer gives an ASCII text the ids of its bytes.
+Prints the records of its steps as JSON. Its tokenizer maps an ASCII text to its bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(model: str, pairs: str, steps: int, rate: float) -> None:
-    """Train, and print what it logged."""
+    """Train, and print the logged records."""
     from datasets import Dataset
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel

@@ -1,8 +1,8 @@
-"""Recorder of call stacks on the way of a launch, active in every process that imports it.
+"""Recorder of call stacks between a launch and the first step, active in every importing process.
 
-It writes a JSON line where a process starts another one, by `Popen`, `exec` or `fork`, and where a
-rank makes its first optimizer step: which process it is, and the files of the frames on the stack
-of that moment. `walk` joins these lines to the way from the first process to the step.
+It writes a JSON line where a process starts another one (by `Popen`, `exec` or `fork`), and where a
+rank makes its first optimizer step. A line names the process and the files of the frames on the
+stack. `walk` joins the lines to the path from the first process to the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEP_FILES = ("/torch/optim/", "/deepspeed/ops/")
 
 
 def install() -> None:
-    """Record this process from now on, and those that it forks."""
+    """Record this process and its forks from now on."""
     born = {"by": "exec", "parent": os.getppid()}
     parent = os.getpid()
 
@@ -63,7 +63,7 @@ def is_update(file: str) -> bool:
 
 
 def walk(folder: Path, package: Path) -> list[list[str]]:
-    """Return the modules of the package on each stack on the way to the step of the first rank."""
+    """Return the package's modules on each stack between the launch and the first rank's step."""
     lines = [json.loads(line) for file in folder.iterdir() for line in file.open()]
     (at, *_) = [line for line in lines if line["kind"] == "step"]
     stacks = [at]
@@ -77,7 +77,7 @@ def walk(folder: Path, package: Path) -> list[list[str]]:
 
 
 def is_start(line: dict[str, Any], child: dict[str, Any]) -> bool:
-    """Return True if the line is of the moment in which the child's process was started."""
+    """Return True if the line was written when the child's process was started."""
     if child["born"]["by"] == "fork":
         return bool(line["kind"] == "fork" and line["pid"] == child["born"]["parent"])
     is_parent = line["pid"] in (child["born"]["parent"], child["pid"])
@@ -85,7 +85,7 @@ def is_start(line: dict[str, Any], child: dict[str, Any]) -> bool:
 
 
 def modules(files: list[str], package: Path) -> list[str]:
-    """Return the modules of the files in the package, each once, outermost first."""
+    """Return the package's modules among the files, each once, outermost first."""
     inside = [Path(file) for file in files if Path(file).is_relative_to(package)]
     named = (".".join(file.relative_to(package.parent).with_suffix("").parts) for file in inside)
     return list(dict.fromkeys(named))

@@ -1,4 +1,4 @@
-"""The shipped recipes that say all of a run; others wait for a model or data of the user's."""
+"""Shipped recipes that need no further keys; the others wait for a model or data of the user."""
 
 from trainctl.config.catalog import recipes
 

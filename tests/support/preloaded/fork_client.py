@@ -1,4 +1,4 @@
-"""Stands in the place of a process that `preloaded_server` forked."""
+"""Placeholder process for a process that `preloaded_server` forked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORWARDED = tuple(
 
 
 def main(address: str, module: str, arguments: list[str]) -> None:
-    """Have it forked and end as it ends; does not return."""
+    """Have the server fork, and end as the fork ends; does not return."""
     ignored = [number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
     folder = os.getcwd()  # noqa: PTH109 (nothing more is imported than must be)
     request = {

@@ -1,10 +1,9 @@
-"""Read by every Python that finds this folder in PYTHONPATH: a command of trainctl is forked, not
-started.
+"""Hook that makes every Python with this folder in PYTHONPATH fork trainctl commands from a server.
 
-Tests whose launches are many, and are not about how processes start and end, put it there
-(`preloaded` in tests/conftest.py). In the place of a rank, a metrics logger or `trainctl`
-itself then stands this small process: it passes signals on, ends as the fork does, and the fork
-ends with it. The agent is a real one: what it ends at last it knows by their environment.
+Tests with many launches that are not about how processes start and end put the folder there
+(`preloaded` in tests/conftest.py). A small placeholder process then stands for a rank, a metrics
+logger or `trainctl` itself. It passes signals on to the fork and ends as the fork does, and the
+fork ends with it. The agent is a real process, which finds the forks to end by their environment.
 """
 
 import os
@@ -21,7 +20,7 @@ MODULES = (
 
 
 def _preloaded():
-    """What is to be run, and its arguments; None where that is not ours."""
+    """Return the module to run and its arguments; None if the command is not trainctl's."""
     words = sys.orig_argv[1:]
     if words[:1] == ["-P"]:
         del words[0]

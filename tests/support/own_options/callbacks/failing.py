@@ -1,4 +1,4 @@
-"""Callbacks that do wrong what their key says."""
+"""Callbacks that fail in the way that their key says."""
 
 from __future__ import annotations
 

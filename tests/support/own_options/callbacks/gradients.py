@@ -1,4 +1,4 @@
-"""A callback that writes the whole gradients of the first step, and checks them by their parts."""
+"""Callback that writes the whole gradients of the first step, and checks their fragments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback that notes every hook of a rank, and keeps a state of its own."""
+"""Callback that records every hook of a rank, and keeps a state of its own."""
 
 from __future__ import annotations
 

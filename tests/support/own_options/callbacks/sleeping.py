@@ -1,4 +1,4 @@
-"""A callback of the first rank that takes a while."""
+"""Callback of the first rank that sleeps."""
 
 from __future__ import annotations
 
