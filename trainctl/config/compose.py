@@ -283,9 +283,6 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     was typed, or set in the same file, wins over the directory, with a warning. A key set in a
     file loses to a directory named on the command line. A model that stays `hf` always follows
     its directory.
-
-    Args:
-        typed: Keys that the command line sets.
     """
     model = from_plain(RunConfig, stack.plain).model
     if not model.is_directory:

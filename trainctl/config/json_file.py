@@ -6,6 +6,7 @@ read JSON. This parser accepts and reports comments and trailing commas, and ref
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,6 @@ STRING = re.compile(r'"((?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?(?![\w.])")
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 CONSTANTS = {"true": True, "false": False, "null": None}
-ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 LONGEST_NUMBER = 400
 """Maximum characters of a number; no number of a configuration is longer."""
 
@@ -174,7 +174,9 @@ class _Parser:
         if match is None:
             raise self.failed("a text that does not end on its line, or has an illegal escape")
         self.at = match.end()
-        return _unescaped(match[1])
+        # Half of a surrogate pair, which Python would take, is no character.
+        text: str = json.loads(match[0])
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def scalar(self) -> Any:
         match = NUMBER.match(self.text, self.at)
@@ -266,18 +268,3 @@ class _Parser:
             )
         )
         return _Unreadable()
-
-
-def _unescaped(raw: str) -> str:
-    if "\\" not in raw:
-        return raw
-
-    def replaced(match: re.Match[str]) -> str:
-        escape = match[1]
-        if escape[0] == "u":
-            return chr(int(escape[1:], 16))
-        return ESCAPES.get(escape, escape)
-
-    text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", replaced, raw)
-    # Characters beyond U+FFFF are written as two escapes (a surrogate pair).
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -98,18 +98,7 @@ def leaves() -> dict[str, Leaf]:
 
 def keys_of(group: str, kind: str) -> dict[str, Leaf]:
     """Return the keys of a group's section under one kind, by dotted name."""
-    section = new_section(group, kind)
-    hints = hints_of(section.__class__)
-    leaves = (
-        Leaf(
-            f"{group}.{item.name}",
-            hints[item.name],
-            to_plain(getattr(section, item.name)),
-            item.metadata,
-        )
-        for item in fields(section)
-    )
-    return {leaf.key: leaf for leaf in leaves}
+    return _leaves_in(new_section(group, kind), f"{group}.")
 
 
 def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
@@ -165,30 +154,28 @@ def part_leaves(part: type) -> dict[str, Leaf]:
 @cache
 def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
     """Return the keys of a named section under one kind."""
-    cls = part_class(part, kind)
-    hints, section = hints_of(cls), cls()
-    return {
-        item.name: Leaf(
-            item.name,
-            hints[item.name],
-            to_plain(getattr(section, item.name)),
-            item.metadata,
-        )
-        for item in own_fields(cls)
-    }
+    return _leaves_in(part_class(part, kind)())
 
 
 @cache
 def option_leaves(group: str, name: str) -> dict[str, Leaf]:
     """Return the keys of an option's own section, such as `data.filters.c4`, by key name."""
-    cls = section_class(group, name)
-    hints, section = hints_of(cls), cls()
-    return {
-        item.name: Leaf(
-            item.name, hints[item.name], to_plain(getattr(section, item.name)), item.metadata
+    return _leaves_in(section_class(group, name)())
+
+
+def _leaves_in(section: Any, prefix: str = "") -> dict[str, Leaf]:
+    """Return the keys of one section, by name under the prefix."""
+    hints = hints_of(section.__class__)
+    found = (
+        Leaf(
+            f"{prefix}{item.name}",
+            hints[item.name],
+            to_plain(getattr(section, item.name)),
+            item.metadata,
         )
-        for item in fields(cls)
-    }
+        for item in own_fields(section)
+    )
+    return {leaf.key: leaf for leaf in found}
 
 
 def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None:

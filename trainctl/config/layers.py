@@ -47,7 +47,6 @@ class Stack:
     """A configuration as plain data, and the layers of each key that was set.
 
     Args:
-        plain: Whole configuration to start from, as plain data.
         source: Name of that configuration; empty for the schema's defaults, which are no layer.
     """
 

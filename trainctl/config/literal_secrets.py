@@ -24,85 +24,72 @@ from trainctl.config.secrets import (
 from trainctl.errors import Finding
 
 LITERAL = "TC167"
+WRITTEN = "would be written with the run"
+
+URL_REMEDIES = {
+    "logging": "leave out what stands before its @: a tracker's client has variables and files of "
+    "its own for it, such as MLFLOW_TRACKING_PASSWORD",
+    "data": "leave out what stands before its @, and signatures and tokens in its query: "
+    "credentials are those of its client's own variables and files, or fsspec's "
+    "(~/.config/fsspec, FSSPEC_FTP_PASSWORD)",
+}
+"""Hints for URLs with secrets, by section."""
 
 
 def literal_secrets(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding for each literal value that may be a secret; none shows the value."""
-    launcher = config.launcher
+    launcher, words = config.launcher, config.script_arguments
     for name, value in launcher.environment.items():
-        if (
-            value
-            and not is_env_reference(value)
-            and not is_plain_variable(name, launcher.plain_environment)
-        ):
+        is_plain = is_plain_variable(name, launcher.plain_environment)
+        if value and not is_env_reference(value) and not is_plain:
             yield _variable(name)
-    if any(
-        is_secret and word and not is_env_reference(word)
-        for word, is_secret in zip(
-            config.script_arguments, secret_words(config.script_arguments), strict=True
-        )
-    ):
-        yield Finding(
-            rule=LITERAL,
-            key="script_arguments",
-            message="a secret among the script's arguments would be written with the run",
-            hint="refer to a variable, as in --token '${oc.env:TOKEN}': it is resolved at the "
-            "start; or have the script read the variable",
+    of_secrets = zip(words, secret_words(words), strict=True)
+    if any(secret and word and not is_env_reference(word) for word, secret in of_secrets):
+        yield _literal(
+            "script_arguments",
+            f"a secret among the script's arguments {WRITTEN}",
+            "refer to a variable, as in --token '${oc.env:TOKEN}': it is resolved at the start; or "
+            "have the script read the variable",
         )
     if not is_env_reference_list(config.logging.alerts.urls):
-        yield Finding(
-            rule=LITERAL,
-            key="logging.alerts.urls",
-            message="whoever has a webhook's URL can post to it, and it would be written with the "
-            "run",
-            hint="refer to a variable, as in 'logging.alerts.urls=[\"${oc.env:ALERT_URL}\"]': "
-            "it is resolved where it is needed",
+        yield _literal(
+            "logging.alerts.urls",
+            f"whoever has a webhook's URL can post to it, and it {WRITTEN}",
+            "refer to a variable, as in 'logging.alerts.urls=[\"${oc.env:ALERT_URL}\"]': it is "
+            "resolved where it is needed",
         )
     for key in _secret_keys(config.deepspeed, "deepspeed"):
         name = key.rpartition(".")[2].upper()
-        yield Finding(
-            rule=LITERAL,
-            key=key,
-            message=f"{key} is a secret, and DeepSpeed's JSON is written with the run",
-            hint=f"leave it out, and give ranks the variable that stands for it, such as "
+        yield _literal(
+            key,
+            f"{key} is a secret, and DeepSpeed's JSON is written with the run",
+            "leave it out, and give ranks the variable that stands for it, such as "
             f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
         )
     own = config.callbacks
     for key in (*_secret_keys(own, "callbacks"), *_urls_with_secrets(own, "callbacks")):
         name = key.rpartition(".")[2].upper()
-        yield Finding(
-            rule=LITERAL,
-            key=key,
-            message=f"{key} is a secret, and the plan is written with the run",
-            hint=f"leave it out, give ranks the variable, such as "
-            f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}', and read it in the callback",
+        yield _literal(
+            key,
+            f"{key} is a secret, and the plan is written with the run",
+            f"leave it out, give ranks the variable, such as {ENVIRONMENT}.{name}="
+            f"'${{oc.env:{name}}}', and read it in the callback",
         )
-    for name, words in to_plain(launcher).items():
-        if isinstance(words, list) and any(redact_text(word) != word for word in words):
-            yield Finding(
-                rule=LITERAL,
-                key=f"launcher.{name}",
-                message=f"launcher.{name} has a secret, which would be written with the run",
-                hint=f"give ranks the variable, such as {ENVIRONMENT}.HF_TOKEN="
-                "'${oc.env:HF_TOKEN}': the text is written, and the value taken at the start",
+    for name, value in to_plain(launcher).items():
+        if isinstance(value, list) and any(redact_text(word) != word for word in value):
+            yield _literal(
+                f"launcher.{name}",
+                f"launcher.{name} has a secret, which {WRITTEN}",
+                f"give ranks the variable, such as {ENVIRONMENT}.HF_TOKEN='${{oc.env:HF_TOKEN}}': "
+                "the text is written, and the value taken at the start",
             )
-    for key in _urls_with_secrets(to_plain(config.logging), "logging"):
-        yield Finding(
-            rule=LITERAL,
-            key=key,
-            message=f"{key} has a URL with a secret, which would be written with the run",
-            hint="leave out what stands before its @: a tracker's client has variables and files "
-            "of its own for it, such as MLFLOW_TRACKING_PASSWORD",
-        )
-    for key in _urls_with_secrets(to_plain(config.data), "data"):
-        yield Finding(
-            rule=LITERAL,
-            key=key,
-            message=f"{key} has a URL with a secret, which would be written with the run",
-            hint="leave out what stands before its @, and signatures and tokens in its query: "
-            "credentials are those of its client's own variables and files, or fsspec's "
-            "(~/.config/fsspec, FSSPEC_FTP_PASSWORD)",
-        )
+    for section, remedy in URL_REMEDIES.items():
+        for key in _urls_with_secrets(to_plain(getattr(config, section)), section):
+            yield _literal(key, f"{key} has a URL with a secret, which {WRITTEN}", remedy)
+
+
+def _literal(key: str, message: str, hint: str) -> Finding:
+    return Finding(rule=LITERAL, key=key, message=message, hint=hint)
 
 
 def _urls_with_secrets(value: Any, key: str) -> Iterator[str]:
@@ -127,11 +114,8 @@ def _variable(name: str) -> Finding:
     hint += "and the value taken at the start"
     if not is_secret_name(name):
         hint += f"; if it is no secret, launcher.plain_environment=[{name}]"
-    return Finding(
-        rule=LITERAL,
-        key=f"{ENVIRONMENT}.{name}",
-        message=f"the value of {name} may be a secret, and would be written with the run",
-        hint=hint,
+    return _literal(
+        f"{ENVIRONMENT}.{name}", f"the value of {name} may be a secret, and {WRITTEN}", hint
     )
 
 

@@ -112,7 +112,6 @@ def drop_foreign_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iter
 
     Args:
         stack: Settings with references resolved.
-        typed: Keys that the command line sets.
         recipe: The chosen recipe; None where a saved configuration is changed.
     """
     for group in unit_groups():

@@ -115,25 +115,33 @@ def _document(text: str, shown: str) -> YamlDocument:
         return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
 
 
+_CAUSES = (
+    (
+        ("mapping values are not allowed",),
+        'a value with ": " in it stands in quotes, and each key in a line of its own',
+    ),
+    (("',' or",), "close the bracket that was opened in this line or above it"),
+    (("cannot start any token",), "put a value that begins with @, ` or % in quotes"),
+    (
+        ("expected key", "block end"),
+        "give the keys of one section the same number of spaces in front",
+    ),
+    (("alias", "anchor"), "put a value that begins with * or & in quotes"),
+    (
+        ("quoted scalar", "unexpected end"),
+        "close the quotes that were opened in this line or above it",
+    ),
+    (("another document",), "leave out the line of ---: a file holds one document"),
+    (("",), "look at this line and the one above it: colons, quotes, brackets, indentation"),
+)
+"""Usual causes of a parser's problems, by words of its message; the first match counts."""
+
+
 def _yaml_hint(problem: str, written: str) -> str:
     """Return the usual cause of a parser's problem, judged by the line where it gave up."""
     if "\t" in written[: len(written) - len(written.lstrip())]:
         return "indent with spaces: YAML takes no tabs"
-    if "mapping values are not allowed" in problem:
-        return 'a value with ": " in it stands in quotes, and each key in a line of its own'
-    if "',' or" in problem:
-        return "close the bracket that was opened in this line or above it"
-    if "cannot start any token" in problem:
-        return "put a value that begins with @, ` or % in quotes"
-    if "expected key" in problem or "block end" in problem:
-        return "give the keys of one section the same number of spaces in front"
-    if "alias" in problem or "anchor" in problem:
-        return "put a value that begins with * or & in quotes"
-    if "quoted scalar" in problem or "unexpected end" in problem:
-        return "close the quotes that were opened in this line or above it"
-    if "another document" in problem:
-        return "leave out the line of ---: a file holds one document"
-    return "look at this line and the one above it: colons, quotes, brackets, indentation"
+    return next(hint for words, hint in _CAUSES if any(word in problem for word in words))
 
 
 def compose_bounded(text: str) -> yaml.Node | None:

@@ -62,12 +62,7 @@ def devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Findi
 def lacking_devices(
     hardware: Hardware, machine: Machine, wanted: Sequence[int]
 ) -> Iterator[Finding]:
-    """Find what a machine lacks of a plan's devices; on CPU, of cores for as many processes.
-
-    Args:
-        machine: The machine, with only its devices of the plan's kind.
-        wanted: Indices of the devices that the plan uses.
-    """
+    """Find what a machine lacks of a plan's devices; on CPU, of cores for as many processes."""
     key, shown = "hardware.devices_per_node", len(machine.devices)
     kind, planned = hardware.accelerator.value, hardware.device_memory_bytes or 0
     if hardware.accelerator is Accelerator.cpu:

@@ -136,11 +136,7 @@ def python_of(name: str, config: RunConfig) -> str:
 
 
 def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
-    """Return a finding for modules that the logger needs and that are not installed; imports none.
-
-    Args:
-        python: The Python that would run the logger.
-    """
+    """Return a finding for modules that the logger needs and that are missing; import none."""
     lacking = _lacking(spec) if python == sys.executable else _lacking_in(python, spec)
     if not lacking:
         return None

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
+from trainctl.plan.shapes import TensorShape
 from trainctl.plan.trainable import (
     LORA_A,
     LORA_B,
@@ -52,9 +53,7 @@ def export_adapter(
     """Write the adapter of a checkpoint to a new folder.
 
     Args:
-        checkpoint: A committed checkpoint of the run.
         out: The folder; missing or empty.
-        dtype: Type of the written weights.
         weights: `MASTER`, or `AVERAGE` for their moving average.
         progress: Called with the bytes of weights written and their total.
 
@@ -72,15 +71,7 @@ def export_adapter(
         )
     layers = adapted_layers(config.model, adapter)
     tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
-    also = [t for t in trainable(config).trained if t.name not in tensors]
-    beside = {layer.name for layer in layers}
-    for tensor in also:
-        if tensor.name.rpartition(".")[0] in beside:
-            raise TrainctlError(
-                f"{tensor.name} was trained and is of a layer with an adapter, of which PEFT saves "
-                "the adapter alone",
-                hint="leave --adapter out: the merged model has it",
-            )
+    also = _trained_beside(config, layers, {*tensors})
     tensors |= {tensor.name: tensor for tensor in also}
     # PEFT reads a tied weight that trains under both of its names.
     tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}
@@ -99,8 +90,7 @@ def export_adapter(
                 progress(done, total)
 
         write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
-        every = tuple(linear_layers(config.model))
-        settings = peft_config(adapter, layers, every, base)
+        settings = peft_config(adapter, layers, tuple(linear_layers(config.model)), base)
         if also:
             modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
             settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
@@ -111,6 +101,26 @@ def export_adapter(
         num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),
         notes=list(_notes(base)),
     )
+
+
+def _trained_beside(
+    config: RunConfig, layers: Sequence[LinearLayer], added: Set[str]
+) -> list[TensorShape]:
+    """Return the tensors that train beside an adapter's own.
+
+    Raises:
+        TrainctlError: One belongs to a layer with an adapter, where PEFT's format has no place.
+    """
+    names = {layer.name for layer in layers}
+    also = [tensor for tensor in trainable(config).trained if tensor.name not in added]
+    for tensor in also:
+        if tensor.name.rpartition(".")[0] in names:
+            raise TrainctlError(
+                f"{tensor.name} was trained and is of a layer with an adapter, of which PEFT saves "
+                "the adapter alone",
+                hint="leave --adapter out: the merged model has it",
+            )
+    return also
 
 
 def _published(name: str) -> str:
@@ -127,8 +137,6 @@ def peft_config(
     """Return PEFT's configuration of an adapter.
 
     Args:
-        layers: Layers with the adapter.
-        every: All linear layers of the blocks.
         base: Entry `base` of the manifest.
     """
     spec = spec_of(adapter)

@@ -198,10 +198,6 @@ def initial_adapter(
     A is uniform within 1 / sqrt(inputs), which is Kaiming's with a = sqrt(5). B is zero, so
     that the model equals its base at step 0. A magnitude is the length of its row in the
     compute format.
-
-    Args:
-        base: Source of the model's own weights.
-        shapes: Shapes of the model's own weights, by canonical name.
     """
     laws: Initializers = {}
     lengths: dict[str, LinearLayer] = {}
@@ -256,14 +252,7 @@ def weight_of(
 
 
 class Merged:
-    """Weights of a model with an adapter merged in: W + s B A, for DoRA scaled to the magnitudes.
-
-    Args:
-        own: Source of the adapter's tensors.
-        base: Source of the model's own weights.
-        layers: Layers with an adapter.
-        shapes: Shapes of the model's parameters, by canonical name.
-    """
+    """Weights of a model with an adapter merged in: W + s B A; DoRA scales to the magnitudes."""
 
     def __init__(
         self,

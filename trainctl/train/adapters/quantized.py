@@ -118,13 +118,7 @@ def quantize(model: nn.Module, config: RunConfig) -> None:
 
 
 class _Source:
-    """Base of weight sources in which some matrices are quantized.
-
-    Args:
-        source: Source of all weights, unquantized.
-        codecs: Codecs of the quantized matrices, by name.
-        device: Device that quantizes.
-    """
+    """Base of weight sources in which some matrices are quantized."""
 
     def __init__(
         self, source: WeightSource, codecs: Mapping[str, Codec], device: torch.device

@@ -95,10 +95,6 @@ class Checkpoint:
 
         Loading reads the tensors of the model and would not notice others in the checkpoint.
 
-        Args:
-            model: The model to be loaded.
-            shapes: Shapes of its parameters, by canonical name.
-
         Raises:
             TrainctlError: The checkpoint is of another model (exit code 5); says what differs.
         """
@@ -320,9 +316,6 @@ def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Pa
     """Return the complete checkpoints, newest first, and the problems of the others.
 
     Only names and sizes of the files are checked.
-
-    Args:
-        weights_only: Whether to include weights-only checkpoints.
     """
     looks = checkpoints.examine(run)
     if weights_only:  # a step's full checkpoint comes first: its weights are more precise

@@ -12,9 +12,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
+from trainctl.models.safetensors_files import INDEX, ONE_FILE
 from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import sync_directory, write_json
@@ -78,9 +80,7 @@ def export(
     The folder is written under a temporary name and renamed when it is complete.
 
     Args:
-        checkpoint: A committed checkpoint of the run.
         out: The folder; missing or empty.
-        dtype: Type of the written weights.
         weights: `MASTER`, or `AVERAGE` for their moving average.
         shard_bytes: Largest weight file.
         progress: Called with the bytes of weights written and their total.
@@ -96,35 +96,18 @@ def export(
     saved = Checkpoint(checkpoint, weights=weights)
     source = whole_weights(saved, FullModel.of(config.model, model), kept=base_file(checkpoint))
     with new_folder(out, total) as folder:
-        shards = _split(units, dtype, shard_bytes)
-        read = _reader(config.model, model, source)
         done = 0
 
-        def pieces(listed: list[Unit]) -> Iterator[torch.Tensor]:
+        def pieces(unit: Unit) -> Iterator[torch.Tensor]:
             nonlocal done
-            for unit in listed:
-                for piece in unit.pieces(read):
-                    yield piece.to(unit.dtype or dtype)
-                    done += piece.numel() * (unit.dtype or dtype).itemsize
-                    progress(done, total)
-                saved.close()
+            for piece in unit.pieces(read):
+                yield piece.to(unit.dtype or dtype)
+                done += piece.numel() * (unit.dtype or dtype).itemsize
+                progress(done, total)
+            saved.close()
 
-        for file, listed in shards.items():
-            layout = {
-                name: (unit.dtype or dtype, shape)
-                for unit in listed
-                for name, shape in unit.shapes.items()
-            }
-            write_stream(folder / file, layout, pieces(listed), {"format": "pt"})
-        if len(shards) > 1:
-            weight_map = {
-                name: file
-                for file, listed in shards.items()
-                for unit in listed
-                for name in unit.shapes
-            }
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_json(folder / "model.safetensors.index.json", index)
+        read = _reader(config.model, model, source)
+        _write_weights(folder, _split(units, dtype, shard_bytes), dtype, pieces)
         notes = write_all_but_weights(model, config, dtype, folder)
         if isinstance(source, Merged):
             notes.append("the adapter is merged into its base; --adapter writes it alone")
@@ -199,12 +182,36 @@ def _split(units: list[Unit], dtype: torch.dtype, shard_bytes: int) -> dict[str,
         shards[-1].append(unit)
         room -= size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {ONE_FILE: shards[0]}
     count = len(shards)
     return {
         f"model-{number:05d}-of-{count:05d}.safetensors": listed
         for number, listed in enumerate(shards, 1)
     }
+
+
+def _write_weights(
+    folder: Path,
+    shards: Mapping[str, list[Unit]],
+    dtype: torch.dtype,
+    pieces: Callable[[Unit], Iterator[torch.Tensor]],
+) -> None:
+    """Write the weight files, and their index if there are several."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file, units in shards.items():
+        layout = {
+            name: (unit.dtype or dtype, shape)
+            for unit in units
+            for name, shape in unit.shapes.items()
+        }
+        values = chain.from_iterable(map(pieces, units))
+        write_stream(folder / file, layout, values, {"format": "pt"})
+        weight_map |= dict.fromkeys(layout, file)
+        total += sum(_bytes(unit, dtype) for unit in units)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
 
 
 def _bytes(unit: Unit, dtype: torch.dtype) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -38,6 +39,9 @@ from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
 from trainctl.train.checkpoint.tensor_file import write_stream
 
 Result = TypeVar("Result")
+
+Written = tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]
+"""Manifest entries of a rank's file: the file, its fragments, its buffers."""
 
 MANIFEST_BYTES = 512
 """Generous estimate of the manifest's size per tensor and per fragment."""
@@ -168,18 +172,8 @@ def write_checkpoint(
         _check_space(folder, int(needed))
 
     def finish() -> None:
-        manifest = {
-            **facts,
-            "format": FORMAT,
-            "trainctl": __version__,
-            "states": [MASTER, *sorted({name for names in states for name in names})],
-            "scalars": part.scalars,
-            "files": [file for file, _, _ in written],
-            "fragments": [fragment for _, fragments, _ in written for fragment in fragments],
-            "buffers": [buffer for _, _, buffers in written for buffer in buffers],
-        }
         reached("manifest")
-        write_manifest(folder, manifest)
+        write_manifest(folder, _manifest(facts, part, states, written))
         checkpoints.commit(run, step, reached, weights_only=weights_only)
 
     _on_all(process, folder, prepare if process.is_first else _nothing)
@@ -197,6 +191,22 @@ def write_checkpoint(
     return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only)
 
 
+def _manifest(
+    facts: dict[str, Any], part: RankPart, states: list[list[str]], written: list[Written]
+) -> dict[str, Any]:
+    files, fragments, buffers = zip(*written, strict=True)
+    return {
+        **facts,
+        "format": FORMAT,
+        "trainctl": __version__,
+        "states": [MASTER, *sorted(set(chain.from_iterable(states)))],
+        "scalars": part.scalars,
+        "files": [*files],
+        "fragments": [*chain.from_iterable(fragments)],
+        "buffers": [*chain.from_iterable(buffers)],
+    }
+
+
 def _check_space(folder: Path, needed: int) -> None:
     """Raise OSError if the disk is too full. A quota is noticed only while writing."""
     usage = shutil.disk_usage(folder)
@@ -208,9 +218,7 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _write_part(
-    folder: Path, rank: int, part: RankPart, reached: checkpoints.PhaseHook
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+def _write_part(folder: Path, rank: int, part: RankPart, reached: checkpoints.PhaseHook) -> Written:
     """Write this rank's file; return manifest entries of file, fragments and buffers."""
 
     def tensors() -> Iterator[torch.Tensor]:
@@ -292,8 +300,6 @@ class Saver:
 
     Args:
         config: Whether to write asynchronously, and which checkpoints to keep.
-        weights_in: Type of the weights in weights-only checkpoints.
-        buffers: Buffers of the model that this rank writes.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ def write_stream(
 
     Args:
         path: The file, which must not exist.
-        layout: Type and shape by name.
         tensors: The tensors in the order of `layout`, whole or in pieces; each is written before
             the next is taken.
 
@@ -65,11 +64,7 @@ def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the bytes of a safetensors file up to the first tensor.
-
-    Args:
-        tensors: Type and shape by name, in the order in which their bytes follow.
-    """
+    """Return the bytes of a safetensors file up to the first tensor."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():

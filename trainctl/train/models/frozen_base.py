@@ -66,13 +66,7 @@ class FullModel:
 
 
 class OverlayWeights:
-    """A weight source that reads some tensors from one source and the rest from another.
-
-    Args:
-        own: Source of the tensors in `names`, and of the buffers that it has.
-        names: Canonical names of the tensors that `own` has.
-        base: Source of all other tensors.
-    """
+    """A weight source that reads some tensors from one source and the rest from another."""
 
     def __init__(self, own: WeightSource, names: Collection[str], base: WeightSource) -> None:
         self._own, self._names, self._base = own, frozenset(names), base

@@ -74,7 +74,6 @@ def tile_feed_forward(model: nn.Module, tiles: int) -> int:
     """Let the feed-forward layer of every block work in tiles; return the number of these layers.
 
     Args:
-        model: The model, or the part of it on a pipeline stage.
         tiles: Number of tiles per micro-batch, the same on every rank: where weights are
             partitioned (ZeRO-3), each tile gathers them.
 
@@ -138,10 +137,6 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
     (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
     ZeRO, checkpoints and exports see no difference. Embeddings, norms and the output projection
     are left alone: the output projection decides the loss.
-
-    Args:
-        model: The model or its skeleton.
-        precision: Precision section with compute in fp8.
 
     Raises:
         TrainctlError: torchao is missing, or no layer can be converted.

@@ -84,7 +84,6 @@ def load(
     """Return the model of a plan with the weights of a checkpoint, in training's weight format.
 
     Args:
-        checkpoint: A committed checkpoint of the plan's run.
         device: cpu, cuda, or auto: an accelerator with room for the weights, else the CPU.
         progress: Called with "loading", the elements read and their number.
         weights: `MASTER`, or `AVERAGE` for their moving average.

@@ -52,7 +52,6 @@ class SeedWeights:
 
     Args:
         std: Standard deviation of matrices without a law.
-        laws: Initialisation laws of the model's own code.
         factor: Extra factor on the random values of a parameter, by its name and shape (muP).
     """
 
@@ -242,7 +241,6 @@ class Initializer:
         """Fill `values` by this law.
 
         Args:
-            generator: Generator of the random operation, if there is one.
             factor: Factor on random values; of a plain normal, on its standard deviation.
         """
         (first, args), *others = self.operations
@@ -290,9 +288,6 @@ ones.
 
 def parameter_initializers(model: PreTrainedModel) -> Initializers:
     """Return the initialisation laws of a whole skeleton, by canonical name.
-
-    Args:
-        model: The skeleton, with its parameters on the meta device.
 
     Raises:
         NonShardableInit: Operations that make a parameter cannot be repeated for a part of it.

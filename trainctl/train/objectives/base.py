@@ -81,11 +81,7 @@ class SeenPairs:
 
 
 class ObjectiveLoss:
-    """Loss function of an objective.
-
-    Args:
-        section: Config section of an objective with a loss function of its own.
-    """
+    """Loss function of an objective."""
 
     def __init__(self, section: ObjectiveConfig) -> None:
         spec = objective_of(section)

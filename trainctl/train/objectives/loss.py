@@ -114,9 +114,7 @@ class LanguageModel(LossModule):
 
     Args:
         vocabulary: Split of the vocabulary over tensor ranks; None if it is whole.
-        kernels: Choice of the loss kernel.
         z_loss: Weight of the squared log-normalisers, in training.
-        routers: Routers of the experts, if they add to the loss.
         objective: Loss of the objective; None for next-token prediction.
 
     Attributes:

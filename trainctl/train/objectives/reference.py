@@ -38,10 +38,6 @@ FORMAT = 1
 def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str, Any] | None:
     """Attach the reference log-probabilities to the run's datasets; all ranks call this together.
 
-    Args:
-        session: The session, before its next step.
-        tell: Called with a short progress message.
-
     Returns:
         Entries for the run's record; None if the objective needs no reference.
 
@@ -129,11 +125,7 @@ def _sides(session: Session) -> dict[str, PackedDataset]:
 
 
 def identity(corpora: Corpora, counts: dict[str, int]) -> str:
-    """Return the identity of a reference's pairs, as JSON. The weights are always the run's own.
-
-    Args:
-        counts: Number of pairs by side.
-    """
+    """Return the identity of a reference's pairs, as JSON. The weights are always the run's own."""
     return json.dumps(
         {"format": FORMAT, "samples": counts, **corpus_digests(corpora)}, sort_keys=True
     )

@@ -30,7 +30,6 @@ class Adafactor(PartitionedOptimizer):
     Every replica with a part of a matrix holds the row and column means of the whole matrix.
 
     Args:
-        groups: Parameter groups with `lr` and `weight_decay`.
         eps: Smallest second moment (epsilon 1; torch's `eps[0]` is its root).
     """
 

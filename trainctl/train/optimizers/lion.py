@@ -16,10 +16,6 @@ class Lion(Optimizer):
     """Lion: steps by the sign of a mix of momentum and gradient.
 
     The update is elementwise, so any piece of a parameter may be updated alone.
-
-    Args:
-        groups: Parameter groups with `lr` and `weight_decay`.
-        betas: Coefficients of the mix and of the momentum.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:

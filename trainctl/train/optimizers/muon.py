@@ -39,8 +39,6 @@ class MatrixOptimizer(PartitionedOptimizer):
     Args:
         groups: Parameter groups with `lr`, `weight_decay` and `uses_muon`.
         momentum: Nesterov momentum of Muon.
-        betas: Betas of AdamW.
-        eps: Epsilon of AdamW.
         fused: Whether AdamW uses torch's fused kernel.
         iterate_in: Type in which matrices are orthogonalised and sent: bf16 as in torch, or
             fp32, in which the order of gradient sums hardly changes the result.

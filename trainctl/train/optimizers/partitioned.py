@@ -144,10 +144,8 @@ class PartitionedOptimizer(Optimizer):
         """Update one tensor in place.
 
         Args:
-            tensor: Key of its state.
             weights: Its values, flat.
             gradient: Its gradient, flat, in the type of the weights.
-            group: Its parameter group.
         """
 
     def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:

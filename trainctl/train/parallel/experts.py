@@ -83,10 +83,6 @@ class _InFp32:
 def keep_local_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
     """Cut the experts of a skeleton to those on this rank.
 
-    Args:
-        model: The skeleton, on the meta device.
-        axis: The expert axis of the mesh.
-
     Returns:
         The pieces of the parameters that the model has now.
 

@@ -22,12 +22,7 @@ from trainctl.train.parallel.tensor import vocabulary_of
 
 
 def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
-    """Cut a skeleton to a stage: its blocks, the first stage's embedding, the last stage's head.
-
-    Args:
-        blocks: Indices of the stage's blocks.
-        axis: The pipeline axis of the mesh.
-    """
+    """Cut a skeleton to a stage: its blocks, the first stage's embedding, the last stage's head."""
     where = shard_plan_of(model)
     decoder = getattr(model, where.decoder)
     config = copy.deepcopy(decoder.config)
@@ -62,7 +57,6 @@ class PipelineStage(LossModule):
     If documents are masked, the positions travel with the hidden states.
 
     Args:
-        model: The model, cut to the stage.
         z_loss: Weight of the squared log-normalisers, in training.
     """
 

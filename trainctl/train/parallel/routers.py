@@ -59,9 +59,6 @@ class Load:
 class Routers:
     """The routers of a model, observed by hooks while it trains.
 
-    Args:
-        model: A whole skeleton.
-
     Raises:
         TrainctlError: The experts or the routers of the model do not support a configured loss or
             bias update.
@@ -169,11 +166,7 @@ class Routers:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def take(self, process: Process, mesh: ProcessMesh, num_labels: float) -> Load | None:
-        """Return the load since the last call; all ranks call this together. None without routers.
-
-        Args:
-            num_labels: Number of labels in the global batch.
-        """
+        """Return the load since the last call, None without routers; all ranks call together."""
         if not self._layers:
             return None
         names = ("entropy", "passes", "auxiliary_loss", "z_loss")

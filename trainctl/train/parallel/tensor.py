@@ -49,7 +49,6 @@ def shard_model(
     """Replace a skeleton's parameters by this rank's shards, and add collectives to its modules.
 
     Args:
-        model: The skeleton, on the meta device.
         sequence_sharded_norms: Whether to split activations between regions along the sequence.
 
     Returns:
@@ -60,72 +59,93 @@ def shard_model(
     decoder = getattr(model, where.decoder)
     blocks = getattr(decoder, where.blocks)
     embedding, head = getattr(decoder, where.embedding), getattr(model, where.head)
-    by_token = {*embedding.parameters(), *head.parameters()}
-    shards: dict[nn.Parameter, tuple[nn.Parameter, ParameterPiece]] = {}
+    shards = _Shards(pieces, axis, uneven={*embedding.parameters(), *head.parameters()})
+    tokens = Vocabulary(axis, model.config.vocab_size)
+    if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
+        shards.cut(embedding, "weight", dim=0)
+        _split_by_tokens(embedding, tokens)
+    if isinstance(head, nn.Linear):
+        shards.cut(head, "weight", dim=0)
+        shards.cut(head, "bias", dim=0)
+        head.out_features = tokens.count
+        head.register_forward_pre_hook(_copy_input(axis))
+    for block in blocks:
+        for region in where.regions:
+            if has_parts(block, region.module, (*region.columns, region.row)):
+                module = block.get_submodule(region.module)
+                _shard_part(module, region, shards, sequence_sharded=sequence_sharded_norms)
+        for parameter in block.parameters():
+            shards.keep(parameter, partial=sequence_sharded_norms)
+    for parameter in model.parameters():
+        shards.keep(parameter, partial=False)
+    if sequence_sharded_norms:
+        blocks[0].register_forward_pre_hook(_scatter_input(axis), with_kwargs=True)
+        blocks[-1].register_forward_hook(
+            lambda module, args, output: GatherSequence.apply(output, axis)
+        )
+    return shards.put_into(model)
 
-    def cut(module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
-        whole = getattr(module, name)
-        if whole is None or whole in shards:
+
+class _Shards:
+    """Parameters that this rank keeps of a skeleton, each with its piece.
+
+    Args:
+        uneven: Parameters that may be split into parts of unequal size.
+    """
+
+    def __init__(self, pieces: Pieces, axis: Axis, uneven: set[nn.Parameter]) -> None:
+        self.axis = axis
+        self._pieces, self._uneven = pieces, uneven
+        self._kept: dict[nn.Parameter, tuple[nn.Parameter, ParameterPiece]] = {}
+
+    def cut(self, module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
+        """Replace a parameter by this rank's shard of it, unless that is done or there is none."""
+        whole, axis = getattr(module, name), self.axis
+        if whole is None or whole in self._kept:
             return
-        if whole.shape[dim] % (axis.size * fused) and whole not in by_token:
+        if whole.shape[dim] % (axis.size * fused) and whole not in self._uneven:
             raise TrainctlError(
-                f"{pieces[whole].name} has {whole.shape[dim]} of what {axis.size} ranks share"
+                f"{self._pieces[whole].name} has {whole.shape[dim]} of what {axis.size} ranks share"
             )
         shard, shape = Shard.split(
             whole.shape, dim=dim, index=axis.index, count=axis.size, fused=fused
         )
         empty = torch.empty(shape, dtype=whole.dtype, device="meta")
         part = nn.Parameter(empty, requires_grad=whole.requires_grad)
-        shards[whole] = part, replace(pieces[whole], shard=shard)
+        self._kept[whole] = part, replace(self._pieces[whole], shard=shard)
 
-    def keep(whole: nn.Parameter | None, *, partial: bool) -> None:
+    def keep(self, whole: nn.Parameter | None, *, partial: bool) -> None:
         """Keep a parameter whole on every tensor rank; the first rank saves it."""
-        if whole is not None and whole not in shards:
-            shards[whole] = (
-                whole,
-                replace(pieces[whole], is_saved_here=axis.is_first, has_partial_gradient=partial),
-            )
+        if whole is not None and whole not in self._kept:
+            piece = self._pieces[whole]
+            piece = replace(piece, is_saved_here=self.axis.is_first, has_partial_gradient=partial)
+            self._kept[whole] = whole, piece
 
-    tokens = Vocabulary(axis, model.config.vocab_size)
-    if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
-        cut(embedding, "weight", dim=0)
-        _split_by_tokens(embedding, tokens)
-    if isinstance(head, nn.Linear):
-        cut(head, "weight", dim=0)
-        cut(head, "bias", dim=0)
-        head.out_features = tokens.count
-        head.register_forward_pre_hook(_copy_input(axis))
-    for block in blocks:
-        for region in where.regions:
-            if not has_parts(block, region.module, (*region.columns, region.row)):
-                continue
-            module = block.get_submodule(region.module)
-            if region.is_experts:
-                shard_experts(module, region, axis, cut)
-                keep(getattr(module, f"{region.row}_bias", None), partial=True)
-                continue
-            _shard_region(module, region, axis, cut, sequence_sharded=sequence_sharded_norms)
-            for name in (*region.columns, region.row):  # adapter tensors that every rank has whole
-                for parameter in added_parameters(getattr(module, name)):
-                    keep(parameter, partial=True)
-            row = getattr(module, region.row)
-            keep(row.bias, partial=sequence_sharded_norms)
-            for name in (*region.per_head, *region.across_heads):
-                for parameter in getattr(module, name).parameters():
-                    keep(parameter, partial=True)
-        for parameter in block.parameters():
-            keep(parameter, partial=sequence_sharded_norms)
-    for parameter in model.parameters():
-        keep(parameter, partial=False)
-    if sequence_sharded_norms:
-        blocks[0].register_forward_pre_hook(_scatter_input(axis), with_kwargs=True)
-        blocks[-1].register_forward_hook(
-            lambda module, args, output: GatherSequence.apply(output, axis)
-        )
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, shards[parameter][0])
-    return dict(shards.values())
+    def put_into(self, model: nn.Module) -> Pieces:
+        """Set the shards in the model's modules, and return the pieces of its parameters."""
+        for module in model.modules():
+            own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, parameter in own:
+                setattr(module, name, self._kept[parameter][0])
+        return dict(self._kept.values())
+
+
+def _shard_part(
+    module: nn.Module, region: Region, shards: _Shards, *, sequence_sharded: bool
+) -> None:
+    """Split one region of a block, and keep what every rank has whole of it."""
+    if region.is_experts:
+        shard_experts(module, region, shards.axis, shards.cut)
+        shards.keep(getattr(module, f"{region.row}_bias", None), partial=True)
+        return
+    _shard_region(module, region, shards.axis, shards.cut, sequence_sharded=sequence_sharded)
+    for name in (*region.columns, region.row):  # adapter tensors that every rank has whole
+        for parameter in added_parameters(getattr(module, name)):
+            shards.keep(parameter, partial=True)
+    shards.keep(getattr(module, region.row).bias, partial=sequence_sharded)
+    for name in (*region.per_head, *region.across_heads):
+        for parameter in getattr(module, name).parameters():
+            shards.keep(parameter, partial=True)
 
 
 @dataclass(frozen=True, slots=True)
