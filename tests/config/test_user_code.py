@@ -10,7 +10,7 @@ from trainctl.config.catalog import shipped_root
 from trainctl.config.compose import Composed, compose
 from trainctl.config.user_code import (
     check_user_code,
-    not_applied,
+    ignored_trainer_settings,
     user_code_files,
     with_script_arguments,
 )
@@ -136,22 +136,24 @@ def test_the_corpus_of_a_script_is_its_own_affair(folder: Path) -> None:
 
 
 def test_what_only_our_trainer_does_is_said() -> None:
-    assert not_applied(made("checkpoint.keep=2")) == []
+    assert ignored_trainer_settings(made("checkpoint.keep=2")) == []
     typed = ["script=train.py", "checkpoint.keep=2", "optimizer.lr=1e-3", "schedule=constant"]
-    found = not_applied(made(*typed, "schedule.warmup_steps=0"))
+    found = ignored_trainer_settings(made(*typed, "schedule.warmup_steps=0"))
     assert {(f.key, f.source) for f in found} == {
         ("schedule.warmup_steps", "schedule.warmup_steps=0"),
         ("checkpoint.keep", "checkpoint.keep=2"),
     }
     assert not any(f.is_error for f in found)
-    (finding,) = not_applied(made("script=train.py"))
+    (finding,) = ignored_trainer_settings(made("script=train.py"))
     assert finding.key == "schedule" and "no scheduler" in finding.message
-    assert not_applied(made("script=train.py", "deepspeed.scheduler.type=WarmupLR")) == []
+    assert (
+        ignored_trainer_settings(made("script=train.py", "deepspeed.scheduler.type=WarmupLR")) == []
+    )
 
 
 def test_a_json_of_the_script_s_own_is_said() -> None:
     words = ["--deepspeed_config", "mine.json"]
-    found = not_applied(made("script=train.py", "schedule=constant", words=words))
+    found = ignored_trainer_settings(made("script=train.py", "schedule=constant", words=words))
     (finding,) = [each for each in found if each.key == "script_arguments"]
     assert "not what it trains with" in finding.message
     assert finding.source == "the words after --"

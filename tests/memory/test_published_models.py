@@ -16,7 +16,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose_leniently
 from trainctl.config.schema import ModelConfig
 from trainctl.models import tracing
-from trainctl.models.anatomy import Role, anatomy_of
+from trainctl.models.anatomy import Role, parse_anatomy
 from trainctl.models.published import DEFAULTS, IGNORED, published_name, shape_of, table
 from trainctl.plan.flops import flops_per_token
 from trainctl.plan.shapes import count_parameters
@@ -162,7 +162,7 @@ def test_a_published_model_is_budgeted_without_a_process(
 def test_parameters_are_those_that_were_published(name: str, read: dict[str, ModelConfig]) -> None:
     total, active, with_embedding = SIZES[name]
     model = read[name]
-    anatomy = anatomy_of(model.anatomy)
+    anatomy = parse_anatomy(model.anatomy)
     near = total if isinstance(total, int) else pytest.approx(total, rel=1e-4)
     assert anatomy.total == count_parameters(model).total == near
     embedding = 0 if with_embedding else anatomy.numel(Role.embedding)
@@ -174,13 +174,13 @@ def test_parameters_are_those_that_were_published(name: str, read: dict[str, Mod
 
 
 def test_latent_and_sliding_attention_are_counted_as_they_multiply(read: dict) -> None:
-    deepseek = anatomy_of(read["deepseek-v3"].anatomy)
+    deepseek = parse_anatomy(read["deepseek-v3"].anatomy)
     # Scores of 128 + 64 elements a head, values of 128 (arXiv:2412.19437, section 4.2).
     assert deepseek.attention_products(4096) == 61 * 128 * (192 + 128) * 4096
     assert [block.experts for block in deepseek.blocks[:4]] == [0, 0, 0, 256]
     flops = 6 * (deepseek.multiplied + deepseek.attention_products(4096))
     assert flops_per_token(read["deepseek-v3"], 4096) == flops
-    gpt_oss = anatomy_of(read["gpt-oss-120b"].anatomy)
+    gpt_oss = parse_anatomy(read["gpt-oss-120b"].anatomy)
     # Every other block sees 128 tokens (arXiv:2508.10925, section 2.3).
     assert gpt_oss.attention_products(4096) == 18 * 64 * 128 * (4096 + 128)
     assert gpt_oss.buffers == ()

@@ -10,7 +10,7 @@ from plan_cases import config_with
 
 from trainctl.config.codec import to_plain
 from trainctl.errors import TrainctlError
-from trainctl.models.anatomy import anatomy_of
+from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.identity import check_trainable
@@ -72,7 +72,7 @@ def test_an_adapter_freezes_all_and_adds_two_matrices_a_layer(
 
 
 def test_of_an_anatomy_the_layers_of_blocks_are_adapted() -> None:
-    anatomy = anatomy_of(SMALL)
+    anatomy = parse_anatomy(SMALL)
     config = config_with(
         model__family="hf",
         model__path="m",

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
-from trainctl.models.anatomy import Role, anatomy_of
+from trainctl.models.anatomy import Role, parse_anatomy
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
 from trainctl.train.models.anatomy import anatomy, structure
@@ -84,7 +84,7 @@ def test_an_anatomy_says_what_the_model_has(kind: str, tmp_path) -> None:
     model = ModelConfig(name="hf", family="hf", path=str(tmp_path))
     told = anatomy(model)
     table = told.to_table()
-    read = anatomy_of(table)
+    read = parse_anatomy(table)
     with torch.device("meta"), SkipInit():
         real = AutoModelForCausalLM.from_config(config)
     named = {name: tuple(tensor.shape) for name, tensor in real.named_parameters()}
@@ -131,7 +131,7 @@ def test_an_anatomy_says_what_a_rank_cannot_do(
 ) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     told = anatomy(ModelConfig(name="hf", family="hf", path=str(tmp_path)))
-    for each in (told, anatomy_of(told.to_table())):
+    for each in (told, parse_anatomy(told.to_table())):
         assert (each.has_custom_expert_forward, each.has_unknown_routers) == apart
         assert (each.unsharded_init, each.has_biased_routers) == (unsharded_init, biased)
 

@@ -18,7 +18,7 @@ from trainctl.runs.records import read_events
 from trainctl.train.models.build import whole_pieces
 from trainctl.train.models.model import skeleton
 from trainctl.train.optimizers import adamw_8bit
-from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalised
+from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalize
 from trainctl.train.optimizers.partitioned import ParameterPart
 
 Curve = dict[int, tuple[float, float]]
@@ -79,8 +79,8 @@ def test_matrices_are_orthogonalised_as_by_torch(shape):
     expected = _muon._zeropower_via_newtonschulz(
         matrix, (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), 5, _muon.EPS
     )
-    assert torch.equal(orthogonalised(matrix, torch.bfloat16), expected)
-    values = torch.linalg.svdvals(orthogonalised(matrix, torch.float32))
+    assert torch.equal(orthogonalize(matrix, torch.bfloat16), expected)
+    values = torch.linalg.svdvals(orthogonalize(matrix, torch.float32))
     assert values.min() > 0.5 and values.max() < 1.3
 
 

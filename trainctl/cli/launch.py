@@ -46,7 +46,7 @@ from trainctl.cli.progress import LiveFollower, Progress
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, recompose
 from trainctl.config.schema import RunConfig
-from trainctl.config.user_code import not_applied, with_script_arguments
+from trainctl.config.user_code import ignored_trainer_settings, with_script_arguments
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, cores
 from trainctl.launch.launchers import has_scheduler, launch_function, render
@@ -224,7 +224,7 @@ def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> Ru
         put("--verbose shows the reasons and the whole budget")
     elif not as_json:
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
-    show_findings([*planned.findings, *not_applied(planned.composed)])
+    show_findings([*planned.findings, *ignored_trainer_settings(planned.composed)])
     if planned.errors:
         show_suggestions(planned.composed.config, planned.hardware)
         if not force:

@@ -18,7 +18,7 @@ from trainctl.models.directory import (
     load_balancing_loss_weight,
     mapping,
     missing_fields,
-    other_task,
+    other_task_finding,
     path_finding,
     read_config,
     unusable_rope,
@@ -66,7 +66,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
             name=model.path.rpartition("/")[2] if model.name == "hf" else model.name,
         )
     path, raw = read_config(model.path)
-    other = other_task(path, raw)
+    other = other_task_finding(path, raw)
     if other is not None:
         raise TrainctlError.from_findings([other])
     kind = str(raw.get("model_type", ""))

@@ -24,7 +24,7 @@ from trainctl.config.keys import (
 from trainctl.config.layers import Stack
 from trainctl.config.registry import kind_key, kind_of, specs, unit_groups
 from trainctl.config.schema import GROUPS
-from trainctl.config.suggest import did_you_mean, nearest, nearest_keys, one_of
+from trainctl.config.suggest import did_you_mean, join_alternatives, nearest, nearest_keys
 from trainctl.errors import Finding, Severity
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -62,7 +62,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
         if name in known and value == known[name].default:
             continue  # a default left from another kind
         close = nearest(name, own)
-        having = one_of(known[name].kinds) if name in known else ""
+        having = join_alternatives(known[name].kinds) if name in known else ""
         yield Finding(
             rule=UNKNOWN_KEY,
             key=inside,
@@ -165,13 +165,13 @@ def _is_extended_recipe(source: str, recipe: str | None) -> bool:
 
 def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
     group = key.partition(".")[0]
-    having = ", ".join(leaves()[key].kinds)
+    kinds = leaves()[key].kinds
     if is_left_over:
         return Finding(
             rule=NO_EFFECT,
             key=key,
-            message=f"{key}={as_written(value)} has no effect: it is a key of {having}, and "
-            f"{group}.{kind_key(group)} is {kind}",
+            message=f"{key}={as_written(value)} has no effect: it is a key of "
+            f"{', '.join(kinds)}, and {group}.{kind_key(group)} is {kind}",
             hint=f"leave {key} out",
             severity=Severity.warning,
         )
@@ -180,5 +180,5 @@ def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
         rule=UNKNOWN_KEY,
         key=key,
         message=f"there is no key {key} with {group}.{kind_key(group)}={kind}",
-        hint=f"{did_you_mean(close)} {group}={one_of(leaves()[key].kinds)} has it".strip(),
+        hint=f"{did_you_mean(close)} {group}={join_alternatives(kinds)} has it".strip(),
     )

@@ -161,7 +161,7 @@ def did_you_mean(names: list[str]) -> str:
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
-def one_of(names: Sequence[str]) -> str:
+def join_alternatives(names: Sequence[str]) -> str:
     """Format names as alternatives: ``a, b or c``."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last

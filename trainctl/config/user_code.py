@@ -254,7 +254,7 @@ def top_level_names(file: Path) -> set[str] | None:
     return None if names & {"*", "__getattr__"} else names
 
 
-def not_applied(composed: Composed) -> list[Finding]:
+def ignored_trainer_settings(composed: Composed) -> list[Finding]:
     """Return findings for settings of trainctl's trainer where a script or function trains."""
     config = composed.config
     if config.trains_itself:

@@ -20,7 +20,7 @@ from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace
-from trainctl.models.anatomy import shape_in
+from trainctl.models.anatomy import shape_from_anatomy
 from trainctl.models.tracing import anatomy_in_child
 from trainctl.plan.shapes import head_dim
 from trainctl.plan.types import RunPlan
@@ -203,7 +203,7 @@ def read_factory(
         except TrainctlError as error:
             wrong = tuple(error.findings)
     layers, notes = dict(composed.layers), list(composed.findings)
-    read: dict[str, Any] = {"anatomy": table, **(shape_in(table) if table else {})}
+    read: dict[str, Any] = {"anatomy": table, **(shape_from_anatomy(table) if table else {})}
     for name, value in read.items():
         own = head_dim(model) if name == "head_dim" else getattr(model, name)
         if value == own:

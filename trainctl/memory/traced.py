@@ -12,7 +12,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
-from trainctl.models.anatomy import Anatomy, anatomy_of
+from trainctl.models.anatomy import Anatomy, parse_anatomy
 from trainctl.models.tracing import known_trace, trace_in_child
 from trainctl.plan.shapes import count_parameters
 from trainctl.plan.types import LayoutPlan
@@ -47,7 +47,7 @@ class TracedModel:
     def from_json(cls, content: Mapping[str, Any]) -> TracedModel:
         """Build the trace from the result of `to_json`."""
         return cls(
-            anatomy=anatomy_of(content["anatomy"]), block=BlockActivations(**content["block"])
+            anatomy=parse_anatomy(content["anatomy"]), block=BlockActivations(**content["block"])
         )
 
 

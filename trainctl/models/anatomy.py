@@ -269,7 +269,7 @@ _TRAITS = {
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
 
-def anatomy_of(table: Sequence[str]) -> Anatomy:
+def parse_anatomy(table: Sequence[str]) -> Anatomy:
     """Parse the list of strings in `model.anatomy`.
 
     Raises:
@@ -284,7 +284,7 @@ def expert_counts(table: Sequence[str]) -> dict[str, int | None]:
     They come from the model's code: a config.json may omit a default, name a field differently, or
     name experts that the code does not use.
     """
-    blocks = anatomy_of(table).blocks
+    blocks = parse_anatomy(table).blocks
     most = max(blocks, key=lambda block: block.experts, default=None)
     return {
         "num_experts": (most.experts or None) if most else None,
@@ -292,9 +292,9 @@ def expert_counts(table: Sequence[str]) -> dict[str, int | None]:
     }
 
 
-def shape_in(table: Sequence[str]) -> dict[str, Any]:
+def shape_from_anatomy(table: Sequence[str]) -> dict[str, Any]:
     """Return the model's sizes by configuration key, as far as its tensors determine them."""
-    read = anatomy_of(table)
+    read = parse_anatomy(table)
     matrices = {p.role: p.shape for p in reversed(read.parameters) if len(p.shape) == 2}
     rows, width = matrices.get(Role.head) or matrices[Role.embedding]
     found: dict[str, Any] = {

@@ -90,7 +90,7 @@ def read_config(directory: str | None) -> tuple[Path, dict[str, Any]]:
     return path, raw
 
 
-def other_task(path: Path, raw: Mapping[str, Any]) -> Finding | None:
+def other_task_finding(path: Path, raw: Mapping[str, Any]) -> Finding | None:
     """Return the finding for a config.json of anything but a language model over text alone.
 
     None for a language model.

@@ -14,7 +14,7 @@ from math import prod
 
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
-from trainctl.models.anatomy import Anatomy, Role, anatomy_of
+from trainctl.models.anatomy import Anatomy, Role, parse_anatomy
 from trainctl.options.model import Family, Region, spec_of
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward")
@@ -99,7 +99,7 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
             hint="a run of an older version does not have it: start another from its weights, with "
             "model.path as before and model.initial_weights=RUN",
         )
-    return anatomy_of(model.anatomy)
+    return parse_anatomy(model.anatomy)
 
 
 def tensor_units(model: ModelConfig) -> dict[str, int]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath, WeightsKind
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.models.anatomy import anatomy_of
-from trainctl.models.directory import AS_LANGUAGE_MODEL, OTHER_TASK, other_task
+from trainctl.models.anatomy import parse_anatomy
+from trainctl.models.directory import AS_LANGUAGE_MODEL, OTHER_TASK, other_task_finding
 from trainctl.models.hub import fetch_weights
 from trainctl.models.safetensors_files import (
     READABLE,
@@ -122,7 +122,7 @@ def _other_task(folder: Path) -> Finding | None:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # weights need no config.json
         return None
-    found = other_task(path, raw) if isinstance(raw, dict) else None
+    found = other_task_finding(path, raw) if isinstance(raw, dict) else None
     return None if found is None else replace(found, key="model.initial_weights")
 
 
@@ -210,7 +210,7 @@ def _tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of the model's parameters, and of the buffers stored with them."""
     yield from ((tensor.name, tensor.shape) for tensor in all_tensors(model))
     if model.anatomy:
-        yield from ((buffer.name, buffer.shape) for buffer in anatomy_of(model.anatomy).buffers)
+        yield from ((buffer.name, buffer.shape) for buffer in parse_anatomy(model.anatomy).buffers)
 
 
 def _names(name: str) -> Iterator[str]:

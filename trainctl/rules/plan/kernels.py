@@ -12,7 +12,7 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
-from trainctl.models.anatomy import anatomy_of
+from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
 from trainctl.options.model import architecture, families
 from trainctl.plan.settings import DETERMINISTIC_VARIABLES
@@ -126,7 +126,7 @@ def tiles_are_of_dense_layers(draft: Draft) -> Iterator[Problem]:
 
 def _why_not_tiled(config: RunConfig) -> Iterator[str]:
     kernels, model = config.kernels, config.model
-    anatomy = anatomy_of(model.anatomy) if model.anatomy else None
+    anatomy = parse_anatomy(model.anatomy) if model.anatomy else None
     if (model.num_experts or 1) > 1 or (anatomy is not None and anatomy.has_experts):
         yield (
             "experts take each only the tokens that are sent to them, and what is counted of their "

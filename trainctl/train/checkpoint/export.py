@@ -39,7 +39,7 @@ from trainctl.train.checkpoint.tensor_file import write_stream
 from trainctl.train.evaluation import first_source, prompts_of
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import skeleton, with_portable_attention
-from trainctl.train.models.mup import folded
+from trainctl.train.models.mup import fold_multipliers
 from trainctl.train.models.weights import WeightSource
 
 SHARD_BYTES = 5 * 10**9
@@ -228,7 +228,7 @@ def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -
             saved = source.buffer(name)
             return (built[name] if saved is None else saved).reshape(-1)[start:end]
         values = source.read(name, shapes[name], start, end)
-        return folded(config, name, shapes[name], start, values)
+        return fold_multipliers(config, name, shapes[name], start, values)
 
     return read
 

@@ -38,15 +38,15 @@ from trainctl.models.anatomy import (
     Role,
     SavedBuffer,
     block_of,
-    shape_in,
+    shape_from_anatomy,
 )
 from trainctl.train.models.model import (
     blocks,
+    factory_model,
     failure_hint,
+    failures_in_words,
     has_own_code,
-    in_words,
     transformers_config,
-    users_model,
 )
 from trainctl.train.models.weights import NonShardableInit, parameter_initializers
 from trainctl.train.parallel.experts import expert_modules, routers_of
@@ -82,7 +82,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
     found = _read(model)
     # Ranks call the function with the sizes of the model it made; that must give the same model.
     table = found.to_table()
-    again = replace(model, **shape_in(table))
+    again = replace(model, **shape_from_anatomy(table))
     if again != model and _read(again).to_table() != table:
         raise TrainctlError(
             f"model.factory={model.factory} makes another model when it is given the sizes of the "
@@ -95,9 +95,9 @@ def anatomy(model: ModelConfig) -> Anatomy:
 def _read(model: ModelConfig) -> Anatomy:
     seen = ForwardProbe()
     AttentionInterface.register(COUNTED, seen.attend)
-    with FakeTensorMode(allow_non_fake_inputs=True), in_words(model, "built"):
+    with FakeTensorMode(allow_non_fake_inputs=True), failures_in_words(model, "built"):
         if model.factory is not None:
-            built = users_model(model, torch.bfloat16)
+            built = factory_model(model, torch.bfloat16)
             built.config._attn_implementation = COUNTED
         else:
             config = transformers_config(model)

@@ -81,7 +81,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     No rank holds a weight yet, whatever the model's size; `build` fills them in.
     """
     with _parameters_on_meta(), SkipInit():
-        built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
+        built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias
         if buffer.tensor.is_floating_point():
@@ -122,7 +122,7 @@ def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     )
 
 
-def users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def factory_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model that `model.factory` makes of the declared shape, in the given type."""
     assert model.factory is not None
     built = load("model.factory", model.factory)(model)
@@ -176,7 +176,7 @@ def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 @contextmanager
-def in_words(model: ModelConfig, done: str) -> Iterator[None]:
+def failures_in_words(model: ModelConfig, done: str) -> Iterator[None]:
     """Turn an exception of the model's code into one sentence without a traceback.
 
     Args:

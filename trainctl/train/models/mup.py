@@ -41,7 +41,7 @@ def _multiplied_input(factor: float) -> Any:
     return hook
 
 
-def folded(
+def fold_multipliers(
     model: ModelConfig, name: str, shape: torch.Size, start: int, values: torch.Tensor
 ) -> torch.Tensor:
     """Return weights for the same model without multipliers, with these folded in.

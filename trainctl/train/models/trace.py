@@ -42,7 +42,12 @@ from trainctl.train.models.anatomy import (
     skip_duplicate_blocks,
     structure,
 )
-from trainctl.train.models.model import TORCH_TYPES, in_words, transformers_config, users_model
+from trainctl.train.models.model import (
+    TORCH_TYPES,
+    factory_model,
+    failures_in_words,
+    transformers_config,
+)
 from trainctl.train.models.recompute import SAVED_OPERATIONS
 
 
@@ -59,7 +64,7 @@ def trace(config: RunConfig) -> TracedModel:
     declared.require_definitions(config, {At.trace})
     dtype = TORCH_TYPES[formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        with in_words(config.model, "traced"):
+        with failures_in_words(config.model, "traced"):
             model = _fake_model(config.model, dtype)
             recorder = Recorder(model, skip_duplicate_blocks(model))
             _forward(model, config, recorder)
@@ -222,7 +227,7 @@ def _experts_of_any_format() -> Iterator[None]:
 def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with fake weights, in training mode."""
     if model.factory is not None:
-        built = users_model(model, dtype)
+        built = factory_model(model, dtype)
     else:
         config = transformers_config(model)
         built = AutoModelForCausalLM.from_config(

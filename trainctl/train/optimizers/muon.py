@@ -111,7 +111,7 @@ class MatrixOptimizer(PartitionedOptimizer):
 
     def _whole(self, values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
         """Return the orthogonalised form of a whole matrix, flat."""
-        return orthogonalised(values.view(part.shape), self._kind).reshape(-1)
+        return orthogonalize(values.view(part.shape), self._kind).reshape(-1)
 
     def _adamw(
         self,
@@ -142,7 +142,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         )
 
 
-def orthogonalised(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Return a matrix with the same singular vectors and with singular values near 1.
 
     Five steps of the quintic Newton-Schulz iteration of Muon's author, as in torch.optim.Muon.
