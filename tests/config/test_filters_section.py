@@ -6,7 +6,7 @@ import pytest
 
 from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.json_schema import option_schema
-from trainctl.config.quality import filters_of, has_quality_rules
+from trainctl.readers.quality import filters_of, has_quality_rules
 
 OF_FILES = ["data=files", "data.paths=[a]"]
 

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.quality import has_quality_rules
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
 from trainctl.data.cache_files import cache_folder, ignore_message, locked
@@ -47,6 +46,7 @@ from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
 from trainctl.readers.files import TextFiles, digest_of, split_files
+from trainctl.readers.quality import has_quality_rules
 from trainctl.readers.remote import File, Notify, version_of
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus"]

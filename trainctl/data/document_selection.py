@@ -19,14 +19,6 @@ from typing import Any
 import numpy as np
 
 from trainctl.config.codec import to_plain
-from trainctl.config.quality import (
-    HELD_OUT,
-    filter_digests,
-    filters_of,
-    held_out_sections,
-    precedence_of,
-    threshold_of,
-)
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.data.corpus_writer import held_out_masks
@@ -42,6 +34,14 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import TextFiles, digest_of, split_files
+from trainctl.readers.quality import (
+    HELD_OUT,
+    filter_digests,
+    filters_of,
+    held_out_sections,
+    precedence_of,
+    threshold_of,
+)
 from trainctl.readers.remote import version_of
 
 DROPPED = "dropped.json"

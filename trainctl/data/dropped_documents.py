@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.quality import has_quality_rules
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpora import cached_corpora
 from trainctl.data.document_selection import DROPPED
@@ -26,6 +25,7 @@ from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import read_section, spec_of
+from trainctl.readers.quality import has_quality_rules
 
 
 def read_dropped(corpus: Path) -> dict[str, Any] | None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainctl.config.compose import Composed
-from trainctl.config.quality import has_quality_rules
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import root_caches_are_protected
 from trainctl.launch.planning import name_sources, plan
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.readers.quality import has_quality_rules
 from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
 from trainctl.search.input_files import check_tokenizer_files

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from trainctl.config.quality import HELD_OUT, filters_of, held_out_sections
 from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, RunConfig
@@ -31,6 +30,7 @@ from trainctl.readers.files import (
     no_files_message,
     split_files,
 )
+from trainctl.readers.quality import HELD_OUT, filters_of, held_out_sections
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged, is_compressed, uncompressed_name
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.quality import HELD_OUT, filters_of, has_quality_rules, held_out_sections
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, Packing
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
+from trainctl.readers.quality import HELD_OUT, filters_of, has_quality_rules, held_out_sections
 from trainctl.rules.plan.data import BOTH, TEXT
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
