@@ -13,7 +13,7 @@ from trainctl.data import template_rendering as rendering
 from trainctl.data.chat_template import CannotRender, ChatTemplate
 from trainctl.data.tokenizer import FileTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.models.tokenizer_files import template_of
+from trainctl.models.tokenizer_files import read_chat_template
 from trainctl.readers.conversations import Learn
 from trainctl.runs.processes import is_alive
 
@@ -270,8 +270,8 @@ def test_templates_are_found_in_every_form(folder, tmp_path):
     assert len(prints) == 1
     saved = tmp_path / "saved"  # which has the others in files of their own
     AutoTokenizer.from_pretrained(str(several)).save_pretrained(saved)
-    assert template_of(saved / "tokenizer.json") == MARKED
-    assert template_of(saved / "tokenizer.json", "tool_use") == "no"
+    assert read_chat_template(saved / "tokenizer.json") == MARKED
+    assert read_chat_template(saved / "tokenizer.json", "tool_use") == "no"
     config["chat_template"].pop()
     config["chat_template"].append({"name": "rag", "template": MARKED})
     (several / "tokenizer_config.json").write_text(json.dumps(config))

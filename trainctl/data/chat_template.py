@@ -29,7 +29,7 @@ import numpy.typing as npt
 from trainctl.data.template_rendering import RefusedByTemplate, Spans, render
 from trainctl.data.tokenizer import disable_truncation
 from trainctl.errors import TrainctlError
-from trainctl.models.tokenizer_files import special_tokens_of, template_of
+from trainctl.models.tokenizer_files import read_chat_template, special_tokens_of
 from trainctl.readers.conversations import Learn, Message
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ChatTemplate:
         Raises:
             TrainctlError: The tokenizer has no file, or there is no template.
         """
-        source = template_of(tokenizer, named)
+        source = read_chat_template(tokenizer, named)
         assert tokenizer is not None
         return cls(tokenizer, source, special_tokens_of(tokenizer), arguments)
 

@@ -187,7 +187,7 @@ _FOLDER = "additional_chat_templates"
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-def template_of(tokenizer: Path | None, named: str | None = None) -> str:
+def read_chat_template(tokenizer: Path | None, named: str | None = None) -> str:
     """Return a chat template, in Jinja.
 
     Args:

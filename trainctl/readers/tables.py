@@ -192,6 +192,22 @@ def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:
     return reader.decoded(value, where)
 
 
+def schema_problem(
+    look: Callable[[File, str], Iterator[None]], file: File, section: DataFromRecords
+) -> FileProblem | None:
+    """Return the problem of a file's schema; `look` opens the file in a child process."""
+    try:
+        for _ in read_in_process(look, file, section.text_key):
+            pass
+    except NoColumn as error:
+        return _no_column(error)
+    return None
+
+
+def _no_column(error: NoColumn) -> FileProblem:
+    return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
+
+
 def first_problem(
     file: File, section: DataConfig, read: Callable[[Reader, File], Iterator[Document]]
 ) -> FileProblem | None:
@@ -200,7 +216,7 @@ def first_problem(
         for _ in islice(read(Reader(section), file), _ROWS_READ):
             pass
     except NoColumn as error:
-        return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
+        return _no_column(error)
     except TrainctlError as error:
         if isinstance(error, Damaged) or error.exit_code is not ExitCode.bad_input:
             raise

@@ -14,7 +14,7 @@ from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig, TokenizerFromPath
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding, TrainctlError
-from trainctl.models.tokenizer_files import template_of
+from trainctl.models.tokenizer_files import read_chat_template
 from trainctl.readers.check import MISSING, check_quality_inputs, check_text
 
 NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
@@ -78,7 +78,7 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
             tokenizer = file(config.tokenizer) if file else None
             if tokenizer is None or tokenizer.is_file():  # another finding reports a missing file
                 try:
-                    template_of(tokenizer, named)
+                    read_chat_template(tokenizer, named)
                 except TrainctlError as error:
                     yield Finding(
                         rule=NO_TEMPLATE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -13,17 +12,17 @@ from typing import Any
 from trainctl.config.schema import DataFromRecords
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
-from trainctl.readers.check import TEXT_KEY, FileProblem
+from trainctl.readers.check import FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged
 from trainctl.readers.tables import (
-    NoColumn,
     pyarrow,
     read_in_process,
     readable,
     require_texts,
     row_records,
+    schema_problem,
     text_cells,
     text_column,
     text_of,
@@ -53,11 +52,7 @@ def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """Return a problem of a file's schema or end mark; None if there is none."""
-    try:
-        deque(read_in_process(_look, file, section.text_key))
-    except NoColumn as error:
-        return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
-    return None
+    return schema_problem(_look, file, section)
 
 
 def _texts(file: File, key: str) -> Iterator[list[bytes | None]]:

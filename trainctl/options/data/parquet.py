@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -11,17 +10,17 @@ from typing import Any
 
 from trainctl.config.schema import DataFromRecords
 from trainctl.options.data import DataSource
-from trainctl.readers.check import TEXT_KEY, FileProblem
+from trainctl.readers.check import FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.tables import (
     ROWS,
-    NoColumn,
     pyarrow,
     read_in_process,
     readable,
     require_texts,
     row_records,
+    schema_problem,
     text_cells,
     text_column,
     text_of,
@@ -59,11 +58,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """Return a problem of a file's schema, which is at its end; None if there is none."""
-    try:
-        deque(read_in_process(_look, file, section.text_key))
-    except NoColumn as error:
-        return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
-    return None
+    return schema_problem(_look, file, section)
 
 
 def _texts(

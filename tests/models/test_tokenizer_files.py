@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainctl.errors import TrainctlError
-from trainctl.models.tokenizer_files import END_NAMES, read_facts, template_of
+from trainctl.models.tokenizer_files import END_NAMES, read_chat_template, read_facts
 
 
 def tokenizer(folder: Path, *tokens: str, **content: Any) -> Path:
@@ -86,4 +86,4 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(TrainctlError, match="is no regular file"):
         read_facts(tmp_path / "tokenizer.json")
     with pytest.raises(TrainctlError, match="is no regular file"):
-        template_of(tmp_path / "tokenizer.json", str(tmp_path / "template.jinja"))
+        read_chat_template(tmp_path / "tokenizer.json", str(tmp_path / "template.jinja"))
