@@ -107,7 +107,7 @@ def test_statistics_of_layers_are_those_of_plain_torch(tmp_path: Path, layout: s
         square = float(gradient.double().square().sum())
         layer = layer_of(name)
         if layer is None:
-            assert others[0][name]["gradient_norm"] == pytest.approx(square**0.5, rel=1e-4)
+            assert others[0]["gradient_norm"][name] == pytest.approx(square**0.5, rel=1e-4)
         else:
             norms[layer] += square
     assert found[0]["gradient_norm"] == pytest.approx([n**0.5 for n in norms], rel=1e-4)

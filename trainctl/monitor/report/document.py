@@ -35,6 +35,8 @@ LEAST_BUCKETS = 600
 BRANCHES, BRANCH_BUCKETS = 60, 128
 """Most branches that are drawn, the newest ones, and points of each."""
 EVALUATION_BUCKETS = 2000
+CALLBACK_BUCKETS = 300
+"""Buckets of each curve of a callback, which may have one for each layer."""
 
 CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "straggler")
 """Kinds of marks around which every step is kept."""
@@ -179,6 +181,7 @@ class _Run:
                 if name not in NOT_SERIES
             },
             "evaluations": _evaluations(history.evaluations, column),
+            "callbacks": [_callback(each, column) for each in history.callbacks.values()],
             "branches": [_branch(branch, column) for branch in history.branches[-BRANCHES:]],
             "branches_left_out": max(0, len(history.branches) - BRANCHES),
             "marks": [mark.to_json() for mark in marks],
@@ -266,6 +269,15 @@ def _evaluations(found: GrowingColumns, column: Column) -> dict[str, Any]:
         "step": column(columns.last_of(found["step"], at), exactly=True),
         "series": {name: _series(columns.reduce(found[name], at), column) for name in names},
         "best": _best(found),
+    }
+
+
+def _callback(found: GrowingColumns, column: Column) -> dict[str, Any]:
+    at = columns.edges(len(found), CALLBACK_BUCKETS)
+    names = [name for name in found.names if name != "step"]
+    return {
+        "step": column(columns.last_of(found["step"], at), exactly=True),
+        "series": {name: _series(columns.reduce(found[name], at), column) for name in names},
     }
 
 

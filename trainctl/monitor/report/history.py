@@ -6,10 +6,12 @@ repeated replaces the old step and all steps after it; the replaced steps are ke
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainctl.monitor.loggers.points import CALLBACK, point_of
 from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
@@ -66,6 +68,7 @@ class History:
         version: Grows whenever something new was read.
         steps: The steps that count, one row per step, ascending.
         evaluations: The evaluations that count, one row each.
+        callbacks: Numbers that callbacks recorded, by CALLBACK/NAME; a row for each record.
         branches: Steps that do not count any more, oldest first.
         marks: Other events, in the order of the records.
         attempts: Times of each attempt, by its number.
@@ -83,6 +86,7 @@ class History:
         self._reader = RecordReader(self.run.events)
         self._attempt = 0
         self.steps, self.evaluations = GrowingColumns(), GrowingColumns()
+        self.callbacks: defaultdict[str, GrowingColumns] = defaultdict(GrowingColumns)
         self.branches: list[Branch] = []
         self.marks: list[Mark] = []
         self.attempts: dict[int, AttemptTimes] = {}
@@ -146,6 +150,8 @@ class History:
             # A repeated evaluation replaces the old one, as a repeated step does.
             self.evaluations.cut(self.evaluations.lower_bound("step", event["step"]), ())
             self.evaluations.append(evaluation_values(event))
+        elif kind == CALLBACK:
+            self._take_callback(event)
         elif kind == "memory" and isinstance(event.get("measured"), Mapping):
             self.memory = event
         elif kind == "start":
@@ -174,6 +180,14 @@ class History:
         self.steps.append(values)
         if attempt.first_step_began is None:
             attempt.first_step_began = values["time"] - values.get("seconds/total", 0.0)
+
+    def _take_callback(self, event: Event) -> None:
+        """Add the numbers of a callback's record; a repeated one replaces all from its step on."""
+        point = point_of(event, 0)
+        if point is not None and point.values:
+            columns = self.callbacks[point.kind]
+            columns.cut(columns.lower_bound("step", point.step), ())
+            columns.append({"step": point.step, **point.values})
 
     def _leave(self, step: int) -> None:
         """Move everything from a step on into a branch."""

@@ -36,6 +36,8 @@ class StepState:
     """Factor of the peak learning rates."""
     batches: Sequence[MicroBatch] = ()
     """Micro-batches of this rank in the step."""
+    early_records: list[dict[str, Any]] = field(default_factory=list)
+    """Records of callbacks that wait for the step's own record, so that they follow it."""
     gradients_are_there: bool = False
     """Whether the gradients of the step can be read now."""
     step_seconds: float = 0.0
@@ -196,9 +198,11 @@ class RankContext:
                         yield LocalFragment(place, each.of(values).reshape(-1), each.owned)
 
     def record(self, name: str, **values: Any) -> None:
-        self._journal.record(
-            "callback", step=self._now.step, callback=self._name, name=name, values=values
-        )
+        fields = {"step": self._now.step, "callback": self._name, "name": name, "values": values}
+        if self._now.gradients_are_there:
+            self._now.early_records.append(fields)
+        else:
+            self._journal.record("callback", **fields)
 
     def beat(self, doing: str) -> None:
         self._journal.beat(Phase.evaluate, doing)

@@ -94,8 +94,8 @@ class LayerStatistics(Callback):
             for update, weight in zip(updates, weights, strict=True)
         ]
         others = {
-            name: {key: each[row] for key, each in values.items()}
-            for name, row in self._rows.items()
+            key: {name: each[row] for name, row in self._rows.items()}
+            for key, each in values.items()
         }
         values = {key: each[:layers] for key, each in values.items()}
         values["activation_rms"] = [

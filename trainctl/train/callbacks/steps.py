@@ -88,6 +88,9 @@ class StepRecords(Callback):
             samples=[step.first_sample, session.progress.samples],
             **self._sources(),
         )
+        for fields in self._now.early_records:
+            self._journal.record("callback", **fields)
+        self._now.early_records.clear()
 
     def _sources(self) -> dict[str, object]:
         """Return the step's samples per source; empty without `data.sources`."""

@@ -168,11 +168,13 @@
   async function decodeRun(run, number) {
     const axes = await decodeAll(run.axes);
     const evaluations = { ...run.evaluations, step: await decode(run.evaluations.step), series: await decodeSeries(run.evaluations.series) };
+    const callbacks = [];
+    for (const each of run.callbacks) callbacks.push({ step: await decode(each.step), series: await decodeSeries(each.series) });
     const branches = [];
     for (const branch of run.branches) {
       branches.push({ ...branch, step: await decode(branch.step), series: await decodeAll(branch.series) });
     }
-    return { ...run, axes, evaluations, branches, series: await decodeSeries(run.series), colour: `--run-${number % 8}` };
+    return { ...run, axes, evaluations, callbacks, branches, series: await decodeSeries(run.series), colour: `--run-${number % 8}` };
   }
 
   /** Return the position of a step on the current axis. */
@@ -306,6 +308,7 @@
     lines() {
       const { spec } = this, lines = [];
       if (spec.stacked) return this.layers();
+      if (spec.callback) return this.callbackLines();
       for (const run of shownRuns()) {
         const names = spec.either ? spec.series.filter((name) => run.series[name]).slice(0, 1) : spec.series;
         for (const name of names) {
@@ -327,6 +330,19 @@
         }
       }
       return lines;
+    }
+
+    /** Return the curves of a callback's value, for the selected run: at most eight of its layers. */
+    callbackLines() {
+      const run = selectedRun(), prefix = this.spec.callback;
+      for (const { step, series } of run.callbacks) {
+        const names = Object.keys(series).filter((name) => name === prefix || name.startsWith(`${prefix}/`));
+        if (!names.length) continue;
+        const every = Math.max(1, Math.ceil(names.length / 8));
+        const kept = names.filter((_, at) => at % every === 0 || at === names.length - 1);
+        return kept.map((name, at) => ({ run, name, step, evaluation: series[name], kind: "points", colour: `--part-${at % 8}`, label: name.slice(prefix.length + 1) || run.name }));
+      }
+      return [];
     }
 
     /** Return the stacked parts of a step, for the selected run. */
@@ -368,7 +384,7 @@
             columns.push({ line, part: "mean" });
           }
         } else if (line.kind === "points") {
-          const xs = Float64Array.from(line.run.evaluations.step, (step) => place(line.run, step));
+          const xs = Float64Array.from(line.step || line.run.evaluations.step, (step) => place(line.run, step));
           const found = reduced(xs, line.evaluation, () => 1, range, most);
           tables.push([found.x, scaled(found.mean)]);
           columns.push({ line, part: "mean", points: found.x.length });
@@ -1037,6 +1053,8 @@
     const names = new Set(state.runs.flatMap((run) => Object.keys(run.series)));
     const more = [...names].filter((name) => !DRAWN.test(name)).sort();
     const specs = [...CHARTS, ...more.map((name) => ({ id: name, title: name.replaceAll("_", " ").replace("/", ": "), series: [name] }))];
+    const values = new Set(state.runs.flatMap((run) => run.callbacks.flatMap((each) => Object.keys(each.series).map((name) => name.split("/").slice(0, 3).join("/")))));
+    for (const name of values) specs.push({ id: name, title: name.split("/").filter((part, at, all) => part !== all[at - 1]).join(": ").replaceAll("_", " "), callback: name, full: true });
     for (const spec of specs) {
       if (state.charts.some((chart) => chart.spec.id === spec.id)) continue;
       const chart = new Chart(spec);
