@@ -106,3 +106,20 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     assert found["price"]["so_far"] == pytest.approx(3.0 * found["device_hours"])
     assert found["price"]["repeated"] == pytest.approx(3.0 * 2 * 1.0 / 3600), "whatever lay between"
     assert found["parts"] == pytest.approx({"forward": 1.2, "backward": 1.5, "other": 0.3})
+
+
+def test_numbers_of_callbacks_are_those_of_the_last_attempt(tmp_path: Path) -> None:
+    def measured(number: int, value: float, attempt: int = 1) -> Event:
+        values = {"norm": [value, 2 * value], "note": "text"}
+        fields = {"step": number, "callback": "own", "name": "layers", "values": values}
+        return other("callback", attempt=attempt, **fields)
+
+    run = new_run(tmp_path / "run")
+    append(run, iter([step(1), measured(1, 1.0), step(2), measured(2, 2.0), step(3)]))
+    append(run, iter([step(2, attempt=2), measured(2, 5.0, attempt=2)]))
+    history = History(run)
+    history.read()
+    (found,) = history.callbacks.values()
+    assert found.names[1:] == ["own/layers/norm/0", "own/layers/norm/1"]
+    assert found["step"].tolist() == [1, 2]
+    assert found["own/layers/norm/1"].tolist() == [2.0, 10.0]

@@ -28,6 +28,8 @@ LENGTH = (
     "training.evaluate_every_steps=10",
     "checkpoint.every_steps=8",
     "logging.memory_phases=true",
+    "callbacks=[layer_statistics]",
+    "callbacks.layer_statistics.every_steps=4",
 )
 SPIKES = (
     "stability=rewind",
@@ -134,6 +136,8 @@ def test_every_curve_is_drawn_and_nothing_is_asked_for(page: Browser, file: Path
         for run in ("--run-0", "--run-1"):  # of memory they use the same: one hides the other
             drawn = _drawn(pixels, _colour(page, run))
             assert drawn > 100 or (chart, run) == ("memory", "--run-0"), (chart, run)
+    layers = _canvas(page, "layer_statistics-layers-update_ratio")
+    assert all(_drawn(layers, _colour(page, f"--part-{layer}")) > 50 for layer in range(2))
     assert [each for each in page.requests() if not each.startswith(("data:", "blob:"))] == [
         file.as_uri()
     ]

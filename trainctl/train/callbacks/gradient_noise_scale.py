@@ -65,7 +65,6 @@ class GradientNoiseScale(Callback):
         self._weight = decay * self._weight + (1 - decay)
         # Until there is more signal than error, the estimate of |G|² can be negative.
         scale = self._noise / self._signal if self._signal > 0 else None
-        samples = context.plan.batch.global_batch_size
         context.record(
             "noise_scale",
             tokens=scale,
@@ -73,7 +72,6 @@ class GradientNoiseScale(Callback):
             noise=self._noise / self._weight,
             gradient_squared=self._signal / self._weight,
             batch_tokens=tokens,
-            batch_samples=samples,
         )
 
     def before_save(self) -> Mapping[str, Any]:
