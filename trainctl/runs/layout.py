@@ -24,6 +24,7 @@ RUN/
     logs/                rank-0.log ..., agent-0.log
     heartbeats/          rank-0 ...: last phase of each rank, and its time
     profile/             rank-0.trace.json.gz and rank-0.txt, with logging.profile_steps
+    memory/              rank-0.pickle ..., with the callback memory_snapshot
 """
 
 from __future__ import annotations

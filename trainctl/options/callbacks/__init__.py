@@ -124,6 +124,8 @@ class Context(Protocol):
     """The frozen `RunPlan`; `plan.config` is the configuration."""
     folder: Path
     """`RUN/callbacks/NAME`, for files of the callback; not created."""
+    attempt_folder: Path
+    """`RUN/attempts/N`, for files about this attempt alone."""
     rank: int
     world_size: int
     device: Any
@@ -247,6 +249,8 @@ class CallbackSpec(Spec):
     """Whether it may use `Context.collectives`; needs `ranks=Ranks.all`."""
     limits: tuple[Limit, ...] = ()
     """Settings that the callback does not support."""
+    needs_gpu: bool = False
+    """Whether it does nothing on a CPU; a plan on CPUs then has a warning."""
     min_micro_batches: int = 1
     """Fewest micro-batches of a step, over all data ranks and accumulation steps, that it needs."""
 

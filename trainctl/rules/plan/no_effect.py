@@ -8,8 +8,9 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.keys import as_written
-from trainctl.config.registry import specs
+from trainctl.config.registry import load, specs
 from trainctl.config.schema import (
+    Accelerator,
     AdaptiveClipping,
     CrossEntropyKind,
     DataFromPaths,
@@ -21,6 +22,7 @@ from trainctl.config.schema import (
     walk,
 )
 from trainctl.options import model
+from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
@@ -326,6 +328,13 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Problem]:
     for key, words in idle:
         value = as_written(to_plain(changed[key][1]))
         yield Problem(f"{key}={value} has no effect: it needs {words}", f"leave {key} out", key=key)
+    for name in callbacks_of(config):
+        if load("callbacks", name).needs_gpu and draft.hardware.accelerator is Accelerator.cpu:
+            yield Problem(
+                f"the callback {name} has no effect on a CPU: it needs a GPU",
+                f"leave {name} out of `callbacks`",
+                key=f"callbacks.{name}",
+            )
 
 
 def _families_with(has: Callable[[Family], bool]) -> str:

@@ -117,6 +117,7 @@ class RankContext:
         self.plan = session.plan
         self.shapes: Mapping[str, Sequence[int]] = session.shapes
         self.folder: Path = session.run.root / "callbacks" / name
+        self.attempt_folder = session.run.attempt(journal.attempt).root
         self.rank, self.world_size = session.process.rank, session.process.world_size
         self.device = session.process.device
         self.has_gradients = session.gradients.are_visible

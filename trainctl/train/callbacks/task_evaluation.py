@@ -60,7 +60,7 @@ class TaskEvaluation(Callback):
             keys.chat,
             getattr(first_source(config.data), "template_arguments", {}),
         )
-        context.beat("reading evaluation tasks")
+        # Without a heartbeat: that of the start allows for a download.
         self._together(context, self._prepare)
 
     def before_agreement(self, context: Context) -> Sequence[float]:
