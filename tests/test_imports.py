@@ -161,10 +161,8 @@ LATE = (
     "trainctl.monitor.report.document",
     "trainctl.monitor.report.figure",
     "trainctl.monitor.report.history",
-    "trainctl.monitor.report.live.watching",
-    "trainctl.monitor.report.memory_chart",
     "trainctl.monitor.report.page",
-    "trainctl.monitor.report.plan_chart",
+    "trainctl.monitor.report.watching",
 )
 """Modules that only functions of the command line may import: they load numpy or draw, or every
 command brings them, and listing commands must stay cheap.

@@ -14,7 +14,7 @@ import torch
 from trainctl import records
 from trainctl.cli.record_lines import record_lines
 from trainctl.config.schema import LoggingConfig, RunConfig
-from trainctl.monitor.loggers.sending import send
+from trainctl.monitor.loggers.delivery import send
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

@@ -38,7 +38,6 @@ LONG_FUNCTIONS = {
     "trainctl.config.literal_secrets:literal_secrets": 77,
     "trainctl.data.sample_contents:read_samples": 61,
     "trainctl.memory.activations:block_activations": 74,
-    "trainctl.monitor.report.plan_chart:_chart": 63,
     "trainctl.rules.resolve:resolve": 80,
     "trainctl.train.adapters.export:export_adapter": 71,
     "trainctl.train.callbacks.order:callbacks_of_run": 65,

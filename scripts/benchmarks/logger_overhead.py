@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainctl.config.schema import RunConfig
-from trainctl.monitor.loggers.sending import command
+from trainctl.monitor.loggers.delivery import command
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import last_step
 from trainctl.runs.records import EventFollower

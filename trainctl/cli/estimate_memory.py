@@ -157,7 +157,7 @@ def _draw(points: Sequence[PlannedPoint], path: Path) -> None:
     Raises:
         TrainctlError: No configuration has a budget, or the chart cannot be written.
     """
-    from trainctl.monitor.report.memory_chart import save_memory_chart
+    from trainctl.monitor.report.figure import save_memory_chart
 
     budgets = {
         point.name or point.planned.composed.config.model.name: point.budget

@@ -109,7 +109,7 @@ def plan(
         for line in _lines(result, hardware, price, show):
             put(line)
     if plot is not None:
-        from trainctl.monitor.report.plan_chart import save_plan_chart
+        from trainctl.monitor.report.figure import save_plan_chart
 
         save_plan_chart(result, hardware, plot, is_absolute=show.rates_are_known)
         say(f"wrote {plot}", style="good")

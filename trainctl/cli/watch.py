@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainctl.cli.console import put, say, tolerate_broken_pipe
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.monitor.report.live.server import PageServer
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.sweeps import RECORD
+
+if TYPE_CHECKING:
+    from trainctl.monitor.report.watching import PageServer
 
 MOST_RUNS = 50
 """Runs named for one page; a folder may have any number."""
@@ -58,7 +60,7 @@ def watch(
 
     Ctrl-C ends it; the runs go on. Example: trainctl watch sweeps/NAME
     """
-    from trainctl.monitor.report.live.watching import WatchApp
+    from trainctl.monitor.report.watching import PageServer, WatchApp
 
     if price is not None and not math.isfinite(price):
         raise TrainctlError(f"--price {price} is no price")

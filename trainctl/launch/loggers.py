@@ -15,8 +15,7 @@ from typing import Self
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launch.processes import Process, start_with_pdeathsig
-from trainctl.monitor.loggers.cursor import read_cursor
-from trainctl.monitor.loggers.sending import ALERTS, command
+from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag

@@ -18,7 +18,7 @@ SECONDS = 60.0
 IMPORTED = (
     "trainctl.monitor.loggers.alerts",
     "trainctl.monitor.loggers.follower",
-    "trainctl.monitor.loggers.sending",
+    "trainctl.monitor.loggers.delivery",
     "trainctl.options.logger.csv",
 )
 servers: list[PreloadedServer] = []

@@ -30,7 +30,7 @@ from trainctl.runs.status import State, Status, write_status
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-trackers" / "bin" / "python"
 RECORDS = Path(__file__).with_name("rewound_and_resumed.jsonl")
-ELSEWHERE = ROOT / "trainctl" / "monitor" / "loggers" / "elsewhere.py"
+ELSEWHERE = ROOT / "trainctl" / "monitor" / "loggers" / "__init__.py"
 CANARY = "canary-77aa"
 NAMES = ("wandb", "mlflow", "trackio", "prometheus")
 

@@ -19,8 +19,8 @@ from trainctl.config.overrides import SweepPoint
 from trainctl.errors import ExitCode
 from trainctl.monitor.report.document import report_document, rows
 from trainctl.monitor.report.history import History
-from trainctl.monitor.report.live.watching import WatchApp
 from trainctl.monitor.report.page import Source, page
+from trainctl.monitor.report.watching import WatchApp
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.provenance import git_state

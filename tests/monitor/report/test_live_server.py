@@ -13,10 +13,9 @@ import pytest
 from live_runs import make_run, train
 
 from trainctl.cli.main import run as command
-from trainctl.monitor.report.live import folder as folders
-from trainctl.monitor.report.live.folder import RunsFolder
-from trainctl.monitor.report.live.server import PageServer
-from trainctl.monitor.report.live.watching import RunsPage, WatchApp
+from trainctl.monitor.report import runs_folder as folders
+from trainctl.monitor.report.runs_folder import RunsFolder
+from trainctl.monitor.report.watching import PageServer, RunsPage, WatchApp
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.records import EventWriter

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from trainctl.cli.main import run
 from trainctl.memory.constants import GIB
-from trainctl.monitor.report import plan_chart
-from trainctl.monitor.report.plan_chart import Variant, frontier
+from trainctl.monitor.report import figure
+from trainctl.monitor.report.figure import Variant, frontier
 
 WORDS = ["model=llama-7b", "hardware=8xh100-80g", "training.sequence_length=4096"]
 WORDS += ["training.global_batch_tokens=4M", "activation_checkpointing=full", "--top", "3"]
@@ -42,9 +42,9 @@ def test_all_variants_are_drawn_and_the_listed_ones_are_numbered(
         drawn.append(chart(result, *rest, **options))
         return drawn[-1]
 
-    chart = plan_chart._chart
-    monkeypatch.setattr(plan_chart, "_chart", keep)
-    monkeypatch.setattr(plan_chart, "HIGHEST", 1e9)
+    chart = figure._plan_figure
+    monkeypatch.setattr(figure, "_plan_figure", keep)
+    monkeypatch.setattr(figure, "HIGHEST", 1e9)
     assert run(["plan", *WORDS, "--plot", str(tmp_path / "plan.svg")]) == 0
     (result,), (axes,) = asked, drawn[0].axes
     clouds = [each for each in axes.collections if isinstance(each, PathCollection)]

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.monitor.loggers.alerts import Alerter
+from trainctl.monitor.loggers.delivery import ALERTS
 from trainctl.monitor.loggers.follower import Follower
-from trainctl.monitor.loggers.sending import ALERTS
 from trainctl.runs.directory import open_run
 from trainctl.runs.files import ensure_folder, open_lock, remove_stale_temporary
 from trainctl.runs.layout import LoggerPaths, RunPaths

@@ -28,8 +28,7 @@ from typing import Any
 from trainctl.config.schema import AlertKind, RunConfig
 from trainctl.config.secrets import resolve_text
 from trainctl.errors import TrainctlError
-from trainctl.monitor.loggers.cursor import read_cursor, read_on
-from trainctl.monitor.loggers.sending import ALERTS
+from trainctl.monitor.loggers.delivery import ALERTS, read_cursor, read_on
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_plan, run_id
 from trainctl.runs.event_descriptions import (

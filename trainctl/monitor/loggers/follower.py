@@ -16,7 +16,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import function_of, load
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
-from trainctl.monitor.loggers.cursor import Cursor, read_cursor, read_on
+from trainctl.monitor.loggers.delivery import Cursor, read_cursor, read_on
 from trainctl.monitor.loggers.points import CurveReader, curve
 from trainctl.options.logger import Followed, Point, Sink, missing
 from trainctl.plan.types import RunPlan

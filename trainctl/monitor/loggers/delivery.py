@@ -1,8 +1,13 @@
-"""Cursor of a logger in a run's records: `RUN/loggers/NAME.json`, replaced as a whole."""
+"""Delivery of a run's metrics to a logger: the process that sends them, and its cursor.
+
+The cursor is `RUN/loggers/NAME.json`, replaced as a whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,9 +15,52 @@ from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.config.reading import open_file, read_json
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.files import write_json
+from trainctl.monitor import loggers
+from trainctl.options.logger import python_of
+from trainctl.runs.files import ensure_folder, write_json
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, Position, RecordReader, record_files
+
+ALERTS = "alerts"
+"""Name of the process that sends alerts, in place of a logger's."""
+
+
+def command(run: RunPaths, name: str, *options: str, config: RunConfig) -> list[str]:
+    """Return the command line of the process.
+
+    Args:
+        config: The configuration, which may name another Python for this logger.
+    """
+    python = sys.executable if name == ALERTS else python_of(name, config)
+    ours = ["-P", "-m", "trainctl.monitor.loggers"]
+    start = ours if python == sys.executable else ["-P", loggers.__file__]
+    return [python, *start, str(run.root), name, *options]
+
+
+def send(run: RunPaths, name: str, *, config: RunConfig, again: bool = False) -> int:
+    """Send everything that is not sent yet, in a process of its own, and return its exit code.
+
+    Args:
+        again: Whether to send everything from the beginning.
+
+    Raises:
+        TrainctlError: The run directory cannot be written (exit code 4).
+    """
+    paths, options = run.logger(name), ("--again",) if again else ()
+    try:
+        ensure_folder(paths.folder)
+        with paths.log.open("ab") as log:
+            argv = command(run, name, *options, config=config)
+            return subprocess.run(argv, stdout=log, stderr=log).returncode
+    except OSError as error:
+        raise TrainctlError(
+            f"{run.root} cannot be written: {error.strerror}",
+            hint="how far a logger has come is kept there; copy the run to send it from elsewhere",
+            exit_code=ExitCode.environment,
+        ) from None
+
 
 BATCH_BYTES = 1 << 20
 """Bytes of a file that are read and committed at a time: about 3,000 steps."""

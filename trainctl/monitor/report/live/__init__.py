@@ -1,1 +1,0 @@
-"""`trainctl watch`: the page of runs while they train, from their files alone."""
