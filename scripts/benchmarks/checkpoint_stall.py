@@ -1,9 +1,9 @@
-"""Time that a save blocks the training loop: asynchronous saves beside synchronous ones.
+"""Time that a save blocks the training loop: asynchronous saves compared with synchronous ones.
 
-Both write the same state, sync it and commit it by the protocol of every save; what differs is who
-waits. Between saves the loop does matrix products, so that the writing thread has to share the
-processor with it, and the next save comes only after the last was committed. The first save of each
-kind allocates its buffers and is left out. Aim: at most 0.1.
+Both write the same state, sync it and commit it by the protocol of every save; they differ in which
+thread waits. Between saves the loop multiplies matrices, so that the writing thread competes with
+it for the CPU, and the next save starts only after the previous one was committed. The first save
+of each kind allocates its buffers and is left out. Target: a ratio of at most 0.1.
 
     python scripts/benchmarks/checkpoint_stall.py [--gigabytes 1 2 4] [--saves 3] [--folder DIR]
 """
@@ -36,7 +36,7 @@ TENSORS = 8
 
 
 class AdamState:
-    """State of a rank under Adam, without an engine: weights and two moments in fp32."""
+    """State of a rank under Adam without an engine: weights and two moments in fp32."""
 
     is_swapped = False
 
@@ -73,7 +73,9 @@ class AdamState:
 def stalls(
     folder: Path, process: Process, state: AdamState, *, asynchronous: bool, saves: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds that the loop was blocked in each save, and seconds until it was committed."""
+    """Return the seconds that the loop was blocked in each save, and the seconds until its
+    commit.
+    """
     run = RunPaths(folder)
     config = CheckpointConfig(keep=1, asynchronous=asynchronous)
     saver = Saver(run, process, state, config)  # type: ignore[arg-type]
@@ -84,7 +86,7 @@ def stalls(
         saver.save({"step": step, "samples": 0, "tokens": 0, "metrics": {}, "shapes": {}})
         stalled = time.monotonic() - started
         while not (saved := saver.take_saved()):
-            product = torch.nn.functional.normalize(product @ product)  # the loop goes on
+            product = torch.nn.functional.normalize(product @ product)  # the loop continues here
             assert not saver.has_failed
         saver.wait()
         assert [info.step for info in checkpoints.list_checkpoints(run)] == [step]
@@ -96,7 +98,7 @@ def stalls(
 
 
 def one_process() -> Process:
-    """This process as the only rank."""
+    """Return this process as the only rank."""
     timeout = timedelta(minutes=10)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Process(0, 1, torch.device("cpu"), dist.new_group(backend="gloo"), timeout)
@@ -113,7 +115,7 @@ def main() -> int:
     print("state GB  sync s  async: blocked s  until committed s  blocked, async / sync")
     try:
         for gigabytes in arguments.gigabytes:
-            needed = 2 * gigabytes * 1e9  # the one that is kept and the one being written
+            needed = 2 * gigabytes * 1e9  # the checkpoint that is kept and the one being written
             memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             if shutil.disk_usage(root).free < 1.1 * needed or memory < needed:
                 print(f"{gigabytes:8.1f}  skipped: too little memory or disk is free")

@@ -1,7 +1,7 @@
 """Start-up times of trainctl as ratios to `deepspeed --help` and `accelerate launch --help`.
 
-Repetitions of all commands are interleaved, so that a machine that slows down slows all of them;
-the median of each is compared. Run it with the Python of an environment that has all three.
+Runs of all commands are interleaved, so that a slowdown of the machine affects all of them; the
+medians are compared. Run it with the Python of an environment that has all three packages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def seconds(command: list[str]) -> float:
-    """Wall time of one run of the command, which must succeed."""
+    """Return the wall time of one run of the command, which must succeed."""
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - start

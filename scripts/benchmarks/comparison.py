@@ -31,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Measurements of one loop with one configuration."""
+    """Measurements of one loop in one configuration."""
 
     case: str
     loop: str
@@ -56,7 +56,7 @@ class Row:
 
 
 class Failed(Exception):
-    """A loop did not run to its end; the text says why."""
+    """A loop did not run to its end; the text gives the reason."""
 
 
 def measure(

@@ -2,20 +2,19 @@
 
     python scripts/benchmarks/cpu_loops.py [--turns 3] [--steps 60] [--cases zero1 zero3]
 
-On two processes of this machine the same model trains on the same samples: by `trainctl launch`
-and, started by torchrun, by a bare DeepSpeed loop and transformers' Trainer with trainctl's JSON,
-and by torch's FSDP2 (`plain_loops.py`). They take turns, so that what else the machine does meets
-all. Measured from outside, as their users wait for it:
+The same model trains on the same samples in two processes of this machine: with `trainctl launch`
+and, started by torchrun, with a bare DeepSpeed loop, with transformers' Trainer and trainctl's
+JSON, and with torch's FSDP2 (`plain_loops.py`). The commands take turns, so that other load of the
+machine affects all of them. Everything is measured from outside, as users experience it:
 
 - first step: from the command's start to the end of the first optimizer step;
-- tokens/s: over the steps after the first quarter, and over the first ten, since one says little
-  of the other;
-- save: what the loop stood still for a checkpoint of weights and optimizer;
-- resume: from the start of the command that goes on to the end of its first step;
-- memory: the most that all processes of a command had at once, shared pages counted once (PSS).
+- tokens/s: over the steps after the first quarter, and separately over the first ten;
+- save: time that the loop is blocked by a checkpoint of weights and optimizer;
+- resume: from the start of the resuming command to the end of its first step;
+- memory: peak of all processes of a command together, shared pages counted once (PSS).
 
-The median of the turns after the first counts; a ratio is trainctl's figure over the loop's, by
-turn.
+The first turn warms up, and the median of the others counts. A ratio is trainctl's figure over the
+loop's in the same turn.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _watch(process: subprocess.Popen[bytes], most: list[int]) -> None:
                 with suppress(psutil.Error):
                     total += one.memory_full_info().pss
         most[0] = max(most[0], total)
-        time.sleep(2)  # a look takes milliseconds of the processors that train
+        time.sleep(2)  # taking the measurement costs milliseconds of the CPUs that train
 
 
 def ours(folder: Path, case: str, steps: int) -> tuple[Measured, RunPaths]:
@@ -240,7 +239,7 @@ def main() -> int:
             steps = arguments.steps if number else WARM_STEPS + 1
             turns.append(turn(case, arguments.loops, steps))
             print(f"{case}, turn {number}: {turns[-1]}", file=sys.stderr, flush=True)
-        del turns[0]  # operators were compiled, libraries read from the disk
+        del turns[0]  # the first turn compiles operators and reads libraries from the disk
         for loop in ("trainctl", *arguments.loops):
             print(row(case, loop, turns), flush=True)
     return 0

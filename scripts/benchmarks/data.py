@@ -2,14 +2,14 @@
 
     python scripts/benchmarks/data.py [--megabytes 24] [--rounds 3] [--peers PYTHON]
 
-- **Tokenizing**: `trainctl data prepare` beside a bare loop of `tokenizers`, `datasets.map` and
-  datatrove: the same JSONL, the same tokenizer, interleaved. Each runs on the whole corpus and on a
-  twentieth of it, and the rate is of the difference, so that what it takes to start is left out.
-  `--peers` is a Python that has `tokenizers`, `datasets` and `datatrove` (they need not be beside
-  trainctl); what it lacks is said and left out.
-- **The order**: microseconds a sample and bytes of memory, of three sources and two stages, for
+- **Tokenizing**: `trainctl data prepare` compared with a bare loop of `tokenizers`,
+  `datasets.map` and datatrove: the same JSONL, the same tokenizer, interleaved. Each runs on the
+  whole corpus and on a twentieth of it; the rate is that of the difference, which excludes
+  start-up. `--peers` is a Python with `tokenizers`, `datasets` and `datatrove` (trainctl need not
+  be installed there); missing packages are reported and left out.
+- **Order**: microseconds per sample and bytes of memory for three sources and two stages, with
   corpora of 10^6 to 10^12 tokens.
-- **Reading**: samples of 2,048 tokens at random beside slices of a bare memory map.
+- **Reading**: random samples of 2,048 tokens compared with slices of a bare memory map.
 - **Waiting**: the share of a step of `recipe=tiny` that its ranks wait for their batch.
 """
 

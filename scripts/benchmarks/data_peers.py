@@ -1,12 +1,11 @@
-"""Other tokenizing loops on the same JSONL with the same tokenizer; each writes ids to a flat
-file.
+"""Other tokenizing loops on the same JSONL with the same tokenizer; each writes ids to a flat file.
 
     python scripts/benchmarks/data_peers.py LOOP CORPUS TOKENIZER FOLDER WORKERS
 
-LOOP is `bare`, `datasets` or `datatrove`. `bare` is what one writes by hand: lines, `json.loads`, a
-thousand texts a call of `encode_batch_fast` with its own threads, numpy to the disk. Prints the
-number of tokens. `data.py` starts it, with a Python that has these packages; nothing of trainctl is
-imported.
+LOOP is `bare`, `datasets` or `datatrove`. `bare` is a hand-written loop: `json.loads` of each line,
+a call of `encode_batch_fast` with its own threads per thousand texts, numpy to the disk. Prints the
+number of tokens. `data.py` starts this script with a Python that has these packages; it imports
+nothing of trainctl.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def with_datasets(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> 
 
 
 def with_datatrove(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
-    """Datatrove's tokenizer, a task for each half of the corpus, and its documents' ends."""
+    """Tokenize with datatrove, one task per worker; each document counts its end token."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -88,7 +87,7 @@ def with_datatrove(corpus: Path, tokenizer: Path, folder: Path, workers: int) ->
     ).run()
     documents = sum(1 for _ in corpus.open("rb"))
     size = sum(file.stat().st_size for file in (folder / "ids").rglob("*.ds"))
-    return size // 2 + documents  # an end for each, as the others count
+    return size // 2 + documents  # one end token per document, as the other loops count
 
 
 def _batches(corpus: Path) -> Iterator[list[str]]:

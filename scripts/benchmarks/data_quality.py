@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/data_quality.py [PATH ...] [--megabytes 20] [--rounds 3]
 
-Files below the paths (Python's own library if there are none), some of them twice and some with
-words changed, are measured in one process. Steps take turns over the same batches; each has the
-median of its rounds. Beside it stands the plain way to MinHash, a document at a time: `re.findall`,
-a checksum for each word, and the same 112 minima by numpy.
+Measures the files below the paths (by default Python's own library) in one process; some texts are
+repeated and some have words changed. The steps take turns over the same batches, and each gets the
+median of its rounds. For comparison, a plain MinHash handles one document at a time: `re.findall`,
+a checksum per word, and the same 112 minima by numpy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Benchmark of FSDP2 beside ZeRO 3: step time and peak memory of a rank, as ratios.
+"""Benchmark of FSDP2 against ZeRO 3: step time and peak memory of a rank, as ratios.
 
-Both train the same model on the same samples by `trainctl launch`, in turns, so that what else the
-machine does meets both. Of each run the shortest step after the second counts, and the peak
-resident memory of its first rank, imports included; of the turns the median of the ratios.
-DeepSpeed has buckets of 4 million elements, which suit the size; its default ones are for larger
-models.
+Both train the same model on the same samples with `trainctl launch`, in turns, so that other load
+of the machine affects both. Of each run the shortest step after the second counts, and the peak
+resident memory of its first rank, imports included; of the turns, the median ratio. DeepSpeed gets
+buckets of 4 million elements, since its default ones are for larger models.
 
     python scripts/benchmarks/engines.py [--turns 3] [--steps 6] [--precision fp32 bf16]
 """

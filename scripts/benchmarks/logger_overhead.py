@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/logger_overhead.py [--pairs 6] [--seconds 20] [--loggers NAME,...]
 
-One run goes on; the processes that its launcher would start are started and ended in turns, so
-that whatever else the machine does meets both. `stuck` is one that does nothing but wait, as for a
-server that hangs. Of each turn the median time of a step counts, without its first seconds, in
-which the processes start. Aim: a median ratio of at least 0.99.
+One run trains throughout; the logger processes that its launcher would start are started and ended
+in turns, so that other load of the machine affects both. `stuck` is a logger that only waits, as
+for a server that hangs. The median step time of each turn counts, without its first seconds, in
+which the processes start. Target: a median ratio of at least 0.99.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAUNCH = (
 
 
 def main() -> None:
-    """Measure, and print a line per pair."""
+    """Measure, and print a line for each pair."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
@@ -91,8 +91,8 @@ def following(run: RunPaths, names: list[str]) -> Iterator[None]:
 
 
 def step_seconds(run: RunPaths, seconds: float) -> float:
-    """Return the median time of the steps recorded in the next `seconds`, after the processes have
-    settled.
+    """Return the median time of the steps recorded in the next `seconds`, after the start of the
+    processes.
     """
     time.sleep(SETTLING_SECONDS)
     follower = EventFollower(run.events)

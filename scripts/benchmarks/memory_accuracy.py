@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/memory_accuracy.py [CSV ...] [--show ID] [--all]
 
-Each row of a CSV becomes a plan in trainctl's own terms, whose budget is compared with what the row
-measured: tensors after a step, peak of tensors, reserved, or as the driver reports it. Rows that
-only say that a job ran must not be called out of memory, and the other way round. Rows that cannot
-be expressed are listed with the reason.
+Each row of a CSV becomes a plan in trainctl's own terms, whose budget is compared with the figure
+that the row measured: tensors after a step, peak of tensors, reserved memory, or memory as the
+driver reports it. Rows that only report that a job ran, or ran out of memory, are compared with the
+verdict. Rows that cannot be expressed are listed with the reason.
 """
 
 from __future__ import annotations

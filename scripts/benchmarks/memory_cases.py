@@ -1,8 +1,8 @@
-"""From a published measurement to trainctl's own terms, and from those to its memory.
+"""Conversion of published measurements to trainctl's plans, and the memory of these plans.
 
-The plan is what `trainctl estimate-memory` works on, so a row is also a worked example. DeepSpeed's
-rows go through the budget as they are; for other frameworks `memory_trainers` says where the states
-are, and everything else (tensors, activations, logits, phases, runtime) is the budget's.
+The plan is the input of `trainctl estimate-memory`, so that a row is also a worked example. Rows of
+DeepSpeed use the budget unchanged. For other frameworks `memory_trainers` says where the states
+are; the rest (tensors, activations, logits, phases, runtime) is the budget's.
 """
 
 from __future__ import annotations
@@ -61,33 +61,33 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row in our terms."""
+    """Row converted to trainctl's terms."""
 
     row: Row
     plan: LayoutPlan
-    """The configuration that it describes."""
+    """Configuration that the row describes."""
     engine: EngineMemory
-    """DeepSpeed's engine of the plan, with what the row's program did otherwise."""
+    """DeepSpeed's engine of the plan, adapted to the row's program."""
     trainer: Trainer | megatron.Job | None
-    """The framework's way with states; None for DeepSpeed."""
+    """The framework's placement of states; None for DeepSpeed."""
     held: tuple[Stage, ...]
-    """The pipeline stages to look at."""
+    """Pipeline stages to evaluate."""
     logit_bytes: LogitBytes
-    """What its loss holds of each logit."""
+    """Bytes per logit that the row's loss holds."""
     kept_after_step: int
-    """Bytes that the program's own variables keep between steps."""
+    """Bytes that variables of the row's program keep between steps."""
     gathered: int
-    """Bytes of weights that are kept gathered through the backward pass."""
+    """Bytes of weights that stay gathered through the backward pass."""
     loads_whole: bool
-    """Whether the model is whole on each device before it is divided."""
+    """Whether each device loads the whole model before partitioning."""
     runtime: Range
-    """Memory in no tensor."""
+    """Memory outside of tensors."""
     notes: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Bytes of the fullest rank that the row looked at."""
+    """Bytes of the fullest rank among the measured ones."""
 
     after_step: float
     peak: float
@@ -97,7 +97,7 @@ class Estimate:
     components: Components
 
     def of(self, metric: Metric) -> float:
-        """The figure that a metric measured."""
+        """Return the figure for a metric."""
         return {
             Metric.after_step: self.after_step,
             Metric.peak: self.peak,
@@ -107,7 +107,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """What tensors take on the fullest rank, which no fitted number of the runtime changes."""
+    """Bytes of tensors on the fullest rank, independent of the fitted constants of the runtime."""
 
     after_step: float
     peak: float
@@ -117,7 +117,7 @@ class Tensors:
 
 
 def tensors_of(case: Case) -> Tensors:
-    """The fullest of the pipeline stages that a row looked at."""
+    """Return the tensors of the fullest of the measured pipeline stages."""
     best: Tensors | None = None
     workspace = 0 if isinstance(case.trainer, megatron.Job) else workspace_of(case.row)
     for stage in case.held:
@@ -144,7 +144,7 @@ def tensors_of(case: Case) -> Tensors:
 
 
 def estimate(case: Case, tensors: Tensors | None = None) -> Estimate:
-    """The estimator's figures for a case, of whose tensors the bytes may be known already."""
+    """Return the estimated figures of a case; known bytes of its tensors may be passed in."""
     held = tensors or tensors_of(case)
     reserved = reserved_bytes(
         int(held.peak), fragmentation(case), case.runtime, case.plan.hardware.device_memory_bytes
@@ -160,8 +160,10 @@ def estimate(case: Case, tensors: Tensors | None = None) -> Estimate:
 
 
 def bounds(case: Case, tensors: Tensors) -> tuple[float, float]:
-    """The least and most that the figure of a row may be, by the budget's own doubts
-    (`trainctl.memory.budget.band`): of tensors alone, with the allocator's waste, or with all.
+    """Return the lower and upper bound of a row's figure, from `trainctl.memory.budget.band`.
+
+    The bounds cover tensors only, tensors with the allocator's waste, or everything, depending on
+    the metric.
     """
     metric, none = case.row.metric, Range(low=0, usual=0, high=0)
     waste, outside = Fragmentation(low=0, usual=0, high=0), none
@@ -177,7 +179,7 @@ def bounds(case: Case, tensors: Tensors) -> tuple[float, float]:
 
 
 def fragmentation(case: Case) -> Fragmentation:
-    """What the allocator wastes: little where segments can grow."""
+    """Return the allocator's waste, which is small where segments can grow."""
     text = case.row.words("caveat", "framework", "source_repo")
     if "expandable" in text or "torchtitan" in text:
         return constants.FRAGMENTATION_LARGE
@@ -185,7 +187,7 @@ def fragmentation(case: Case) -> Fragmentation:
 
 
 def _moments(case: Case, stage: Stage) -> tuple[dict[str, Components], Components]:
-    """Phases of a step, and what is there after it; without runtime."""
+    """Return memory by phase of a step, and memory after the step; without runtime."""
     if isinstance(case.trainer, megatron.Job):
         return megatron.moments(case.trainer)
     if case.trainer is None:
@@ -193,7 +195,8 @@ def _moments(case: Case, stage: Stage) -> tuple[dict[str, Components], Component
         for name in ("backward_start", "backward_end"):
             moments[name] = moments[name].plus(gathered_parameters=case.gathered)
         if case.loads_whole:
-            # Weights are divided one by one, the largest first (zero/partition_parameters.py).
+            # ZeRO divides whole weights among ranks one by one, the largest first
+            # (zero/partition_parameters.py).
             whole = case.engine.weight_bytes * (stage.parameters + case.engine.share(stage.largest))
             moments["load"] = max(
                 moments["load"], Components(parameters=whole), key=lambda moment: moment.total
@@ -270,9 +273,9 @@ def _other_trainer(
 
 
 def _moments_of(engine: EngineMemory, stage: Stage) -> float:
-    """Elements' worth of Adam's two moments in fp32 that the row's update rule keeps."""
+    """Return the number of elements whose two fp32 Adam moments take as much as the row's states."""
     if engine.optimizer.kind == "adafactor":
-        engine = replace(engine, factors=True)  # on whole tensors, it factors them
+        engine = replace(engine, factors=True)  # whole tensors: Adafactor factors its second moment
     return replace(engine, moment_bytes=FP32).moments(stage) / (2 * FP32)
 
 
@@ -280,7 +283,7 @@ def case_of(row: Row) -> Case:
     """Convert a row to trainctl's terms.
 
     Raises:
-        NotExpressible: With the reason.
+        NotExpressible: The row cannot be converted.
     """
     if row.unread:
         raise NotExpressible(row.unread)
@@ -296,7 +299,7 @@ def case_of(row: Row) -> Case:
     axes.tensor, axes.pipeline, axes.sequence = mesh.tensor, mesh.pipeline, mesh.sequence
     set_tiles(row, config)
     length, micro = config.training.sequence_length, config.training.micro_batch_size
-    # Pipelines are run with more micro batches than stages; elsewhere a row rarely says.
+    # Pipelines usually run more micro-batches than stages; elsewhere a row rarely gives the number.
     accumulation = mesh.pipeline if mesh.pipeline > 1 else 1
     plan = LayoutPlan(
         config=config,
@@ -326,7 +329,7 @@ def case_of(row: Row) -> Case:
         held = held[-1:]
     kept = 0
     if model.name == "SimpleTransformer":
-        # Its training loop's variables keep the last logits.
+        # Variables of the row's training loop keep the last logits.
         kept = 2 * micro * length * model.vocab_size
     return Case(
         row=row,
@@ -344,7 +347,9 @@ def case_of(row: Row) -> Case:
 
 
 def _engine_of(row: Row, plan: LayoutPlan) -> EngineMemory:
-    """DeepSpeed's engine, with what the row's program does otherwise than trainctl's trainer."""
+    """Return DeepSpeed's engine, changed where the row's program differs from trainctl's
+    trainer.
+    """
     engine = read_engine(plan)
     if without_init(row):
         engine = replace(engine, memory_efficient_linear=False)
@@ -356,7 +361,7 @@ def _engine_of(row: Row, plan: LayoutPlan) -> EngineMemory:
 
 
 def _set_config(row: Row, config: RunConfig, *, is_deepspeed: bool) -> None:
-    """Everything that a row says of the run but its mesh."""
+    """Set the configuration keys that a row determines, except the mesh."""
     set_precision(row, config)
     set_optimizer(row, config)
     set_loss(row, config)
@@ -383,7 +388,7 @@ def _set_config(row: Row, config: RunConfig, *, is_deepspeed: bool) -> None:
 
 
 def _mesh_of(row: Row, *, is_deepspeed: bool) -> tuple[Mesh, int]:
-    """How a row divides its devices, and how many there are."""
+    """Return how a row divides its devices, and the number of devices."""
     tensor, pipeline = (max(1, row.number(name, 1)) for name in ("tp", "pp"))
     cp = context_of(row)
     world = row.number("world_gpus", 0) or devices_of(row)
@@ -408,9 +413,11 @@ def _notes(row: Row, model: ModelConfig) -> Iterator[str]:
 
 
 def _gathered(config: RunConfig, held: tuple[Stage, ...]) -> int:
-    """A fused loss reads the output projection outside its module, so ZeRO-3 takes it for one of
-    the whole model's own (`register_external_parameter`): it is gathered for the whole backward
-    pass, beside as many others as may be.
+    """Return the bytes of the output projection where a fused loss reads it.
+
+    The loss reads the projection outside its module, so ZeRO-3 registers it as a parameter of the
+    whole model (`register_external_parameter`). It stays gathered for the whole backward pass,
+    beside the usual limit of live parameters.
     """
     fused = config.kernels.cross_entropy is CrossEntropyKind.liger_fused
     return 2 * held[-1].head if fused and config.zero_stage.stage == 3 else 0

@@ -1,4 +1,4 @@
-"""The device of a row: how much memory it has, and what torch's libraries take on it."""
+"""Memory of a row's device, and the part of it that torch's libraries take."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ CAPACITIES = {
     "mi250": (64,),
     "mi210": (64,),
 }
-"""GB of each device by its makers' data sheets, the smaller variant first. torch sees an MI250 as
-two devices."""
+"""GB of each device by the vendors' data sheets, the smaller variant first. torch sees an MI250 as
+two devices.
+"""
 
 NO_DEVICE = re.compile(r"\b(tpu|cpus?|hpu|gaudi\d?|trainium|trn\d|ascend|npu|apple)\b")
 NEW = re.compile(r"g?[hb][123]00|gh200|h20\b|h800")
@@ -51,10 +52,10 @@ NEW = re.compile(r"g?[hb][123]00|gh200|h20\b|h800")
 
 
 def accelerator_of(row: Row) -> Accelerator:
-    """What drives the device.
+    """Return the accelerator kind of the device.
 
     Raises:
-        NotExpressible: Nothing that torch's CUDA allocator is for.
+        NotExpressible: torch's CUDA allocator does not run on it.
     """
     text = row.words("gpu")
     if NO_DEVICE.search(text):
@@ -63,10 +64,10 @@ def accelerator_of(row: Row) -> Accelerator:
 
 
 def capacity_of(row: Row) -> int | None:
-    """Bytes of the device, as named; None where the row does not tell.
+    """Return the bytes of the named device; None where the row does not tell.
 
-    Where there are two of one name, a job that ran had room in the larger one, and one that ran out
-    may have had the smaller.
+    Where a device comes in two sizes, a job that ran is assigned the larger one, and a job that ran
+    out of memory the smaller one.
     """
     text = row.words("gpu").replace("rtx", "rtx ")
     found = (
@@ -83,14 +84,16 @@ def capacity_of(row: Row) -> int | None:
 
 
 def devices_of(row: Row) -> int:
-    """Devices by their name («8xH100»); 1 where it does not tell."""
+    """Return the number of devices in their name («8xH100»), or 1."""
     found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*[x×]\s*[a-z]+\d", row.words("gpu"))
     return int(found[1] or 1) * int(found[2]) if found else 1
 
 
 def workspace_of(row: Row) -> int:
-    """Bytes of cuBLAS's workspaces in torch's allocator, for the thread of the forward pass and for
-    autograd's: 32 MiB each on Hopper and Blackwell, else 4096 KiB twice and 16 KiB eight times
+    """Return the bytes of cuBLAS's workspaces in torch's allocator, for the threads of the forward
+    pass and of autograd.
+
+    A workspace has 32 MiB on Hopper and Blackwell, else 4096 KiB twice and 16 KiB eight times
     (`parseChosenWorkspaceSize`, ATen/cuda/CublasHandlePool.cpp).
     """
     text = row.words("gpu")

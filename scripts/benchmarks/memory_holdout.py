@@ -1,13 +1,13 @@
-"""How far the budget's numbers carry: rows in three groups, and each source predicted unseen.
+"""Generalisation of the memory budget: each source of measurements predicted without its own rows.
 
     python scripts/benchmarks/memory_holdout.py [CSV ...]
 
-Four constants of the budget were fitted to published measurements, not read off code. Here they are
-fitted again to all sources but one, in turn, and the one left out is scored with what came of it,
-next to its score with the constants as they are. A constant that the other sources tell nothing
-about has no value of its own then: it is put to what is said of it elsewhere, or to 0. Then all
-rows are scored in three groups: fitted to, unseen, and refused with the reason; with how many of
-the unseen lie within the budget's band, and how many are falsely said to fit.
+Four constants of the budget were fitted to published measurements instead of read from code. This
+script fits them again to all sources except one, in turn. It scores the remaining source with the
+fitted constants and with the shipped ones. A constant that the other sources do not determine gets
+a value from elsewhere, or 0. Then all rows are scored in three groups: used for the fit, unseen,
+and refused with the reason. The unseen group also reports how many rows lie within the budget's
+band, and how many are wrongly predicted to fit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GRID: dict[str, Sequence[float]] = {
     "communicator, GiB": [step / 20 for step in range(0, 33)],
     "remainder of Megatron-LM, MiB": range(0, 17),
 }
-"""The fitted constants, and the values that each is tried with."""
+"""Fitted constants, with the values that the search tries."""
 
 UNSEEN: Values = {
     "fragmentation": 0.0,
@@ -48,11 +48,13 @@ UNSEEN: Values = {
     "communicator, GiB": 1.45,
     "remainder of Megatron-LM, MiB": 0.0,
 }
-"""Where nothing tells: no waste, and what stas00/ml-engineering saw at a first barrier."""
+"""Values for constants that the rows do not determine: no waste, and the communicator memory that
+stas00/ml-engineering measured at a first barrier.
+"""
 
 
 def as_shipped() -> dict[str, float]:
-    """The constants as they are."""
+    """Return the shipped constants."""
     return {
         "fragmentation": constants.FRAGMENTATION.usual,
         "fragmentation, large tensors": constants.FRAGMENTATION_LARGE.usual,
@@ -63,7 +65,7 @@ def as_shipped() -> dict[str, float]:
 
 @contextmanager
 def put(values: Values) -> Iterator[None]:
-    """The constants put to other values for a while."""
+    """Use other constants within the context."""
     module: Any = constants
     before = (
         module.FRAGMENTATION,
@@ -85,13 +87,15 @@ def put(values: Values) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A row, and what its tensors take with the constants as they are."""
+    """Row with the bytes of its tensors under the shipped constants."""
 
     case: Case
     tensors: Tensors
 
     def at(self) -> tuple[Case, Tensors]:
-        """The same with the constants of now, of which only a remainder is part of the tensors."""
+        """Return case and tensors under the current constants; only Megatron's remainder changes
+        the tensors.
+        """
         case, tensors = replace(self.case, runtime=runtime_range(self.case.plan)), self.tensors
         if not isinstance(case.trainer, memory_megatron.Job):
             return case, tensors
@@ -102,7 +106,7 @@ class Known:
 
 
 def errors(known: Sequence[Known], values: Values) -> list[float]:
-    """Relative errors of some rows with these constants."""
+    """Return the relative errors of some rows with these constants."""
     with put(values):
         found = []
         for each in known:
@@ -114,7 +118,7 @@ def errors(known: Sequence[Known], values: Values) -> list[float]:
 
 
 def sides(known: Sequence[Known], values: Values) -> list[int]:
-    """Of each row whether it lies below the band (-1), within (0) or above (1)."""
+    """Return for each row whether it lies below the band (-1), within (0) or above (1)."""
     with put(values):
         found = []
         for each in known:
@@ -126,8 +130,9 @@ def sides(known: Sequence[Known], values: Values) -> list[int]:
 
 
 def fit(cases: Sequence[Known]) -> dict[str, float]:
-    """The constants with the least mean error over some rows, one after another until none moves;
-    those that make no difference to them stay unseen.
+    """Return the constants with the least mean error over some rows, by coordinate descent.
+
+    Constants without influence on these rows keep their `UNSEEN` value.
     """
     values = dict(UNSEEN)
     for _ in range(8):
@@ -147,7 +152,7 @@ def _loss(cases: Sequence[Known], values: Values) -> float:
 
 
 def read_cases(paths: Sequence[Path]) -> tuple[list[Known], list[tuple[Row, str]]]:
-    """Training jobs of some CSVs that can be scored, and the others with the reason."""
+    """Read the training jobs that can be scored, and the others with the reason."""
     known, refused = [], []
     for row in (row for path in paths for row in read_rows(path)):
         if row.metric in (Metric.fits, Metric.out_of_memory) or is_kernel(row):
@@ -162,13 +167,15 @@ def read_cases(paths: Sequence[Path]) -> tuple[list[Known], list[tuple[Row, str]
 
 
 def percent(sizes: Sequence[float]) -> str:
-    """Median, 90th percentile and worst."""
+    """Format median, 90th percentile and worst."""
     median, ninetieth, worst = (f"{100 * figure:.1f} %" for figure in summary(sizes))
     return f"median {median:>7}, 90th {ninetieth:>7}, worst {worst:>7}"
 
 
 def print_fold(title: str, held_out: Sequence[Known], values: Values) -> None:
-    """Errors of the rows left out, as shipped and with the constants of the others."""
+    """Print the errors of the left-out rows, with the shipped constants and with those of the
+    others.
+    """
     print(f"\n{title}: {len(held_out)} rows")
     print(f"  as shipped  {percent(errors(held_out, as_shipped()))}")
     print(f"  left out    {percent(errors(held_out, values))}")
@@ -176,7 +183,7 @@ def print_fold(title: str, held_out: Sequence[Known], values: Values) -> None:
 
 
 def is_ours(known: Known) -> bool:
-    """Full training, or adapters, on DeepSpeed: what trainctl does."""
+    """Return True for full training or adapters on DeepSpeed, as trainctl runs them."""
     return known.case.trainer is None
 
 
@@ -185,7 +192,7 @@ def print_groups(
     unseen: Sequence[tuple[Known, Values]],
     refused: Sequence[tuple[Row, str]],
 ) -> None:
-    """Scores of the rows fitted to, of each source left out, and the rows that have none."""
+    """Print the scores of the fitted rows, of each left-out source, and the refused rows."""
     print(f"\nFitted to: {len(known)} rows of {len(known) + len(refused)}")
     shipped = errors(known, as_shipped())
     print(f"  all          {len(known):>3}  {percent(shipped)}")

@@ -1,4 +1,4 @@
-"""Measurements of a loss alone: what the terms of the loss are compared with."""
+"""Measurements of a loss alone, compared with the budget's terms for the loss."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from memory_rows import NotExpressible, Row
 from trainctl.memory import constants
 
 ITERATIONS = 10
-"""Liger-Kernel's benchmarks give the mean peak of ten iterations (benchmark/scripts/utils.py); in
-the first there are no gradients of an earlier one yet."""
+"""Liger-Kernel's benchmarks report the mean peak of ten iterations (benchmark/scripts/utils.py);
+the first iteration has no earlier gradients.
+"""
 LATER = (ITERATIONS - 1) / ITERATIONS
 
 
 def is_kernel(row: Row) -> bool:
-    """Whether a row measured one operation rather than a training job."""
+    """Return True if a row measured a single operation instead of a training job."""
     return row.words("framework").startswith("kernel")
 
 
 def kernel_bytes(row: Row) -> float:
-    """Peak bytes of a cross entropy, alone or with its projection, forward and backward.
+    """Return the peak bytes of a cross entropy, with or without its projection, forward and
+    backward.
 
     Raises:
-        NotExpressible: Another operation.
+        NotExpressible: The row measured another operation.
     """
     text = row.words("model", "id")
     if "ce" not in text and "cross" not in text:
@@ -37,7 +39,7 @@ def kernel_bytes(row: Row) -> float:
         raise NotExpressible("the size of the logits is not given")
     logits = int(found.group(1)) * int(sizes.group(1)) * int(sizes.group(2))
     if liger:
-        return 4 * logits  # the gradient takes the place of the input
+        return 4 * logits  # the gradient overwrites the input
     # fp32: input, log-softmax, gradients of loss and log-softmax, and the input's earlier gradient.
     return logits * (constants.LOGIT_BYTES[4].backward + 4 * LATER)
 
@@ -45,7 +47,7 @@ def kernel_bytes(row: Row) -> float:
 def _projected(row: Row, *, liger: bool) -> float:
     hidden, vocabulary = row.number("hidden"), row.number("vocab")
     tokens = row.number("seq_len") * row.number("micro_batch", 1)
-    head = 2 * hidden * vocabulary  # two are resident: that of each implementation compared
+    head = 2 * hidden * vocabulary  # the outputs of both compared implementations are alive
     inputs = 2 * tokens * hidden
     if liger:
         parts = -(-vocabulary // hidden)

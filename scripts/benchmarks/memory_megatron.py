@@ -1,4 +1,4 @@
-"""Megatron-LM in the budget's terms: where its last pipeline rank differs from DeepSpeed's.
+"""Megatron-LM in the budget's terms: differences of its last pipeline rank from DeepSpeed's.
 
 Rows name a functional test of Megatron-LM and give its sizes; `tests/data/megatron_cases.csv` has
 the other settings of that test. Paths are those of NVIDIA/Megatron-LM, under `megatron/core`.
@@ -35,10 +35,13 @@ ENGINE_WORKSPACE = {"h100": 32 * MIB, "gb200": 32 * MIB, "b200": 32 * MIB}
 """Transformer Engine's own workspace for cuBLAS, by device; 4 MiB on others (its
 pytorch/module/base.py)."""
 REMAINDER = 3 * MIB
-"""What four runs have allocated beyond all of this: batches, optimizer's lists, random states."""
+"""Bytes that four runs allocate beyond the other terms: batches, optimizer's lists, random
+states.
+"""
 LOGIT_BYTES = 6
-"""Logits in 16 bits and their softmax in fp32; in backward the gradient is written over the
-softmax, then cast (tensor_parallel/cross_entropy.py)."""
+"""Logits in 16 bits and their softmax in fp32; the backward pass writes the gradient over the
+softmax, then casts it (tensor_parallel/cross_entropy.py).
+"""
 FP32 = 4
 
 
@@ -91,7 +94,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a micro batch, on one rank."""
+        """Tokens of a micro-batch on one rank."""
         return self.micro_batch * self.sequence // self.context
 
 
@@ -99,7 +102,7 @@ def job_of(row: Row) -> Job:
     """Return the Megatron-LM job of a row.
 
     Raises:
-        NotExpressible: It has experts, or another part that the budget has no term for.
+        NotExpressible: The job has experts, or another part without a term in the budget.
     """
     facts = _facts().get(row["model"], {}) or _facts().get(
         row["source_path"].split("/")[-2:-1][0] if "/" in row["source_path"] else "", {}
@@ -126,9 +129,9 @@ def job_of(row: Row) -> Job:
         "unfused" if re.search(r"unfused|eager|naive", row.words("attention")) else "auto"
     )
     if attention == "auto":
-        # Transformer Engine prefers cuDNN's on Hopper and later, flash-attn's before.
+        # Transformer Engine prefers cuDNN's attention on Hopper and later, flash-attn's before.
         attention = "flash" if device == "a100" else "fused"
-    # A test's options are Megatron's defaults where it sets none; a named model has its own.
+    # A test uses Megatron's defaults for unset options; a named model has its own defaults.
     own = {} if facts or not LIKE_LLAMA.search(row.words("model", "id")) else LLAMA
     activation = (
         facts.get("activation")
@@ -173,7 +176,7 @@ def job_of(row: Row) -> Job:
         chunk_layers=chunk,
         recompute=facts.get("recompute") or RECOMPUTE[recompute_of(row)[0]],
         device=device,
-        # Of 16-bit gradients only those of bf16 are accumulated in fp32 unasked (arguments.py).
+        # By default only bf16 gradients are accumulated in fp32, not fp16 ones (arguments.py).
         cublas_workspace=(
             CUBLAS_WORKSPACE if facts.get("cublas_config") == "1" else workspace_of(row)
         ),
@@ -194,7 +197,9 @@ LLAMA = {
 
 
 def _splits_sequence(row: Row) -> bool:
-    """Whether tensor-parallel ranks share what each of them would copy (--sequence-parallel)."""
+    """Return True if tensor-parallel ranks split what each would replicate
+    (--sequence-parallel).
+    """
     text = row.words("model", "id", "caveat", "sharding", "cp_sp")
     return bool(re.search(r"sequence[-_ ]parallel|\bsp\b(?!\s*\d)", text)) and "ulysses" not in text
 
@@ -208,8 +213,10 @@ RECOMPUTE = {
 
 
 def _check(row: Row, facts: dict[str, str]) -> None:
-    """Raises:
-    NotExpressible: The job has a part that there is no term for.
+    """Refuse jobs that the budget cannot express.
+
+    Raises:
+        NotExpressible: The job has a part without a term.
     """
     if facts.get("unsupported"):
         raise NotExpressible(f"{facts['unsupported']}: no term for it")
@@ -241,7 +248,7 @@ def _facts() -> dict[str, dict[str, str]]:
 
 
 def parameters(job: Job) -> int:
-    """Parameters of the last pipeline rank."""
+    """Return the number of parameters of the last pipeline rank."""
     queries, keys = job.heads * job.width, job.query_groups * job.width
     up = 2 if job.activation == "swiglu" else 1
     qkv, fc1 = queries + 2 * keys, up * job.ffn
@@ -258,7 +265,7 @@ def parameters(job: Job) -> int:
 
 
 def block_bytes(job: Job) -> float:
-    """Bytes per token that one block keeps (arXiv:2205.05198, section 4, operation by
+    """Return the bytes per token that one block keeps (arXiv:2205.05198, section 4, operation by
     operation).
     """
     queries = job.heads * job.width / job.tensor
@@ -274,25 +281,28 @@ def block_bytes(job: Job) -> float:
     if job.attention in ("unfused", "local") and job.recompute != "core":
         attention += (5 if job.attention_dropout else 2) * heads * job.sequence / job.context
     else:
-        # flash-attn's layout is not Megatron's, so its output is copied.
+        # flash-attn's layout differs from Megatron's, so its output is copied.
         attention += FP32 * heads + (2 * queries if job.attention == "flash" else 0)
     copies = 3 if job.activation == "swiglu" else 2
     return norms + attention + 2 * copies * job.ffn / job.tensor
 
 
 def blocks_alive(job: Job) -> int:
-    """Blocks whose activations are there at once: on the last rank one micro batch, or when chunks
-    are interleaved (chunks - 1) * stages + 1 of them (pipeline_parallel/schedules.py).
+    """Return the number of blocks whose activations are alive at once on the last rank.
+
+    One micro-batch, or (chunks - 1) * stages + 1 with interleaved chunks
+    (pipeline_parallel/schedules.py).
     """
     chunks = job.stage_layers // job.chunk_layers
     return job.chunk_layers * ((chunks - 1) * job.pipeline + 1)
 
 
 def held_inputs(job: Job) -> int:
-    """Bytes that a rank after the first holds on to between steps: what each chunk's last micro
-    batch came in as, which its block keeps until the next one comes (`set_input_tensor` in
-    transformer/transformer_block.py), and its gradient (`retain_grad` in
-    pipeline_parallel/schedules.py).
+    """Return the bytes that a rank after the first holds between steps.
+
+    Each chunk keeps the input of its last micro-batch until the next one arrives
+    (`set_input_tensor` in transformer/transformer_block.py), and the input's gradient
+    (`retain_grad` in pipeline_parallel/schedules.py).
     """
     if job.pipeline == 1:
         return 0
@@ -302,11 +312,11 @@ def held_inputs(job: Job) -> int:
 
 
 def moments(job: Job) -> tuple[dict[str, Components], Components]:
-    """Phases of the last pipeline rank, and what is there after a step."""
+    """Return memory by phase of the last pipeline rank, and memory after a step."""
     count = parameters(job)
     shard = -(-count // (job.data * job.context)) if job.distributed_optimizer else count
     workspace = REMAINDER + job.cublas_workspace
-    if job.attention != "local":  # `--transformer-impl local` has none of Transformer Engine
+    if job.attention != "local":  # `--transformer-impl local` does not use Transformer Engine
         workspace += ENGINE_WORKSPACE.get(job.device, 4 * MIB)
     scores = 2 * job.heads // job.tensor * job.micro_batch * job.sequence**2
     base = Components(
@@ -334,7 +344,7 @@ def moments(job: Job) -> tuple[dict[str, Components], Components]:
         "backward_start": max(
             base.plus(activations=inside + head, logits=logits),
             base.plus(activations=inside + again + backward),
-            # 2 bytes a logit: the gradient that the output projection takes.
+            # 2 bytes per logit: the gradient that enters the output projection.
             base.plus(activations=inside + head, logits=logits // 3, gradients=table),
             key=lambda moment: moment.total,
         ),

@@ -1,7 +1,8 @@
-"""What a row measured, and how many bytes: its columns `metric`, `value`, `unit` and `value_gib`.
+"""Kind and bytes of a row's measurement, from its columns `metric`, `value`, `unit` and
+`value_gib`.
 
-A figure that is none of the budget's is refused with the reason, rather than compared with the one
-that sounds most like it.
+A figure without counterpart in the budget is refused with the reason, and not compared with a
+figure of a similar name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ GIB = 2**30
 
 
 class NotExpressible(Exception):
-    """A row that says too little, or describes what the estimator has no term for."""
+    """A row lacks information, or describes something that the estimator has no term for."""
 
 
 class Metric(Enum):
@@ -44,7 +45,7 @@ ANOTHER = (
     (r"\b(weights?|param(eter)?s?|gradients?|states?)[ _](memory )?only\b", "part"),
     (r"\butili[sz]ation\b|\bgpu util", "share"),
 )
-"""Words of a metric that is none of the estimator's, and what it is."""
+"""Words of metrics that the estimator lacks, and the reason of refusal."""
 REASONS = {
     "host": "host memory, of which no row could be checked",
     "disk": "bytes on disk",
@@ -63,14 +64,14 @@ KINDS = (
     (r"(gpu|device) mem(ory)? us(ed|age)(?!.*alloc)", Metric.driver),
     (r"peak|max|alloc|active|mem|gpu", Metric.peak),
 )
-"""Words of a metric, the most telling first. `max_memory_allocated after a step` is a peak."""
+"""Words of a metric, the most specific first. `max_memory_allocated after a step` is a peak."""
 
 
 def metric_of(record: Mapping[str, str]) -> Metric:
     """Return the kind of figure that a row measured.
 
     Raises:
-        NotExpressible: Nothing that the estimator has a figure for, or nothing at all.
+        NotExpressible: The row measured nothing, or nothing that the estimator predicts.
     """
     metric, value = record.get("metric", "").lower(), record.get("value", "").lower()
     text = f"{metric} {value}"
@@ -98,11 +99,13 @@ DECIMAL = re.compile(r"(1e|10\^|10\*\*)\d|decimal|\bsi\b")
 
 
 def measured_bytes(record: Mapping[str, str]) -> float:
-    """The measurement. `value_gib` goes before `value`; GB is 2^30 bytes, which is what trainers
-    print, unless the unit says that it is 10^9.
+    """Return the measured bytes.
+
+    `value_gib` takes precedence over `value`. GB means 2^30 bytes, as trainers print it, unless the
+    unit says 10^9.
 
     Raises:
-        NotExpressible: It is no single positive number, or its unit is no number of bytes.
+        NotExpressible: The value is no single positive number, or its unit is no unit of bytes.
     """
     given = record.get("value_gib", "")
     number = _number(given) if given else None
@@ -117,8 +120,9 @@ def measured_bytes(record: Mapping[str, str]) -> float:
 
 
 def _number(text: str) -> float | None:
-    """The number of a text such as `~40`, `40,123` or `40.1 +- 0.2`; None for a bound or a range
-    too, which are not measurements.
+    """Return the number of a text such as `~40`, `40,123` or `40.1 +- 0.2`.
+
+    Bounds and ranges give None, since they are no measurements.
     """
     found = re.match(
         r"[~≈ ]*(?:about |ca\.? |approx\.? )?"

@@ -1,7 +1,7 @@
-"""The decoder that a row describes, and its tensors.
+"""Decoder of a row, and its tensors.
 
-The columns have its sizes; whether it has a gate and a tied projection is told by its name, or by
-which choice comes closest to the number of parameters that the row states.
+The columns give its sizes. Whether it has a gate and tied embeddings follows from its name, or from
+the choice that comes closest to the stated number of parameters.
 """
 
 from __future__ import annotations
@@ -48,17 +48,19 @@ OTHERS = re.compile(
     r"\b(al)?bert|roberta|electra|\bt5\b|\bt5-|\bul2|\bbart\b|\bvit\b|\bvit-|mamba|rwkv|diffusion|"
     r"\bunet|\bflux|\bdit\b|whisper|wav2vec|llava|-vl\b|\bclip\b|resnet|swin|hyena|retnet"
 )
-"""Names of models that are no dense decoders of text."""
+"""Names of models that are not dense text decoders."""
 LARGEST_DISAGREEMENT = 1.4
-"""Of the parameters by shape and as stated: «1B» is said of 1.24 billion, and 2 of 2.5."""
+"""Largest relative difference between computed and stated parameters: «1B» may mean 1.24 billion,
+and «2B» 2.5.
+"""
 
 
 def model_of(row: Row) -> ModelConfig:
     """Return the decoder of a row.
 
     Raises:
-        NotExpressible: It is something else, its sizes are not given, or they contradict the number
-            of parameters that is stated.
+        NotExpressible: It is no decoder, its sizes are missing, or they contradict the stated
+            number of parameters.
     """
     if EXPERTS.search(row.words("model")) or re.search("mixtral|moe|experts", row.words("id")):
         if not (row["world_gpus"] or row["dp"]):
@@ -78,7 +80,7 @@ def model_of(row: Row) -> ModelConfig:
     stated = (row.quantity("params_b") or 0) * 1e9
     if not stated or "megatron" in row.words("framework"):
         return _shape(row, gated=named, tied=tied)
-    # What the name leaves open, the number of parameters tells.
+    # Settings that the name leaves open follow from the number of parameters.
     choices = [_shape(row, gated=named, tied=tied), _shape(row, gated=named, tied=not tied)]
     best = min(choices, key=lambda model: abs(count_of(row, model) / stated - 1))
     if abs(count_of(row, best) / stated - 1) < 0.05:
@@ -101,7 +103,9 @@ def count_of(row: Row, model: ModelConfig) -> int:
 def stages_of(
     row: Row, model: ModelConfig, tensor: int, stage_blocks: tuple[int, ...]
 ) -> tuple[Stage, ...]:
-    """The pipeline's stages, with the row's key and value heads in models without a gate too."""
+    """Return the pipeline's stages, also with the row's key and value heads in models without a
+    gate.
+    """
     held = stages(model, tensor=tensor, stage_blocks=stage_blocks)
     hidden = model.hidden_size
     keys = row.number("kv_heads", 0) or model.num_attention_heads
@@ -154,10 +158,10 @@ def _shape(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
 
 
 def _linear_layers(row: Row) -> tuple[int, int]:
-    """Number and width of a stack of linear layers («linear-4x32768»).
+    """Return number and width of a stack of linear layers («linear-4x32768»).
 
     Raises:
-        NotExpressible: It is something else.
+        NotExpressible: The model is something else.
     """
     found = re.search(r"linear-(\d+)x(\d+)", row.words("model"))
     if not found:
@@ -166,7 +170,7 @@ def _linear_layers(row: Row) -> tuple[int, int]:
 
 
 def _linear_model(row: Row) -> ModelConfig:
-    """A model without blocks to stand for a stack of linear layers."""
+    """Return a model without blocks that represents a stack of linear layers."""
     layers, width = _linear_layers(row)
     return ModelConfig(
         name=row["model"],

@@ -1,7 +1,7 @@
-"""Other estimators, each given what a row says: bytes on a device, or None where it has no answer.
+"""Other estimators applied to a row: bytes on a device, or None where they have no answer.
 
-DeepSpeed's and accelerate's are their own functions, called; EleutherAI's and Megatron's are
-programs for other purposes, so their formulas are written out here, with their source.
+DeepSpeed's and accelerate's estimates come from their own functions. EleutherAI's and Megatron's
+are programs for other purposes, so their formulas are written out here with their source.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from trainctl.plan.shapes import count_parameters, head_dim, key_value_heads
 
 
 def deepspeed(case: Case) -> float | None:
-    """`estimate_zero2_model_states_mem_needs` and its sibling for stage 3 (deepspeed/runtime/zero).
+    """Estimate with `estimate_zero2_model_states_mem_needs` or its ZeRO-3 counterpart
+    (deepspeed/runtime/zero).
 
-    They know no tensor or pipeline parallelism: the parameters are those of a rank, as many devices
-    as data-parallel ranks. There is none for stages 0 and 1; stage 2's is taken.
+    They know no tensor or pipeline parallelism, so they get the parameters of a rank, and the
+    number of data-parallel ranks as devices. Stages 0 and 1 have no estimator and use that of stage
+    2.
     """
     functions = _deepspeed_functions()
     if functions is None:
@@ -50,7 +52,7 @@ def deepspeed(case: Case) -> float | None:
 def _deepspeed_functions() -> (
     tuple[Callable[..., tuple[int, int]], Callable[..., tuple[int, int, int]]] | None
 ):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says that it found no other
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it prints that it found no other
     try:
         from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
@@ -60,15 +62,15 @@ def _deepspeed_functions() -> (
 
 
 def _parameters(case: Case) -> int:
-    """Parameters of the whole model; a stack of linear layers has no shape of a decoder."""
+    """Return the parameters of the whole model, or of a stack of linear layers."""
     if not case.row["heads"]:
         return case.held[0].parameters
     return count_parameters(case.plan.config.model).total
 
 
 def accelerate(case: Case) -> float | None:
-    """`accelerate estimate-memory`: the largest of model, gradients and optimizer, one device
-    (`estimate_training_usage`, accelerate/commands/estimate.py).
+    """Estimate as `accelerate estimate-memory`: the largest of model, gradients and optimizer on
+    one device (`estimate_training_usage`, accelerate/commands/estimate.py).
     """
     function = _accelerate_function()
     if function is None:
@@ -90,9 +92,10 @@ def _accelerate_function() -> Callable[[int, str], dict[str, int]] | None:
 
 
 def eleuther(case: Case) -> float | None:
-    """EleutherAI's cookbook, calc/calc_transformer_mem.py, with its defaults: embedding never tied,
-    fp32 gradients, an all-gather bucket and 10^9 live parameters, and 34 bytes per token, width and
-    layer whether or not activations are recomputed.
+    """Estimate by EleutherAI's cookbook, calc/calc_transformer_mem.py, with its defaults.
+
+    The embedding is never tied, gradients are in fp32, there are an all-gather bucket and 10^9 live
+    parameters, and 34 bytes per token, width and layer whether or not activations are recomputed.
     """
     plan, model = case.plan, case.plan.config.model
     if not case.row["heads"]:
@@ -127,9 +130,12 @@ def eleuther(case: Case) -> float | None:
 
 
 def megatron(case: Case) -> float | None:
-    """Megatron-LM, megatron/training/theoretical_memory_usage.py: the first pipeline stage; 18
-    bytes a parameter, or 6 + 12/N; (18 + 4 f/h) bytes per token, width and layer, all divided by
-    tensor parallelism, of as many micro batches as stages; 4 bytes a logit without a pipeline.
+    """Estimate the first pipeline stage by Megatron-LM,
+    megatron/training/theoretical_memory_usage.py.
+
+    A parameter takes 18 bytes, or 6 + 12/N; activations (18 + 4 f/h) bytes per token, width and
+    layer, divided by the tensor-parallel size, for as many micro-batches as stages; a logit 4 bytes
+    without a pipeline.
     """
     plan, model = case.plan, case.plan.config.model
     if not case.row["heads"]:

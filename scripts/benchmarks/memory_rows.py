@@ -1,8 +1,8 @@
-"""Published measurements of memory, one a row of a CSV, read into typed fields.
+"""Published memory measurements, one per row of a CSV, parsed into typed fields.
 
-The columns are those of `tests/data/memory_measurements.csv`, which says where each row is from.
-Free text («full per layer (HF, non-reentrant)») is matched by words; what cannot be told from a
-row raises `NotExpressible` with the reason.
+The columns are those of `tests/data/memory_measurements.csv`, which gives the source of each row.
+Free text («full per layer (HF, non-reentrant)») is matched by words; where a row is ambiguous,
+`NotExpressible` is raised with the reason.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Recompute(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement."""
+    """Published measurement."""
 
     text: dict[str, str]
-    """The columns as they came."""
+    """Unparsed columns."""
     metric: Metric | None
-    """What was measured; None where `unread` says why that cannot be told."""
+    """Kind of measured figure; None if `unread` is set."""
     measured: float | None
-    """The measurement in bytes; None where only «fits» is known."""
+    """Measured bytes; None where only «fits» is known."""
     unread: str = ""
-    """Why there is no measurement that could be scored; empty where there is."""
+    """Reason why there is no measurement to score; empty if there is one."""
 
     @property
     def id(self) -> str:
@@ -48,11 +48,11 @@ class Row:
         return self.text.get(column) or ""
 
     def words(self, *columns: str) -> str:
-        """Columns as one lower-case text."""
+        """Return the columns as one lower-case text."""
         return " ".join(self[column] for column in columns).lower()
 
     def number(self, column: str, default: int | None = None) -> int:
-        """The first whole number in a column: `Ulysses SP 8` is 8, `8k` tokens are 8192.
+        """Return the first whole number in a column: `Ulysses SP 8` is 8, `8k` tokens are 8192.
 
         Raises:
             NotExpressible: There is none and no default, or it is no whole number.
@@ -70,7 +70,7 @@ class Row:
         return int(value)
 
     def size(self, column: str, default: int | None = None) -> int:
-        """A number that a model or a batch cannot be without.
+        """Return a number that a model or a batch must have.
 
         Raises:
             NotExpressible: There is none and no default, or it is 0 or a range.
@@ -81,7 +81,7 @@ class Row:
         return value
 
     def quantity(self, column: str) -> float | None:
-        """The first number in a column, fractional perhaps; None where there is none above 0."""
+        """Return the first positive number in a column, possibly fractional; None without one."""
         found = re.search(r"\d+(\.\d+)?", self[column])
         return float(found.group()) or None if found else None
 
@@ -89,11 +89,11 @@ class Row:
 NUMBER = re.compile(
     r"(?<![a-z])(?P<digits>\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)(?:\s?(?P<prefix>[km])(?![a-z]))?"
 )
-"""No part of a name: `GPT2BPE (50257 padded to 128*tp)` is 50257."""
+"""A number, but not as part of a name: `GPT2BPE (50257 padded to 128*tp)` is 50257."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV of measurements, or of a table of configurations that ran."""
+    """Read a CSV of measurements, or a table of configurations that ran."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         lines = [line for line in file if not line.startswith("#")]
     records = [
@@ -131,8 +131,10 @@ MPT = {
 
 
 def _of_throughput_table(record: dict[str, str], index: int) -> dict[str, str]:
-    """A row of llm-foundry's throughput table: it ran, so it fits. Its models have no biases, tie
-    the output projection, and learn a position embedding of the sequence length.
+    """Convert a row of llm-foundry's throughput table: it ran, so it fits.
+
+    Its models have no biases, tie the output projection, and learn position embeddings for the
+    sequence length.
     """
     layers, hidden, heads = MPT[record["Model"].lower()]
     memory = re.search(r"(\d+)gb", record["GPU"].lower())

@@ -1,4 +1,4 @@
-"""What the free text of a row says, as trainctl's own settings."""
+"""Conversion of a row's free text to trainctl's settings."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from trainctl.config.schema import (
 )
 
 NOTHING = re.compile(r"(none|no|not|false|off|n/?a|0|-|without)\b|-$")
-"""How a column says that something is not done."""
+"""Words by which a column says that something is off."""
 
 
 def without_init(row: Row) -> bool:
-    """Whether the model was made whole, outside `deepspeed.zero.Init`."""
+    """Return True if the model was built whole, outside `deepspeed.zero.Init`."""
     return "no zero.init" in row.words("caveat")
 
 
 def precision_words(row: Row, *columns: str) -> str:
-    """The precision in one spelling, with other columns: `bfloat16` is bf16, `32-true` fp32."""
+    """Return the precision in one spelling, with other columns: `bfloat16` is bf16, `32-true`
+    fp32.
+    """
     text = row.words("precision", *columns)
     for spelling, name in (
         (r"\bbfloat16", "bf16"),
@@ -43,7 +45,7 @@ def is_autocast(row: Row) -> bool:
 
 
 def is_pure(row: Row) -> bool:
-    """Whether weights, gradients and moments have 16 bits and there is no master copy."""
+    """Return True if weights, gradients and moments have 16 bits and there is no master copy."""
     return bool(
         re.search(
             r"(bf16|fp16)-true|(pure|true|all) (bf16|fp16)|bf16 params(?!.*reduce)|"
@@ -59,7 +61,7 @@ def is_compiled(row: Row) -> bool:
 
 
 def frozen_bytes(row: Row) -> float | None:
-    """Bytes of a weight that does not learn, where adapters do; None where all weights learn."""
+    """Return the bytes per frozen weight where adapters train; None where all weights train."""
     text = row.words("id", "optimizer", "precision", "sharding", "caveat", "model")
     if not re.search(r"\blora\b|qlora|adapter|-lora-|_lora", text):
         return None
@@ -70,14 +72,14 @@ def frozen_bytes(row: Row) -> float | None:
 
 
 TOMLS = {"llama3_8b.toml": "selective (op)"}
-"""What torchtitan's own job files recompute (activation_checkpoint, at e7c0cae)."""
+"""Recomputation in torchtitan's own job files (activation_checkpoint, at e7c0cae)."""
 
 
 def recompute_of(row: Row) -> tuple[Recompute, int]:
-    """What is recomputed, in one of how many blocks.
+    """Return the recomputed part of a block, and the interval of recomputed blocks.
 
     Raises:
-        NotExpressible: It recomputes, but which part is not told.
+        NotExpressible: The row recomputes an unknown part.
     """
     text = row.words("ac_mode")
     if not text or NOTHING.match(text):
@@ -106,15 +108,15 @@ def recompute_of(row: Row) -> tuple[Recompute, int]:
 
 
 def set_precision(row: Row, config: RunConfig) -> None:
-    """Number formats.
+    """Set the number formats.
 
     Raises:
-        NotExpressible: None is given, or weights learn in a format that the budget does not have.
+        NotExpressible: None is given, or weights train in a format that the budget lacks.
     """
     text, compute = precision_words(row), config.precision.compute
     if not text.strip():
         if re.search(r"deepspeed|titan|megatron|nemo|foundry", row.words("framework")):
-            return  # they train in bf16 unless told otherwise
+            return  # default of these programs
         raise NotExpressible("precision is not given")
     if not re.search(r"fp32|fp16|bf16|fp8|16|32|mixed|amp|autocast|lora|nf4|int8|bit", text):
         raise NotExpressible(f"precision '{text}' is not known")
@@ -145,10 +147,10 @@ OPTIMIZERS = (
 
 
 def set_optimizer(row: Row, config: RunConfig) -> None:
-    """The update rule; AdamW where none is named.
+    """Set the update rule; AdamW where none is named.
 
     Raises:
-        NotExpressible: Nothing learns, or by a rule whose states are not known.
+        NotExpressible: Nothing trains, or the rule's states are unknown.
     """
     text = row.words("optimizer")
     if NOTHING.match(text) or re.search(r"forward only|inference|frozen", text):
@@ -166,13 +168,16 @@ def set_optimizer(row: Row, config: RunConfig) -> None:
 
 
 FUSED_FRAMEWORKS = ("torchtitan", "nanogpt", "litgpt", "foundry", "mosaic", "composer", "olmo")
-"""Trainers that ask for torch's fused kernel, or update tensor by tensor, unless a row says
-otherwise."""
+"""Trainers that use torch's fused kernel or update tensor by tensor, unless a row says
+otherwise.
+"""
 
 
 def uses_foreach(row: Row) -> bool:
-    """Whether torch updates all tensors of a rank together, as it does on CUDA unless asked for one
-    fused kernel (`_default_to_fused_or_foreach`, torch/optim).
+    """Return True if torch updates all tensors of a rank together.
+
+    That is the default on CUDA without a fused kernel (`_default_to_fused_or_foreach`,
+    torch/optim).
     """
     text = row.words("optimizer")
     if "foreach" in text:
@@ -204,8 +209,10 @@ KNOWN_SHARDING = re.compile(
 
 
 def check_sharding(row: Row) -> None:
-    """Raises:
-    NotExpressible: Who holds the states is not told, or by a way that is not known.
+    """Refuse rows whose partitioning of states is unknown.
+
+    Raises:
+        NotExpressible: The row does not say which ranks hold the states, or the scheme is unknown.
     """
     text, framework = row.words("sharding"), row.words("framework")
     if re.search(r"gemini|expert|\bep\d*\b|fairscale|sharded_ddp|\bmics\b", text):
@@ -218,12 +225,13 @@ def check_sharding(row: Row) -> None:
 
 
 LIGHTNING = {"reduce_bucket_size": 200_000_000, "sub_group_size": 1_000_000_000_000}
-"""Lightning's own sizes of DeepSpeed's buffers (DeepSpeedStrategy, pytorch/strategies/deepspeed.py
-of lightning)."""
+"""Lightning's default sizes of DeepSpeed's buffers (DeepSpeedStrategy,
+pytorch/strategies/deepspeed.py of lightning).
+"""
 
 
 def set_buffers(row: Row, config: RunConfig) -> None:
-    """Buffers: DeepSpeed's defaults, and what the caveat says of the row's JSON."""
+    """Set the buffers: DeepSpeed's defaults, changed by the row's caveat about its JSON."""
     zero, caveat = config.zero_stage, row.words("caveat")
     if "lightning" in row.words("framework"):
         for key, size in LIGHTNING.items():
@@ -245,10 +253,10 @@ def set_buffers(row: Row, config: RunConfig) -> None:
 
 
 def set_loss(row: Row, config: RunConfig) -> None:
-    """How the loss meets the logits.
+    """Set how the loss computes logits.
 
     Raises:
-        NotExpressible: The model learns by something else than the cross entropy of its tokens.
+        NotExpressible: The loss is not the cross entropy of tokens.
     """
     loss = row.words("loss")
     told = re.search(r"reward model|\b(dpo|orpo|ppo|grpo)\b", row.words("id", "caveat"))
@@ -262,12 +270,12 @@ def set_loss(row: Row, config: RunConfig) -> None:
     elif re.search(r"fused[-_ ]linear|cut[-_ ]cross|\bcce\b|linear[-_ ]cross", loss):
         config.kernels.cross_entropy = CrossEntropyKind.liger_fused
     elif re.search(r"chunk|tiled(?!\s*mlp)", loss) and "litgpt" not in row.words("framework"):
-        # litgpt's chunks are all kept: they are not computed again.
+        # litgpt keeps all chunks and does not recompute them.
         config.kernels.cross_entropy = CrossEntropyKind.chunked
 
 
 def set_tiles(row: Row, config: RunConfig) -> None:
-    """Feed-forward layers in as many tiles as a rank's tokens are multiples of the width
+    """Set the number of feed-forward tiles: a rank's tokens divided by the width, rounded up
     (ArcticTraining, TiledMLP).
     """
     if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
@@ -276,8 +284,9 @@ def set_tiles(row: Row, config: RunConfig) -> None:
 
 
 def set_attention(row: Row, config: RunConfig) -> None:
-    """Transformers' eager attention, where a row says so; all others keep the same, and so does it
-    where the scores are recomputed.
+    """Set transformers' eager attention where a row says so and its scores are not recomputed.
+
+    All other kernels keep the same tensors.
     """
     if recompute_of(row)[0] is Recompute.attention:
         return
@@ -286,10 +295,10 @@ def set_attention(row: Row, config: RunConfig) -> None:
 
 
 def offload_of(row: Row) -> tuple[OffloadDevice, OffloadDevice]:
-    """Where the optimizer and the parameters are.
+    """Return the devices of optimizer and parameters.
 
     Raises:
-        NotExpressible: Something is offloaded, but it is not told what.
+        NotExpressible: The row offloads something, but does not say what.
     """
     text, sharding = row.words("offload"), row.words("sharding")
     if not text or NOTHING.match(text):
@@ -298,7 +307,7 @@ def offload_of(row: Row) -> tuple[OffloadDevice, OffloadDevice]:
         by_name = OffloadDevice.cpu if "zero-offload" in sharding else OffloadDevice.none
         return by_name, OffloadDevice.none
     where = OffloadDevice.nvme if "nvme" in text else OffloadDevice.cpu
-    # FSDP moves all of its shards or none.
+    # FSDP offloads all of its shards or none.
     everything = re.search(r"\b(all|everything)\b", text) or (
         "fsdp" in sharding and "cpu" in text and not offloads_activations(row)
     )
@@ -313,14 +322,16 @@ def offload_of(row: Row) -> tuple[OffloadDevice, OffloadDevice]:
 
 
 def offloads_activations(row: Row) -> bool:
-    """Whether inputs of recomputed blocks are kept on the host."""
+    """Return True if inputs of recomputed blocks are kept on the host."""
     in_mode = re.search(r"offload", row.words("ac_mode"))
     return bool(in_mode or re.search(r"\bact|activation|ckpt.*cpu", row.words("offload")))
 
 
 def context_of(row: Row) -> int:
-    """Ranks that share a sequence. Megatron's sequence parallelism shares what tensor parallelism
-    copies among the tensor-parallel ranks, so it has none of its own.
+    """Return the number of ranks that share a sequence.
+
+    Megatron's sequence parallelism only divides replicated tensors among tensor-parallel ranks, so
+    it adds no ranks here.
     """
     text = row.words("cp_sp")
     found = re.search(r"(?:\bcp|context|ulysses|ring|alst)\D{0,12}(\d+)", text)
@@ -332,15 +343,17 @@ def context_of(row: Row) -> int:
 
 
 def partition_of(row: Row) -> int | None:
-    """Ranks that the states are divided over, where that is not all of the data-parallel ones."""
+    """Return the number of ranks that share the states, if it is not the data-parallel size."""
     text = row.words("sharding", "dp")
     found = re.search(r"(?:dp_)?shard(?:ed|ing)?(?:_degree|_size)?\s*[=:x ]\s*(\d+)", text)
-    found = found or re.search(r"(?<![a-z\d])(\d+)\s*(?:-way )?shard", text)  # not `fp32 sharded`
+    # The 32 of `fp32 sharded` is no number of shards.
+    found = found or re.search(r"(?<![a-z\d])(\d+)\s*(?:-way )?shard", text)
     return int(found[1]) if found else None
 
 
 def stage_blocks_of(row: Row, model: ModelConfig, pipeline: int) -> tuple[int, ...]:
-    """Equal stages; where the embeddings count as blocks, the first and the last have one less.
+    """Divide blocks equally; where embeddings count as blocks, the first and last stage get one
+    less.
 
     Raises:
         NotExpressible: There are fewer blocks than stages.

@@ -1,4 +1,4 @@
-"""Shapes of public models, for rows that name one and leave its sizes out."""
+"""Shapes of public models, for rows that name a model and leave its sizes out."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ PUBLISHED = (
     (r"gpt-?2-large", Shape(36, 1280, 20, 20, 5120, 50_257)),
     (r"gpt-?2-xl", Shape(48, 1600, 25, 25, 6400, 50_257)),
 )
-"""From the models' own config.json, as their makers publish it."""
+"""Shapes from the models' published config.json."""
 
 TIED = re.compile(r"llama-?3\.2|qwen(2|2\.5|3)-(0\.5|0\.6|1\.5|1\.7|3|4)b|gemma|gpt-?2")
-"""Models of those with a gate whose output projection is the embedding."""
+"""Gated models with tied embeddings."""
 
 QUERY_WIDTHS = ((r"qwen3", 128), (r"gemma-?\d?-?27b", 128), (r"gemma", 256), (r"mistral-nemo", 128))
-"""Width of a head where it is not the hidden size over the heads."""
+"""Head width where it is not hidden size / number of heads."""
 
 
 def with_published_shape(row: Row) -> Row:
-    """The row with the sizes that it leaves out, where it names a model whose sizes are public."""
+    """Fill missing sizes of a row that names a public model."""
     if row["hidden"] and row["heads"] and row["layers"] and row["vocab"]:
         return row
     name = re.sub(r"[ _/]+", "-", row["model"].lower())

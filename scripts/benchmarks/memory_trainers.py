@@ -1,7 +1,7 @@
-"""What frameworks do otherwise than DeepSpeed on transformers: a small table, and code of blocks.
+"""Differences of other frameworks from DeepSpeed with transformers: a table, and code of blocks.
 
-Megatron-LM, FSDP and trainers on one device hold the same 16 bytes a parameter in other places,
-write their blocks otherwise, and hold other copies of the logits.
+Megatron-LM, FSDP and trainers on one device hold the same 16 bytes per parameter in other places,
+implement blocks differently, and hold other copies of the logits.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """Where a framework other than DeepSpeed keeps the states; bytes per parameter."""
+    """Placement of states by a framework other than DeepSpeed; bytes per parameter."""
 
     weights: float = 0
-    """Weights whole on each rank."""
+    """Weights, whole on each rank."""
     weight_shard: float = 0
-    """Weights divided over the data-parallel ranks."""
+    """Weights, sharded over the data-parallel ranks."""
     gradients: float = 0
-    """Gradient buffers whole on each rank, always there."""
+    """Persistent gradient buffers, whole on each rank."""
     late_gradients: float = 0
-    """Gradients that appear during the backward pass, whole."""
+    """Gradients that are allocated during the backward pass, whole on each rank."""
     late_shard: float = 0
     states: float = 0
     state_shard: float = 0
     gathered: int = 0
-    """Blocks of weights gathered at a time, in the compute type."""
+    """Number of blocks gathered at a time, in the compute type."""
     keeps_gathered: bool = False
-    """Whether gathered weights stay from forward to backward."""
+    """Whether gathered weights stay from the forward to the backward pass."""
     buckets: float = 0
-    """Bytes per parameter of communication buffers."""
+    """Communication buffers."""
     in_flight: int = 2
-    """Bytes per element of the gradient of the tensor or block going backward."""
+    """Bytes per element of the gradient that is being computed (of a tensor or a block)."""
     cast: float = 0
-    """Bytes per parameter of weights cast to the compute type and kept (autocast)."""
+    """Weights cast to the compute type and kept (autocast)."""
 
 
 TRAINERS = {
@@ -81,11 +81,11 @@ TRAINERS = {
     "ddp fp32": Trainer(weights=4, late_gradients=4, states=8, buckets=4, in_flight=4),
     "one device autocast": Trainer(weights=4, late_gradients=4, states=8, cast=2, in_flight=4),
     "one device bf16": Trainer(weights=2, late_gradients=2, states=4),
-    # litgpt goes through several micro batches a step, so gradients are there in the forward pass.
+    # litgpt accumulates several micro-batches per step, so gradients are alive in the forward pass.
     "litgpt": Trainer(weights=2, gradients=2, states=4),
     "one device fp32": Trainer(weights=4, late_gradients=4, states=8, in_flight=4),
 }
-"""What is where in each framework: parts of 16 bytes a parameter, and what comes on top."""
+"""Placement in each framework: parts of 16 bytes per parameter, and additional buffers."""
 
 
 AUTOCAST = (TRAINERS["ddp autocast"], TRAINERS["one device autocast"])
@@ -95,10 +95,10 @@ JAX = ("jax", "maxtext", "tensorflow", "mindspore", "paddle", "levanter", "t5x",
 
 
 def trainer_of(row: Row) -> Trainer | megatron.Job | None:
-    """Where a row's framework keeps the states; None is DeepSpeed.
+    """Return the placement of states by the row's framework; None is DeepSpeed.
 
     Raises:
-        NotExpressible: It is no framework of torch's, or its way of dividing them is not known.
+        NotExpressible: It is no framework of torch's, or its partitioning is unknown.
     """
     framework, sharding = row.words("framework"), precision_words(row, "sharding")
     if any(name in framework for name in JAX):
@@ -115,8 +115,8 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
     )
     if divides and "no_shard" not in sharding:
         if adapted is not None:
-            # Fabric's FSDP makes one flat parameter of a block, which has a gradient as a whole if
-            # an adapter in it learns, and which is not reduced between micro batches.
+            # Fabric's FSDP flattens a block to one parameter. It has a whole gradient if an adapter
+            # in it trains, and is not reduced between micro-batches.
             whole = adapted if "litgpt" in framework else 0
             return Trainer(weight_shard=adapted, gradients=whole, gathered=3)
         if offloaded:
@@ -141,8 +141,8 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
 
 
 def update_temporaries(row: Row, engine: EngineMemory) -> int:
-    """Copies of the second moment that one update makes: its root, where torch's Adam updates all
-    tensors together (`_multi_tensor_adam`, torch/optim/adam.py).
+    """Return the number of second-moment copies in one update: its root, where torch's Adam updates
+    all tensors together (`_multi_tensor_adam`, torch/optim/adam.py).
     """
     return int(engine.optimizer.kind == "adamw" and uses_foreach(row))
 
@@ -150,11 +150,11 @@ def update_temporaries(row: Row, engine: EngineMemory) -> int:
 def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
     loss, framework = row.words("loss"), row.words("framework")
     if "litgpt" in framework:
-        # Fabric gives the model's output back in fp32, and the log-softmax is kept, for all chunks
-        # of the logits; in backward one chunk goes at a time.
+        # Fabric returns the model's output in fp32. The log-softmax is kept for all chunks of the
+        # logits; the backward pass handles one chunk at a time.
         return LogitBytes(forward=8, backward=8)
     if "bf16 logits" in loss and not is_autocast(row):
-        # Log-softmax in bf16; the program's variable keeps the logits through the backward pass.
+        # Log-softmax in bf16; a variable of the program keeps the logits through the backward pass.
         return LogitBytes(forward=4, backward=8)
     if "vocab-parallel" in loss or "megatron" in framework:
         # Softmax in fp32, in place; its gradient is written over it, then cast.
@@ -163,8 +163,8 @@ def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
         # flash-attn's loss: 16-bit logits and their gradient.
         return LogitBytes(forward=2, backward=4)
     if "shift copy" in loss and not is_autocast(row) and engine.weight_bytes < FP32:
-        # The logits, their copy without the last token and the log-softmax, in 16 bits; in backward
-        # the log-softmax and two gradients.
+        # The logits, their copy without the last token and the log-softmax, in 16 bits; the
+        # backward pass adds the log-softmax and two gradients.
         return LogitBytes(forward=6, backward=6)
     if "compile" in loss or (is_compiled(row) and not re.search(r"block|layer", row["compile"])):
         return LogitBytes(forward=4, backward=6)
@@ -172,7 +172,7 @@ def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
 
 
 def block_of(row: Row, plan: LayoutPlan, engine: EngineMemory) -> BlockActivations | None:
-    """Activations of a block of the row's own code; None is transformers'."""
+    """Return the activations of a block of the row's own code; None is transformers'."""
     model = plan.config.model
     code = _code(row, model)
     if code is None:
@@ -180,12 +180,12 @@ def block_of(row: Row, plan: LayoutPlan, engine: EngineMemory) -> BlockActivatio
     if recompute_of(row)[0] is Recompute.attention:
         code = replace(code, scores=0)
     elif plan.config.model.attention is AttentionKind.eager and not code.scores:
-        # The softmax runs in fp32 under autocast, and its result is cast for the product.
+        # Under autocast the softmax runs in fp32, and its result is cast for the product.
         autocast = trainer_of(row) in AUTOCAST
         code = replace(code, scores=6 if autocast else compute_bytes(plan), fp32_softmax=autocast)
         if _is_opt(model):
-            # The scores above the least number, of which the larger is taken; and of fp16 the
-            # softmax in fp32 (modeling_opt.py of transformers before 4.48).
+            # The scores and their maximum with the smallest finite number, and for fp16 the softmax
+            # in fp32 (modeling_opt.py of transformers before 4.48).
             fp16 = "fp16" in precision_words(row)
             code = replace(code, scores=8 if fp16 else 2 * compute_bytes(plan), fp32_softmax=fp16)
         elif code.dropout:
@@ -205,7 +205,7 @@ def block_of(row: Row, plan: LayoutPlan, engine: EngineMemory) -> BlockActivatio
 
 
 def _key_heads(row: Row, model: ModelConfig) -> int:
-    """Heads of the keys that attention keeps; litgpt repeats them for every query."""
+    """Return the number of key heads that attention keeps; litgpt repeats keys for every query."""
     own = row.number("kv_heads", 0)
     return model.num_attention_heads if not own or "litgpt" in row.words("framework") else own
 
@@ -222,7 +222,7 @@ TRANSFORMERS = (
 
 
 def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
-    """How a row's blocks are written; None is transformers' way, which the budget knows."""
+    """Return the block implementation of a row; None is transformers', which the budget knows."""
     framework = row.words("framework")
     gated = model.family != "gpt2"
     if model.name == "SimpleTransformer":
@@ -246,9 +246,11 @@ def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
 
 
 def _gelu(row: Row, model: ModelConfig) -> blocks.Code | None:
-    """Transformers' models without a gate; None is GPT-2 without dropout, which the budget knows.
-    GPT-2 and OPT drop out a tenth of what blocks add unless told not to; OPT's ReLU keeps its
-    result alone, GPT-2's GELU is written out in Python, others have torch's.
+    """Return the block of transformers' models without a gate; None is GPT-2 without dropout, which
+    the budget knows.
+
+    GPT-2 and OPT apply dropout of 0.1 to what blocks add unless configured otherwise. OPT's ReLU
+    keeps only its result, GPT-2's GELU is written in Python, others use torch's.
     """
     drops = not re.search(r"dropout[ =:]*(0\b|none|off)|no dropout", row.words("caveat"))
     if _is_opt(model):

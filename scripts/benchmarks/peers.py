@@ -1,10 +1,10 @@
-"""One rank of a loop that trains the same model, batch and DeepSpeed JSON as a run of trainctl.
+"""One rank of another loop that trains the same model, batch and DeepSpeed JSON as a trainctl run.
 
     RANK=0 WORLD_SIZE=1 ... python scripts/benchmarks/peers.py LOOP RUN_DIR RESULT WARMUP
 
-`bare` is what one writes by hand around a DeepSpeed engine; `transformers` is its Trainer; `fsdp2`
-is torch's `fully_shard`, without DeepSpeed. All take the plan, the JSON and the corpus of the run's
-first attempt, read the loss at every step as trainctl does, and write what they measured.
+`bare` is a hand-written loop around a DeepSpeed engine, `transformers` its Trainer, and `fsdp2`
+torch's `fully_shard` without DeepSpeed. All use the plan, the JSON and the corpus of the run's
+first attempt, read the loss at every step as trainctl does, and write their measurements.
 `comparison.py` starts them.
 """
 
@@ -40,19 +40,14 @@ from trainctl.train.models.model import TORCH_TYPES, transformers_config
 
 @dataclass
 class Clock:
-    """Time between two steps, the device's work included.
-
-    Args:
-        warmup: Steps before the measured ones.
-        last: The last measured step.
-    """
+    """Timer between two steps, which includes the device's work."""
 
     warmup: int
     last: int
     times: list[float] = field(default_factory=list)
 
     def after(self, step: int) -> None:
-        """To be called after every step, counted from 1."""
+        """Record the time if needed; called after every step, counted from 1."""
         if step in (self.warmup, self.last):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -65,7 +60,7 @@ class Clock:
 
 
 def bare(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
-    """A loop around a DeepSpeed engine."""
+    """Train in a loop around a DeepSpeed engine."""
     with deepspeed.zero.Init(
         config_dict_or_path=settings, enabled=plan.config.zero_stage.stage == 3
     ):
@@ -91,12 +86,12 @@ def bare(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Cl
 def transformers(
     plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock
 ) -> None:
-    """Transformers' Trainer."""
+    """Train with transformers' Trainer."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     optimizer, precision = plan.config.optimizer, formats(plan.config.precision)
     with tempfile.TemporaryDirectory() as folder:
-        # Made before the model, which is partitioned as it is built when these say stage 3.
+        # Created before the model: with stage 3 they partition the model as it is built.
         arguments = TrainingArguments(
             output_dir=folder,
             deepspeed=settings,
@@ -130,7 +125,7 @@ def transformers(
 
 
 class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The samples one by one, as transformers wants them."""
+    """Single samples, as transformers' Trainer expects them."""
 
     def __init__(self, data: PackedDataset) -> None:
         self._data = data
@@ -144,7 +139,7 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The plan's, in that type or that of the plan's weights."""
+    """Build the plan's model with the given type, or with that of the plan's weights."""
     model = AutoModelForCausalLM.from_config(
         transformers_config(plan.config.model),
         dtype=dtype or TORCH_TYPES[formats(plan.config.precision).weights],
@@ -156,7 +151,9 @@ def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def fsdp2(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
-    """Torch's `fully_shard`: master weights in fp32, as in DeepSpeed, and torch's fused AdamW."""
+    """Train with torch's `fully_shard`: fp32 master weights, as in DeepSpeed, and torch's fused
+    AdamW.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     optimizer, device = plan.config.optimizer, torch.device(get_accelerator().current_device_name())

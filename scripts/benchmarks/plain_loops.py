@@ -1,11 +1,11 @@
-"""One rank of a training loop as one writes it by hand, with nothing of trainctl in it.
+"""One rank of a hand-written training loop that uses nothing of trainctl.
 
     torchrun --nproc-per-node 2 scripts/benchmarks/plain_loops.py {bare,transformers,fsdp2} JOB
 
 `bare` is a loop around a DeepSpeed engine, `transformers` its Trainer with the same JSON, `fsdp2`
-torch's `fully_shard` with a checkpoint by `torch.distributed.checkpoint`. JOB is what
-`cpu_loops.py` wrote. Each reads the loss at every step, saves after its last, and the first rank
-writes when each step ended (seconds since the epoch) and how long the save took.
+torch's `fully_shard` with a checkpoint by `torch.distributed.checkpoint`. `cpu_loops.py` writes
+JOB. Each loop reads the loss at every step and saves after the last one. The first rank writes the
+end time of each step (seconds since the epoch) and the duration of the save.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # inside `zero.Init`, which replaces `Tensor.__new__`, it cannot be imported
+import torch._dynamo  # its import fails inside `zero.Init`, which replaces `Tensor.__new__`
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class Measured:
-    """When each step ended, and how long the save took."""
+    """End time of each step, and duration of the save."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -41,7 +41,7 @@ class Measured:
 
 
 def batches(job: dict[str, Any], first: int) -> Iterator[list[torch.Tensor]]:
-    """The micro-batches of each step after `first`, of this rank."""
+    """Yield this rank's micro-batches of each step after `first`."""
     rank, world, size = dist.get_rank(), dist.get_world_size(), job["micro_batch_size"]
     ids = np.load(job["ids"], mmap_mode="r")
     for step in range(first, job["steps"]):
@@ -112,7 +112,7 @@ def transformers(job: dict[str, Any], measured: Measured) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             measured.stepped()
 
-    # Made before the model, which is partitioned as it is built when these say stage 3.
+    # Created before the model: with stage 3 they partition the model as it is built.
     arguments = TrainingArguments(
         output_dir=job["checkpoints"],
         deepspeed=job["deepspeed"],
@@ -132,7 +132,7 @@ def transformers(job: dict[str, Any], measured: Measured) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    deepspeed.init_distributed("gloo")  # on a CPU the Trainer tells torch only
+    deepspeed.init_distributed("gloo")  # only on a CPU must the Trainer be told
     trainer = Timed(
         model=model_of(job), args=arguments, train_dataset=Samples(), callbacks=[Watch()]
     )

@@ -1,10 +1,10 @@
-"""What the records of a long run cost: bytes of its files, and what their readers take.
+"""Cost of the records of a long run: bytes of its files, and time and memory of their readers.
 
     python scripts/benchmarks/records.py [--steps 1000000] [--keep FOLDER]
 
-The steps are those of `recipe=125m` in shape: two parameter groups, the split of a step, peaks of
-memory, an evaluation and a checkpoint every thousand. Each reader is a process of its own, whose
-processor time and peak memory are printed.
+The steps have the columns of `recipe=125m`: two parameter groups, the times of a step's parts and
+peaks of memory, with an evaluation and a checkpoint every thousand steps. Each reader runs in a
+process of its own, whose CPU time and peak memory are printed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _make(folder: Path, steps: int) -> RunPaths:
     assert plan is not None
     run = create_run(config, run_dir=folder)
     new_attempt(run, plan)
-    # Nobody else writes here, and a lock costs more than a line.
+    # There is no other writer here, and a lock costs more than a line.
     records._locked = lambda *_: nullcontext()  # type: ignore[assignment]
     draw = random.Random(0)
     started = time.process_time()
@@ -126,7 +126,7 @@ PARTS = {
 
 
 def _read(run: RunPaths, code: str, steps: int) -> str:
-    """Processor seconds and peak memory of a reader, without those of an empty process."""
+    """Return CPU seconds and peak memory of a reader, less those of an empty process."""
     head = (
         "import resource, sys, json\nfrom pathlib import Path\nimport trainctl.cli.runs\n"
         f"events, folder, parent, steps = Path({str(run.events)!r}), {str(run.root)!r}, "

@@ -1,11 +1,11 @@
-"""A page of a long run: time and memory to make it, its size, and how fast a browser shows it.
+"""Report page of a long run: time and memory to build it, its size, and its speed in a browser.
 
     python scripts/benchmarks/report.py [--steps 1000000] [--tensorboard] [--folder DIR]
 
-The run is made up: records as ranks write them, with noise, spikes, evaluations, checkpoints and
+The run is generated: records as ranks write them, with noise, spikes, evaluations, checkpoints and
 ten rewinds. Chromium (Debian's, without a window or a GPU) opens the page from disk; then it is
-zoomed and moved for some seconds, a zoom a frame. TensorBoard, where it is asked for, gets the same
-numbers by `trainctl runs sync`, and its page is opened in the same browser.
+zoomed and panned for some seconds, one zoom per frame. With `--tensorboard`, TensorBoard gets the
+same numbers by `trainctl runs sync`, and its page is opened in the same browser.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainctl.runs.records import record_files
 
 REWINDS = 10
 EVALUATIONS, CHECKPOINTS = 2000, 500
-"""Over the whole run."""
+"""Numbers in the whole run."""
 KEYS = ("training.global_batch_size=32",)
 ZOOM_SECONDS = 4.0
 PATIENCE_SECONDS = 900.0
@@ -71,7 +71,7 @@ requestAnimationFrame(frame);
 
 
 def records(steps: int) -> Iterator[dict[str, Any]]:
-    """Of a run of that many steps that count."""
+    """Yield the records of a run with that many steps after rewinds."""
     chance = random.Random(0)
     time_of, number = START, 0
     backs = {round(steps * (at + 1) / (REWINDS + 1)) for at in range(REWINDS)}
@@ -118,14 +118,14 @@ def records(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def make(folder: Path, steps: int) -> RunPaths:
-    """The run, with its records in the form in which ranks write them."""
+    """Create the run, with its records in the format of ranks."""
     run = new_run(folder / "run", *KEYS, f"training.steps={steps}", devices=8)
     append(run, records(steps))
     return run
 
 
 def trainctl(*arguments: str) -> dict[str, float]:
-    """Run it; wall and processor seconds, and the most memory that it held, MiB."""
+    """Run trainctl; return wall and CPU seconds, and its peak memory in MiB."""
     started, before = time.monotonic(), os.times()
     process = subprocess.Popen([sys.executable, "-m", "trainctl", *arguments])
     _, status, used = os.wait4(process.pid, 0)
@@ -139,12 +139,12 @@ def trainctl(*arguments: str) -> dict[str, float]:
 
 
 def peak_mib(used: resource.struct_rusage) -> float:
-    """Linux counts in KiB."""
+    """Return the peak memory of a process; Linux reports KiB."""
     return used.ru_maxrss / 1024
 
 
 def look(window: Browser, file: Path) -> dict[str, float]:
-    """Open the page, then zoom and move it."""
+    """Open the page, then zoom and pan it."""
     tell_browser = window.driver.execute_cdp_cmd
     tell_browser("Page.addScriptToEvaluateOnNewDocument", {"source": MARK_FIRST_CURVE})
     tell_browser("Performance.enable", {"timeDomain": "threadTicks"})
@@ -162,14 +162,14 @@ def look(window: Browser, file: Path) -> dict[str, float]:
 
 
 def busy_ms(window: Browser) -> float:
-    """Processor time of the page's main thread, which another process does not lengthen."""
+    """Return the CPU time of the page's main thread, which other processes do not affect."""
     found = window.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
     return 1000 * next(each["value"] for each in found if each["name"] == "TaskDuration")
 
 
 def tensorboard(window: Browser, run: RunPaths) -> dict[str, float]:
-    """The same numbers in TensorBoard: until its files are written, its server has read all of
-    them, and its page shows a curve.
+    """Measure the time until TensorBoard's files are written, its server has read them, and its
+    page shows a curve.
     """
     sent = trainctl("runs", "sync", str(run.root), "--to", "tensorboard")
     files = sum(path.stat().st_size for path in (run.root / "tensorboard").rglob("*tfevents*"))
@@ -211,7 +211,7 @@ def tensorboard(window: Browser, run: RunPaths) -> dict[str, float]:
 
 
 def served_step(url: str) -> int:
-    """The last step of the loss that the server has; 0 while it does not answer."""
+    """Return the last step of the loss that the server has; 0 while it does not answer."""
     try:
         with urllib.request.urlopen(f"{url}data/plugin/scalars/tags", timeout=5) as answer:
             runs = json.loads(answer.read())
@@ -250,7 +250,7 @@ def main() -> None:
 
 
 def tell(what: str, numbers: dict[str, Any]) -> None:
-    """One line."""
+    """Print one line of JSON."""
     rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in numbers.items()}
     print(json.dumps({"what": what, **rounded}), flush=True)
 

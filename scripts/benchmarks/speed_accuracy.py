@@ -1,9 +1,9 @@
-"""How close the step-time model comes to published throughputs: a line for each source.
+"""Accuracy of the step-time model against published throughputs: a line for each source.
 
     python scripts/benchmarks/speed_accuracy.py [--rows]
 
-The rows, their sources and which of them the constants were fitted to are in
-`tests/data/throughput.csv`; `tests/support/throughput_rows.py` turns each into a plan.
+`tests/data/throughput.csv` has the rows with their sources, and marks those that constants were
+fitted to; `tests/support/throughput_rows.py` turns each row into a plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from throughput_rows import Row, rows
 
 APART = 0.10
-"""Measurements closer than this have no order."""
+"""Relative difference below which two measurements are not ordered."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _source(row: Row) -> str:
-    """The first words of a table's name, up to the model."""
+    """Return the part of a table's name before the model."""
     words = row.table.split()
     return " ".join(words[:2] if words[0] == "mpt" else words[:1])
 
@@ -56,7 +56,9 @@ def _cells(name: str, errors: Sequence[float]) -> str:
 
 
 def _line(name: str, tables: Sequence[Sequence[Row]]) -> str:
-    """Errors of a source; of its tables, pairs in the right order, and the worst choice."""
+    """Format the errors of a source, the correctly ordered pairs of its tables, and the worst
+    choice.
+    """
     right = apart = 0
     regrets = []
     for members in tables:
@@ -74,7 +76,7 @@ def _line(name: str, tables: Sequence[Sequence[Row]]) -> str:
 
 
 def _per_token(row: Row, seconds: float) -> float:
-    """Device seconds of a token."""
+    """Return device seconds per token."""
     return seconds * row.plan.mesh.world_size / row.plan.batch.tokens_per_step
 
 

@@ -1,10 +1,10 @@
-"""What a step costs in CSV and in an Arrow IPC stream: bytes, appending, the end, all of it.
+"""Cost of a step in CSV and in an Arrow IPC stream: bytes, appending, reading the end, reading all.
 
     python scripts/benchmarks/step_formats.py [--steps 1000000] [--columns 40] [--folder FOLDER]
 
-Each row is on its way to the disk before the next step, as a run's records are: CSV by a `write`, a
-stream of Arrow by a record batch for each row. A stream with a batch for a hundred rows shows what
-waiting would save; a run that is killed loses them. Processor seconds of a process of its own.
+Each row is written before the next step, as in a run's records: CSV by a `write`, an Arrow stream
+by a record batch per row. A stream with a batch per hundred rows shows what buffering would save; a
+killed run would lose the buffer. Times are CPU seconds of a process of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def rows(steps: int, columns: int) -> Iterator[dict[str, Any]]:
     for step in range(1, steps + 1):
         row: dict[str, Any] = {"step": step, "time": 1.7e9 + step / 2, "tokens": step * 524_288}
         row["loss"] = 2 + 8 / math.sqrt(step) + draw.gauss(0, 0.02)
-        for index in range(columns - 6):  # two more columns are of every row
+        for index in range(columns - 6):  # every row has two more columns
             value = abs(draw.gauss(1, 0.1))
             row[f"norm{index}"] = value if index < 4 else float(f"{value:.8g}")
         yield row
 
 
 def write_csv(folder: Path, steps: int, columns: int) -> Path:
-    """Write as a run does, by its own writer."""
+    """Write with trainctl's own writer."""
     with EventWriter(folder / "events.jsonl", 1) as writer:
         for row in rows(steps, columns):
             writer.write("step", **row)
@@ -49,7 +49,7 @@ def write_csv(folder: Path, steps: int, columns: int) -> Path:
 
 
 def write_arrow(folder: Path, steps: int, columns: int, rows_of_batch: int) -> Path:
-    """Write a stream, a batch for so many rows, each flushed."""
+    """Write a stream with a batch for every `rows_of_batch` rows, each flushed."""
     path, waiting = folder / "steps.arrows", list[dict[str, Any]]()
     first = next(rows(1, columns))
     schema = pa.schema(
@@ -68,7 +68,7 @@ def write_arrow(folder: Path, steps: int, columns: int, rows_of_batch: int) -> P
 
 
 def nothing(folder: Path, steps: int, columns: int) -> Path:
-    """Make the rows only: what the others take beyond this is the format's."""
+    """Generate the rows only; subtract this time to get that of a format."""
     for _ in rows(steps, columns):
         pass
     return folder
@@ -92,7 +92,7 @@ def csv_pyarrow(path: Path) -> int:
 
 
 def arrow_end(path: Path) -> int:
-    """Read the end of a stream: its batches have no index, so all are gone through."""
+    """Read the end of a stream: its batches have no index, so all are passed."""
     last: list[Any] = []
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
         for batch in reader:

@@ -1,7 +1,7 @@
-"""Peak memory of a step with feed-forward layers in tiles and the loss in chunks, as ratios.
+"""Peak memory of a step with tiled feed-forward layers and a chunked loss, as ratios.
 
-A Llama of four blocks on one CPU process goes forward and backward; each setting in a process of
-its own, whose largest resident size beyond what it has before the step counts:
+A Llama of four blocks runs forward and backward on one CPU process. Each setting runs in a process
+of its own; the result is the peak resident size in excess of that before the step:
 
     python scripts/benchmarks/tiles_memory.py --tokens 8192 --tiles 8
 """
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> tuple[float, float]:
-    """MiB that one step adds to the process at most, and its seconds of CPU."""
+    """Return the MiB that one step adds to the process at its peak, and its CPU seconds."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
         ids = torch.zeros(1, length, dtype=torch.long)
         whole({"input_ids": ids, "use_cache": False}, ids).backward()
 
-    step(64)  # gradients, and whatever is made once
+    step(64)  # allocates gradients and other one-time buffers
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
     step(options.tokens)
     after = resource.getrusage(resource.RUSAGE_SELF)

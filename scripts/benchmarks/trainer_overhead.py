@@ -3,8 +3,8 @@
     python scripts/benchmarks/trainer_overhead.py [--pairs 5] [--steps 12] [OVERRIDE ...]
 
 Both loops live in the same processes, on two engines with the same JSON, and take turns: trainer,
-bare, trainer, bare, ... The bare loop is what one writes by hand: transformers' own loss,
-`backward`, `step`, and the loss read once a step. Aim: a median ratio of at least 0.98.
+bare, trainer, bare, ... The bare loop is hand-written: transformers' own loss, `backward`, `step`,
+and the loss read once a step. Target: a median ratio of at least 0.98.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
-# Neither loop evaluates, saves or samples: the loop itself is measured.
+# Neither loop evaluates, saves or samples: only the loop itself is measured.
 FIXED = (
     "recipe=tiny",
     "training.evaluation_samples=0",
@@ -110,7 +110,7 @@ def _timed(loop: Any, process: Any) -> float:
 
 
 class _BareLoop:
-    """What a careful user of DeepSpeed writes."""
+    """Hand-written loop around a DeepSpeed engine."""
 
     def __init__(self, plan: RunPlan, session: Any) -> None:
         import deepspeed
@@ -122,7 +122,7 @@ class _BareLoop:
         config = plan.config
         dtype = TORCH_TYPES[precision_of(config.precision).format]
         model = AutoModelForCausalLM.from_config(transformers_config(config.model), dtype=dtype)
-        # The same groups: what weight decay spares is a choice of the configuration.
+        # The same groups, because the configuration chooses the weights without weight decay.
         embedding = model.get_input_embeddings().weight
         decayed = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
         plain = [p for p in model.parameters() if p.dim() < 2 or p is embedding]
