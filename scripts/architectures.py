@@ -80,13 +80,13 @@ def row_of(name: str, folder: Path) -> Row:
     row: Row = {}
     cases = {}
     for column, settings in COLUMNS.items():
-        made = plan(model, settings, steps=STEPS)
-        if isinstance(made, RunPlan):
-            cases[column] = case(made, folder / column)
+        plan_or_errors = plan(model, settings, steps=STEPS)
+        if isinstance(plan_or_errors, RunPlan):
+            cases[column] = case(plan_or_errors, folder / column)
         else:
-            row[column] = "; ".join(item.message.rpartition(": ")[2] for item in made)
-    for column, found in trained(cases).items():
-        row[column] = cell(reference, found)
+            row[column] = "; ".join(item.message.rpartition(": ")[2] for item in plan_or_errors)
+    for column, outcome in trained(cases).items():
+        row[column] = cell(reference, outcome)
     return {column: row[column] for column in COLUMNS}
 
 
@@ -100,11 +100,11 @@ def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
     except RanksFailed as failed:
         if len(cases) == 1:
             return dict.fromkeys(cases, _why(str(failed)))
-        found: dict[str, Curve | str] = {}
+        outcomes: dict[str, Curve | str] = {}
         for column, one in cases.items():  # train each case alone to find the one that failed
             again = Case(one.plan, RunPaths(one.run.root / "again"))
-            found |= trained({column: again})
-        return found
+            outcomes |= trained({column: again})
+        return outcomes
     return {
         column: _why(why) or curve(one.run)
         for (column, one), why in zip(cases.items(), refusals, strict=True)
@@ -116,19 +116,19 @@ def _why(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].rpartition(" cannot be cut: ")[2]
 
 
-def case(made: RunPlan | tuple[Finding, ...], folder: Path) -> Case:
+def case(plan_or_errors: RunPlan | tuple[Finding, ...], folder: Path) -> Case:
     """Return the case that trains a plan in `folder`; fails if the plan was refused."""
-    assert isinstance(made, RunPlan), made
-    return Case(made, RunPaths(folder))
+    assert isinstance(plan_or_errors, RunPlan), plan_or_errors
+    return Case(plan_or_errors, RunPaths(folder))
 
 
-def cell(reference: Curve, found: Curve | str) -> float | str:
+def cell(reference: Curve, outcome: Curve | str) -> float | str:
     """Return the larger of the loss and norm differences; a reason if there is no curve or the
     difference exceeds the tolerance.
     """
-    if isinstance(found, str):
-        return found
-    difference = Difference.between(reference, found)
+    if isinstance(outcome, str):
+        return outcome
+    difference = Difference.between(reference, outcome)
     largest = max(difference.loss, difference.norm)
     text = f"{largest:.1e}"
     return float(text) if largest <= TOLERANCE else f"the curve differs by {text}"
@@ -153,14 +153,14 @@ def with_table(text: str) -> str:
 
 def lines() -> Iterator[str]:
     """Yield the table as Markdown, followed by the numbered reasons of its refusals."""
-    found = architectures.table()
-    versions = ", ".join(f"{name} {of}" for name, of in found.versions.items())
-    yield f"{found.steps} steps each, with {versions}."
+    table = architectures.table()
+    versions = ", ".join(f"{name} {of}" for name, of in table.versions.items())
+    yield f"{table.steps} steps each, with {versions}."
     yield ""
     yield f"| `model_type` | {' | '.join(COLUMNS)} |"
     yield "|---" * (len(COLUMNS) + 1) + "|"
     reasons: dict[str, None] = {}
-    for name, row in found.rows.items():
+    for name, row in table.rows.items():
         cells = []
         for column in COLUMNS:
             cell = row[column]

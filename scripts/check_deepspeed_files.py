@@ -113,16 +113,16 @@ class Report:
             return "", True
         if answer:
             here = JsonContext(world_size=self.ranks, accelerator=Accelerator.cpu, fills_auto=True)
-            found = check_json(self.checked.document.value, here, self.checked.schema)
-            rules = dict.fromkeys(finding.rule for finding in found if finding.is_error)
+            findings = check_json(self.checked.document.value, here, self.checked.schema)
+            rules = dict.fromkeys(finding.rule for finding in findings if finding.is_error)
             if rules:
                 return f"the child has no GPU: {', '.join(rules)}", True
             return "DeepSpeed refuses what the checker passes", False
         reasons = {finding.rule: _taken_because(finding.rule) for finding in self.errors}
         if any(reason is None for reason in reasons.values()):
             return "DeepSpeed takes what the checker says that it refuses", False
-        told = [f"{rule} {reason}" for rule, reason in reasons.items()]
-        return f"DeepSpeedConfig takes it: {'; '.join(told)}", True
+        explanations = [f"{rule} {reason}" for rule, reason in reasons.items()]
+        return f"DeepSpeedConfig takes it: {'; '.join(explanations)}", True
 
 
 def _taken_because(identifier: str) -> str | None:
@@ -165,8 +165,8 @@ def report_on(path: Path, folder: Path) -> Report:
 def _plan_errors(imported: Imported, ranks: int) -> Iterator[Finding]:
     run = ["model=llama-8b", f"hardware={ranks}xh100-80g", "training.steps=1000"]
     config = compose([*run, *imported.overrides]).config
-    found = resolve(config, resolve_hardware(config.hardware)).findings
-    yield from (finding for finding in found if finding.is_error)
+    findings = resolve(config, resolve_hardware(config.hardware)).findings
+    yield from (finding for finding in findings if finding.is_error)
 
 
 def filled(json: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def answers(reports: Sequence[Report], folder: Path) -> Iterator[str]:
     """Return DeepSpeed's refusal of each file; empty for an accepted file."""
     waiting = [_request(report, folder) for report in reports]
     while waiting:
-        told = _ask(waiting[:TOGETHER])
-        yield from told
-        del waiting[: len(told)]
+        batch = _ask(waiting[:TOGETHER])
+        yield from batch
+        del waiting[: len(batch)]
 
 
 def _request(report: Report, folder: Path) -> str:
@@ -217,15 +217,15 @@ def _ask(requests: Sequence[str]) -> list[str]:
         env=environment,
         check=False,
     )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(told) < len(requests):
-        told.append(f"the process died with {done.returncode}: {done.stderr[-300:].strip()}")
-    return told
+    replies = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(replies) < len(requests):
+        replies.append(f"the process died with {done.returncode}: {done.stderr[-300:].strip()}")
+    return replies
 
 
 def load() -> None:
     """Answer requests on standard input, one per line; runs in the child process."""
-    told, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints to stdout
+    output, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints to stdout
     import deepspeed
     import torch.distributed
     from deepspeed.comm import comm
@@ -248,8 +248,8 @@ def load() -> None:
             answer = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         torch.distributed.destroy_process_group()
         comm.cdb = None
-        told.write(json.dumps(answer) + "\n")
-        told.flush()
+        output.write(json.dumps(answer) + "\n")
+        output.flush()
 
 
 def lines_on(report: Report, answer: str) -> Iterator[str]:
@@ -266,8 +266,8 @@ def lines_on(report: Report, answer: str) -> Iterator[str]:
         yield f"  imported: refused: {report.why_not}"
     else:
         yield f"  imported: {len(imported.overrides)} overrides"
-        for left in imported.left_out:
-            yield f"    left out: {left.key}: {left.reason}"
+        for dropped in imported.left_out:
+            yield f"    left out: {dropped.key}: {dropped.reason}"
         for finding in report.plan_errors:
             yield f"    no plan: {finding.rule} {finding.key}: {finding.message}"
     yield f"  DeepSpeedConfig: {f'refuses it: {answer}' if answer else 'takes it'}"
@@ -279,12 +279,12 @@ def lines_on(report: Report, answer: str) -> Iterator[str]:
 COLUMNS = ("files", "valid", "refused", "imported", "planned", "taken", "explained", "unexplained")
 
 
-def table(reports: Sequence[Report], told: Sequence[str]) -> Iterator[str]:
+def table(reports: Sequence[Report], refusals: Sequence[str]) -> Iterator[str]:
     """Count the files of each project, and of all projects, by outcome."""
     counts: dict[str, Counter[str]] = {}
-    for report, answer in zip(reports, told, strict=True):
+    for report, answer in zip(reports, refusals, strict=True):
         difference, is_explained = report.disagreement(answer)
-        found = {
+        outcomes = {
             "files": True,
             "valid": not report.errors,
             "refused": bool(report.errors),
@@ -296,7 +296,7 @@ def table(reports: Sequence[Report], told: Sequence[str]) -> Iterator[str]:
         }
         for name in (report.path.parts[0] if len(report.path.parts) > 1 else ".", "all"):
             counts.setdefault(name, Counter()).update(
-                {key: int(is_so) for key, is_so in found.items()}
+                {key: int(is_so) for key, is_so in outcomes.items()}
             )
     width = max(len(name) for name in counts)
     yield "  ".join([" " * width, *COLUMNS])
@@ -315,14 +315,14 @@ def main(arguments: Sequence[str]) -> int:
     if not paths:
         parser.error(f"{options.folder} has no JSON files")
     reports = [report_on(path, options.folder) for path in paths]
-    told = list(answers(reports, options.folder))
+    refusals = list(answers(reports, options.folder))
     agree = True
-    for report, answer in zip(reports, told, strict=True):
+    for report, answer in zip(reports, refusals, strict=True):
         _, is_explained = report.disagreement(answer)
         agree &= is_explained
         if not (options.quiet and is_explained):
             print("\n".join(lines_on(report, answer)))
-    print("\n".join(table(reports, told)))
+    print("\n".join(table(reports, refusals)))
     return 0 if agree else 1
 
 

@@ -25,12 +25,12 @@ WRITTEN = "Written by `make docs` from the rules in `trainctl/rules/`; do not ed
 
 def pages(rules: Mapping[str, Meaning]) -> dict[Path, str]:
     """Return every page of rules, by its path."""
-    found = {page: f"# {title}\n{WRITTEN}\n\n{about}\n" for page, (title, about) in TITLES.items()}
+    texts = {page: f"# {title}\n{WRITTEN}\n\n{about}\n" for page, (title, about) in TITLES.items()}
     by_hand = (DOCS / f"{READING_PAGE}.md").read_text(encoding="utf-8")
-    found[READING_PAGE] = by_hand.partition("\n## ")[0]
+    texts[READING_PAGE] = by_hand.partition("\n## ")[0]
     for rule in rules.values():
-        found[rule.page] += "\n" + "\n".join(_section(rule))
-    return {DOCS / f"{page}.md": text for page, text in found.items()}
+        texts[rule.page] += "\n" + "\n".join(_section(rule))
+    return {DOCS / f"{page}.md": text for page, text in texts.items()}
 
 
 def _section(rule: Meaning) -> Iterator[str]:

@@ -53,20 +53,20 @@ def _allowed() -> Iterator[str]:
 
 def _makers(can: Optimizer) -> str:
     """Name the implementation used in each place; a single name if all places use the same."""
-    found: dict[str, list[str]] = {}
+    places_by_maker: dict[str, list[str]] = {}
     for hardware, place in ((Accelerator.cuda, "a GPU"), (Accelerator.cpu, "a CPU")):
         config = RunConfig(model=ModelConfig(), optimizer=new_section("optimizer", can.name))
-        found.setdefault(optimizer_maker(config, HARDWARE[hardware]).value, []).append(
+        places_by_maker.setdefault(optimizer_maker(config, HARDWARE[hardware]).value, []).append(
             f"on {place}"
         )
     if OffloadDevice.cpu in can.offload:
         config.offload.optimizer = OffloadDevice.cpu
-        found.setdefault(optimizer_maker(config, HARDWARE[Accelerator.cpu]).value, []).append(
-            "offloaded"
-        )
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{name} ({', '.join(places)})" for name, places in found.items())
+        places_by_maker.setdefault(
+            optimizer_maker(config, HARDWARE[Accelerator.cpu]).value, []
+        ).append("offloaded")
+    if len(places_by_maker) == 1:
+        return next(iter(places_by_maker))
+    return "; ".join(f"{name} ({', '.join(places)})" for name, places in places_by_maker.items())
 
 
 def _refused() -> Iterator[str]:

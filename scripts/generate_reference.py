@@ -55,10 +55,10 @@ def _section(name: str, cls: type) -> Iterator[str]:
             yield f"### {leaf.key}.NAME"
             yield f"{(leaf.part.__doc__ or '').strip().splitlines()[0]} Its own:"
             yield ""
-            found = part_leaves(leaf.part)
+            part = part_leaves(leaf.part)
             names = [item.name for item in fields(leaf.part)]
             yield from _table(
-                [replace(found[each], key=f"{leaf.key}.NAME.{each}", kinds=()) for each in names]
+                [replace(part[each], key=f"{leaf.key}.NAME.{each}", kinds=()) for each in names]
             )
         for name in option_names(leaf.metadata.get("each", "")):
             yield ""

@@ -112,8 +112,8 @@ def _cell(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the pages, or with `--check` report whether they are up to date."""
-    found = meanings(all_again="--all" in arguments)
-    written = {TARGET: page(found), **pages(found)}
+    explanations = meanings(all_again="--all" in arguments)
+    written = {TARGET: page(explanations), **pages(explanations)}
     stale = [path for path, text in written.items() if not _is(path, text)]
     if "--check" in arguments:
         for path in stale:

@@ -77,18 +77,18 @@ def main() -> int:
     count = arguments.devices or (len(devices) or 1)
     name = "gpu-" + device.lower().replace(" ", "-") if on_gpu else "cpu-small"
     folder = arguments.out or (ROOT / "docs" / "benchmarks" if on_gpu else None)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        found = _read(folder / f"{name}.jsonl")
+        results = _read(folder / f"{name}.jsonl")
     for wanted in arguments.only:
-        if wanted in found and not arguments.again:
-            print(f"{wanted}: measured on {found[wanted]['date']}", file=sys.stderr)
+        if wanted in results and not arguments.again:
+            print(f"{wanted}: measured on {results[wanted]['date']}", file=sys.stderr)
             continue
         if time.monotonic() - began > 60 * arguments.minutes:
             print(f"{wanted} and what follows: not begun, the time is over", file=sys.stderr)
             break
-        found[wanted] = {
+        results[wanted] = {
             "name": wanted,
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "versions": {package: _version(package) for package in PACKAGES},
@@ -96,16 +96,16 @@ def main() -> int:
             **_measured(wanted, count=count, on_gpu=on_gpu),
         }
         if folder is not None:
-            lines = [json.dumps(found[each]) for each in NAMES if each in found]
+            lines = [json.dumps(results[each]) for each in NAMES if each in results]
             _write(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
-            _write(folder / f"{name}.md", render(found, device=device, on_gpu=on_gpu))
-    print(render(found, device=device, on_gpu=on_gpu))
+            _write(folder / f"{name}.md", render(results, device=device, on_gpu=on_gpu))
+    print(render(results, device=device, on_gpu=on_gpu))
     if folder is None:
         print("no GPU: nothing is written without --out", file=sys.stderr)
     else:
         print(f"written: {folder / name}.md and .jsonl")
-    asked = [found[each] for each in arguments.only if each in found]
-    return int(any(_is_broken(each) for each in asked))
+    selected = [results[each] for each in arguments.only if each in results]
+    return int(any(_is_broken(each) for each in selected))
 
 
 def _arguments() -> argparse.Namespace:
@@ -135,13 +135,15 @@ def _measured(name: str, *, count: int, on_gpu: bool) -> dict[str, Any]:
     if name == TESTS:
         return asdict(run_tests())
     figure = next(figure for figure in FIGURES if figure.name == name)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_pairs(folder / "pairs.jsonl")
         words = overrides(figure, folder=folder, count=count, on_gpu=on_gpu)
         repeats = figure.repeats if on_gpu else 1
-        found = measure(name, words, warmup=figure.warmup, peers=figure.peers, repeats=repeats)
-        rows = list(found)
+        measurements = measure(
+            name, words, warmup=figure.warmup, peers=figure.peers, repeats=repeats
+        )
+        rows = list(measurements)
     print(table(rows), flush=True)
     return {"overrides": words, "rows": [asdict(row) for row in rows]}
 
@@ -196,7 +198,7 @@ def run_tests() -> Tests:
     return Tests(passed=len(cases) - len(failed) - skipped, skipped=skipped, failed=failed)
 
 
-def render(found: dict[str, dict[str, Any]], *, device: str, on_gpu: bool) -> str:
+def render(results: dict[str, dict[str, Any]], *, device: str, on_gpu: bool) -> str:
     """Return the page as Markdown."""
     lines = [f"# {device}", "Written by `scripts/gpu_check.py`.", ""]
     if not on_gpu:
@@ -205,17 +207,17 @@ def render(found: dict[str, dict[str, Any]], *, device: str, on_gpu: bool) -> st
             "through, and nothing about speed: starting and waiting outweigh the arithmetic.",
             "",
         ]
-    if tests := found.get(TESTS):
+    if tests := results.get(TESTS):
         outcome = f"{tests['passed']} passed, {tests['skipped']} skipped"
         lines.append(f"Tests marked `gpu`: {outcome}, {len(tests['failed'])} failed.")
         lines += [*(f"- {name}" for name in tests["failed"]), ""]
-    figures = [figure for figure in FIGURES if figure.name in found]
+    figures = [figure for figure in FIGURES if figure.name in results]
     for title, kept in (
         ("Speed", [figure for figure in figures if figure.is_of_speed]),
         ("Memory", [figure for figure in figures if not figure.is_of_speed]),
     ):
         if kept:
-            rows = [Row(**row) for figure in kept for row in found[figure.name]["rows"]]
+            rows = [Row(**row) for figure in kept for row in results[figure.name]["rows"]]
             lines += [f"## {title}", table(rows), ""]
     lines += [
         "*trainctl is*: its tokens/s over the row's. *predicted*: the plan's tokens/s. *peak*: "
@@ -224,14 +226,14 @@ def render(found: dict[str, dict[str, Any]], *, device: str, on_gpu: bool) -> st
         "[throughput](../throughput.md). Each loop ran in processes of its own, one after the "
         "other, with the same model, batch and DeepSpeed JSON:",
         "",
-        *(_line(found[figure.name]) for figure in figures),
+        *(_line(results[figure.name]) for figure in figures),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _line(figure: dict[str, Any]) -> str:
     words = " ".join(word for word in figure["overrides"] if word not in ALWAYS)
-    packages = ", ".join(f"{name} {found}" for name, found in figure["versions"].items())
+    packages = ", ".join(f"{name} {release}" for name, release in figure["versions"].items())
     devices = figure["devices"]
     return f"- {figure['name']}: `{words}`; {figure['date']}, {devices} devices, {packages}"
 

@@ -126,9 +126,9 @@ def main() -> int:
 def best(losses: Mapping[Run, float], mup: bool) -> Iterable[tuple[int, int, float]]:
     """Return, by width, the exponent with the smallest loss and that loss."""
     for width in sorted({run[1] for run in losses if run[0] == mup}):
-        found = curve(losses, mup, width)
-        exponent = min(found, key=lambda item: found[item])
-        yield width, exponent, found[exponent]
+        by_exponent = curve(losses, mup, width)
+        exponent = min(by_exponent, key=lambda item: by_exponent[item])
+        yield width, exponent, by_exponent[exponent]
 
 
 def curve(losses: Mapping[Run, float], mup: bool, width: int) -> dict[int, float]:

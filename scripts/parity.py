@@ -156,8 +156,8 @@ def measured(pool: ProcessPoolExecutor, todo: list[Combination]) -> Iterator[Res
         if combination.spread is not None:
             spread = Difference.between(reference, curves[combination.spread][0])
         limit = parity_cases.limit(spread)
-        found = Difference.between(reference, curve)
-        yield Result(combination, *astuple(found), *astuple(limit), seconds=seconds)
+        difference = Difference.between(reference, curve)
+        yield Result(combination, *astuple(difference), *astuple(limit), seconds=seconds)
 
 
 def train(combination: Combination) -> tuple[Curve, float]:

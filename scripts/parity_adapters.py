@@ -37,7 +37,7 @@ def measured(cases: list[Adapting], steps: int) -> dict[Adapting, Difference | N
     """Return the difference of each combination from one process; None where the plan refuses
     it.
     """
-    found: dict[Adapting, Difference | None] = {}
+    differences: dict[Adapting, Difference | None] = {}
     with tempfile.TemporaryDirectory() as folder:
 
         @cache
@@ -46,26 +46,26 @@ def measured(cases: list[Adapting], steps: int) -> dict[Adapting, Difference | N
 
         for case in cases:
             if judged(case, steps)[0] is None:
-                found[case] = None
+                differences[case] = None
                 continue
             started = time.monotonic()
             try:
-                found[case] = Difference.between(curve_of(case.reference), curve_of(case))
+                differences[case] = Difference.between(curve_of(case.reference), curve_of(case))
             except RanksFailed as failure:
                 print(failure, file=sys.stderr)
-                found[case] = Difference(float("inf"), float("inf"))
-            print(f"{case}: {found[case]} in {time.monotonic() - started:.1f} s", flush=True)
-    return found
+                differences[case] = Difference(float("inf"), float("inf"))
+            print(f"{case}: {differences[case]} in {time.monotonic() - started:.1f} s", flush=True)
+    return differences
 
 
 Row = tuple[str, str, str]
 """Key of a row: what trains, the layout and the ZeRO stage."""
 
 
-def rows_of(found: dict[Adapting, Difference | None]) -> dict[Row, list[str]]:
+def rows_of(differences: dict[Adapting, Difference | None]) -> dict[Row, list[str]]:
     """Return the rows of the file that have at least one value."""
-    rows = dict.fromkeys((case.trained, case.layout, case.stage) for case in found)
-    cells = {row: [_cell(found.get(Adapting(*row, *way))) for way in WAYS] for row in rows}
+    rows = dict.fromkeys((case.trained, case.layout, case.stage) for case in differences)
+    cells = {row: [_cell(differences.get(Adapting(*row, *way))) for way in WAYS] for row in rows}
     return {row: each for row, each in cells.items() if any(each)}
 
 
@@ -76,8 +76,8 @@ def page_part(rows: dict[Row, list[str]], steps: int) -> str:
     layouts = list(dict.fromkeys(layout for _, layout, _ in rows))
 
     def largest(trained: str, layout: str) -> str:
-        found = [each for row, each in rows.items() if row[:2] == (trained, layout)]
-        return max((cell for each in found for cell in each if cell), key=float, default="–")
+        matching = [each for row, each in rows.items() if row[:2] == (trained, layout)]
+        return max((cell for each in matching for cell in each if cell), key=float, default="–")
 
     lines = [
         (trained, *(largest(trained, layout) for layout in layouts))
@@ -101,17 +101,17 @@ def main() -> int:
     arguments = parser.parse_args()
     steps = arguments.steps
     cases = [case for case in everything() if case.trained in (arguments.only or TRAINED)]
-    found = measured(cases, steps)
+    differences = measured(cases, steps)
     old = {(row[0], row[1], row[2]): row[3:] for row in read_rows(PAGE.with_suffix(".csv"))}
     kept = {row: cells for row, cells in old.items() if row[0] not in arguments.only}
-    rows = {**kept, **rows_of(found)} if arguments.only else rows_of(found)
+    rows = {**kept, **rows_of(differences)} if arguments.only else rows_of(differences)
     order = list(dict.fromkeys(case.trained for case in everything()))
     rows = dict(sorted(rows.items(), key=lambda item: order.index(item[0][0])))
     lines = [[*row, *cells] for row, cells in rows.items()]
     write_rows(PAGE.with_suffix(".csv"), HEADS, lines)
     replace_part(PAGE, MARKS, page_part(rows, steps))
     limit = Difference(TOLERANCE, TOLERANCE)
-    return 0 if all(each is None or each.within(limit) for each in found.values()) else 1
+    return 0 if all(each is None or each.within(limit) for each in differences.values()) else 1
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def main() -> int:
             for processes, expert in LAYOUTS:
                 cells = []
                 for stage in STAGES:
-                    found = curve_of(Trial(kind, processes, expert, stage, forced))
-                    difference = Difference.between(reference, found)
+                    trial_curve = curve_of(Trial(kind, processes, expert, stage, forced))
+                    difference = Difference.between(reference, trial_curve)
                     largest = max(difference.loss, difference.norm)
                     wrong += not largest < TOLERANCE
                     cells.append(f"{largest:.1e}")

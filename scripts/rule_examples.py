@@ -65,10 +65,10 @@ def meanings(*, all_again: bool) -> dict[str, Meaning]:
     """
     known = {each.word: each for each in everything() if each.kind.startswith(RULE)}
     before = {} if all_again else known
-    found = {rule.code: _of_json(rule) for rule in JSON_RULES}
+    explanations = {rule.code: _of_json(rule) for rule in JSON_RULES}
     for rule in PLAN_RULES:
         shown, code = rule.example, rule.code
-        asked = Meaning(
+        explanation = Meaning(
             word=code,
             kind=RULE,
             page=PLAN_PAGE,
@@ -80,32 +80,36 @@ def meanings(*, all_again: bool) -> dict[str, Meaning]:
             files={path: _short(content) for path, content in shown.files.items() if content},
             printed=() if shown.arguments else (shown.message,),
         )
-        found[code] = _with_output(asked, shown.files, before.get(code))
+        explanations[code] = _with_output(explanation, shown.files, before.get(code))
     for code, each in known.items():
         if each.page == READING_PAGE:
-            found[code] = _with_output(each, LONG.get(code) or each.files, before.get(code))
-    return dict(sorted(found.items()))
+            explanations[code] = _with_output(each, LONG.get(code) or each.files, before.get(code))
+    return dict(sorted(explanations.items()))
 
 
-def _with_output(asked: Meaning, files: Mapping[str, str], before: Meaning | None) -> Meaning:
+def _with_output(explanation: Meaning, files: Mapping[str, str], before: Meaning | None) -> Meaning:
     """Return the explanation with the output and exit code of its example.
 
     Args:
         files: Files of the example with their whole content.
         before: The explanation on its page, if its output may be reused.
     """
-    typed = asked.typed.partition(EXIT)[0]
+    typed = explanation.typed.partition(EXIT)[0]
     if not typed:
-        return asked
-    if before and (before.typed.partition(EXIT)[0], before.files) == (typed, asked.files):
-        return replace(asked, severity=before.severity, typed=before.typed, printed=before.printed)
+        return explanation
+    if before and (before.typed.partition(EXIT)[0], before.files) == (typed, explanation.files):
+        return replace(
+            explanation, severity=before.severity, typed=before.typed, printed=before.printed
+        )
     with _folder(files) as folder:
         command = typed.removeprefix("trainctl validate ")
-        found = [each for each in _findings(command) if each.rule == asked.word]
-        assert found, f"the example of {asked.word} does not bring it about: {typed}"
-        printed = tuple(_lines(found[:1], folder))
-        severity = found[0].severity.value
-        return replace(asked, severity=severity, typed=_typed(typed, found), printed=printed)
+        findings = [each for each in _findings(command) if each.rule == explanation.word]
+        assert findings, f"the example of {explanation.word} does not bring it about: {typed}"
+        printed = tuple(_lines(findings[:1], folder))
+        severity = findings[0].severity.value
+        return replace(
+            explanation, severity=severity, typed=_typed(typed, findings), printed=printed
+        )
 
 
 def _of_json(rule: Rule[Case]) -> Meaning:
@@ -160,15 +164,15 @@ def _findings(typed: str) -> Sequence[Finding]:
         return error.findings
 
 
-def _typed(command: str, found: Sequence[Finding]) -> str:
+def _typed(command: str, findings: Sequence[Finding]) -> str:
     """Return the output of the example, with the exit code if it is refused."""
-    errors = [each for each in found if each.severity is Severity.error]
+    errors = [each for each in findings if each.severity is Severity.error]
     return f"{command}{EXIT}{int(errors[0].exit_code)}" if errors else command
 
 
-def _lines(found: Sequence[Finding], folder: Path | None = None) -> list[str]:
+def _lines(findings: Sequence[Finding], folder: Path | None = None) -> list[str]:
     lines = []
-    for each in found:
+    for each in findings:
         about = f"{each.key}: " if each.key else ""
         lines.append(f"{each.severity}[{each.rule}]: {about}{each.message}")
         lines += [f"  hint: {each.hint}"] if each.hint else []
@@ -179,7 +183,7 @@ def _lines(found: Sequence[Finding], folder: Path | None = None) -> list[str]:
 
 def _short(content: str) -> str:
     content = content if len(content) <= _LONG_TEXT else content[:60].rstrip("\n") + "\n..."
-    return re.sub(r"[\x00-\x08\x0e-\x1f\x7f]", lambda found: repr(found[0])[1:-1], content)
+    return re.sub(r"[\x00-\x08\x0e-\x1f\x7f]", lambda match: repr(match[0])[1:-1], content)
 
 
 @contextmanager

@@ -194,10 +194,10 @@ def turn(case: str, loops: Sequence[str], steps: int) -> dict[str, Measured]:
     """Run every loop once, one after the other, and return the measurements by loop."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = {}
-        found["trainctl"], run = ours(folder, case, steps)
+        measurements = {}
+        measurements["trainctl"], run = ours(folder, case, steps)
         job, plan = job_of(run, folder, steps)
-        return found | {loop: theirs(folder, loop, job, plan) for loop in loops}
+        return measurements | {loop: theirs(folder, loop, job, plan) for loop in loops}
 
 
 def row(case: str, loop: str, turns: list[dict[str, Measured]]) -> str:

@@ -58,9 +58,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, small, tokenizer = _material(folder, int(arguments.megabytes * 1e6))
-        made = _tokenizing(folder, corpus, small, tokenizer, arguments.rounds, arguments.peers)
+        prepared = _tokenizing(folder, corpus, small, tokenizer, arguments.rounds, arguments.peers)
         _order()
-        _reading(made, arguments.rounds)
+        _reading(prepared, arguments.rounds)
         _waiting(folder)
 
 
@@ -137,8 +137,8 @@ def _tokenizing(
         )
         start = statistics.median(seconds for seconds, _ in times[loop])
         print(f"{loop:<10}{tokens[loop]:>12,}{rate:>12,.0f}{ratio:>9.2f}{start:>13.1f}")
-    found = next((folder / "cache").glob("corpus-*/corpus.json"))
-    return Corpus.load(found)
+    record = next((folder / "cache").glob("corpus-*/corpus.json"))
+    return Corpus.load(record)
 
 
 def _ours(tokenizer: Path, folder: Path) -> Callable[[Path], tuple[int, float]]:
@@ -155,8 +155,8 @@ def _ours(tokenizer: Path, folder: Path) -> Callable[[Path], tuple[int, float]]:
             f"model.vocab_size={VOCABULARY}",
         ]
         command = [sys.executable, "-m", "trainctl", "data", "prepare", *settings, "--json"]
-        said, seconds = _timed(command, {"TRAINCTL_CACHE_DIR": str(cache)})
-        return int(json.loads(said)["train"]["tokens"]), seconds
+        output, seconds = _timed(command, {"TRAINCTL_CACHE_DIR": str(cache)})
+        return int(json.loads(output)["train"]["tokens"]), seconds
 
     return run
 
@@ -165,12 +165,12 @@ def _peer(
     python: str, loop: str, tokenizer: Path, folder: Path
 ) -> Callable[[Path], tuple[int, float]]:
     def run(corpus: Path) -> tuple[int, float]:
-        made = folder / loop
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir()
-        command = [python, str(PEERS), loop, str(corpus), str(tokenizer), str(made), str(CORES)]
-        said, seconds = _timed(command, {"HF_HOME": str(made / "home")})
-        return int(said.splitlines()[-1]), seconds
+        target = folder / loop
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        command = [python, str(PEERS), loop, str(corpus), str(tokenizer), str(target), str(CORES)]
+        output, seconds = _timed(command, {"HF_HOME": str(target / "home")})
+        return int(output.splitlines()[-1]), seconds
 
     return run
 

@@ -35,14 +35,14 @@ def bare(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
 
     backend = Tokenizer.from_file(str(tokenizer))
     end, kind = 0, np.dtype("<u2" if backend.get_vocab_size() <= 1 << 16 else "<u4")
-    found = 0
+    total = 0
     with (folder / "ids.bin").open("wb") as out:
         for texts in _batches(corpus):
             for each in backend.encode_batch_fast(texts, add_special_tokens=False):
                 ids = np.append(np.asarray(each.ids, dtype=kind), kind.type(end))
                 ids.tofile(out)
-                found += len(ids)
-    return found
+                total += len(ids)
+    return total
 
 
 def with_datasets(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:
@@ -54,15 +54,15 @@ def with_datasets(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> 
     backend = Tokenizer.from_file(str(tokenizer))
 
     def encode(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        found = backend.encode_batch_fast(rows["text"], add_special_tokens=False)
-        return {"ids": [[*each.ids, 0] for each in found]}
+        encodings = backend.encode_batch_fast(rows["text"], add_special_tokens=False)
+        return {"ids": [[*each.ids, 0] for each in encodings]}
 
     cache = str(folder / "cache")
     rows = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
-    made = rows.map(
+    tokenized = rows.map(
         encode, batched=True, batch_size=TOGETHER, num_proc=workers, remove_columns=["text"]
     )
-    return int(sum(len(each) for each in made.with_format("numpy")["ids"]))
+    return int(sum(len(each) for each in tokenized.with_format("numpy")["ids"]))
 
 
 def with_datatrove(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> int:

@@ -65,8 +65,8 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for step, function in steps.items():
                 times[step].append(_timed(function, texts))
-        for step, found in times.items():
-            print(f"{megabytes / statistics.median(found):9.1f}  {step}")
+        for step, seconds in times.items():
+            print(f"{megabytes / statistics.median(seconds):9.1f}  {step}")
         _decide(texts, megabytes, folder)
 
 
@@ -161,15 +161,15 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     pairs = near_pairs(corpus, same, 0.8, folder / "scratch")
     near = time.process_time()
     passages = shared_passages(corpus, same, folder / "scratch")
-    found = time.process_time()
+    substring = time.process_time()
     rules = Rules(near=0.8, substring=0.8, filters={"all": filters}, contamination=Contamination())
     selection = decide_removals(corpus, rules, same, pairs, passages)
     end = time.process_time()
     print(f"{megabytes / (measured - start):9.1f}  all of it, written as columns")
     print(f"{megabytes / (exact - measured):9.1f}  finding {len(same):,} copies")
     print(f"{megabytes / (near - exact):9.1f}  finding {len(pairs.ids):,} pairs of near copies")
-    print(f"{megabytes / (found - near):9.1f}  finding {len(passages.anchor):,} shared anchors")
-    print(f"{megabytes / (end - found):9.1f}  deciding: {int(selection.stays.sum()):,} stay")
+    print(f"{megabytes / (substring - near):9.1f}  finding {len(passages.anchor):,} shared anchors")
+    print(f"{megabytes / (end - substring):9.1f}  deciding: {int(selection.stays.sum()):,} stay")
     for of in selection.counts.values():
         for reason, tally in of.items():
             print(f"{tally.documents:9,}  go for {reason}, which applies to {tally.applies:,}")

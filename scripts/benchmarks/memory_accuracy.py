@@ -57,8 +57,10 @@ def score(row: Row) -> Scored:
         return Scored(row=row, estimates={"trainctl": ours} | dict.fromkeys(peers.PEERS))
     case = case_of(row)
     assert row.metric is not None
-    found: dict[str, float | None] = {"trainctl": estimate(case).of(row.metric)}
-    return Scored(row=row, estimates=found | {name: of(case) for name, of in peers.PEERS.items()})
+    estimates: dict[str, float | None] = {"trainctl": estimate(case).of(row.metric)}
+    return Scored(
+        row=row, estimates=estimates | {name: of(case) for name, of in peers.PEERS.items()}
+    )
 
 
 def verdict(row: Row) -> bool | None:
@@ -71,8 +73,8 @@ def verdict(row: Row) -> bool | None:
     capacity = case.plan.hardware.device_memory_bytes
     if capacity is None:
         raise NotExpressible("the device's memory is not known")
-    found = estimate(case)
-    low, high = peak_bounds(found.components, case.runtime, fragmentation(case))
+    estimated = estimate(case)
+    low, high = peak_bounds(estimated.components, case.runtime, fragmentation(case))
     return fits(capacity, low, high)
 
 
@@ -121,16 +123,16 @@ def print_table(title: str, scored: Sequence[Scored]) -> None:
             print(f"  {name:<12}{len(errors):>5}{figures}")
 
 
-def print_report(found: Report, *, every: bool) -> None:
+def print_report(scores: Report, *, every: bool) -> None:
     """Print tables, worst rows, verdicts and refusals."""
-    print_table("All", found.scored)
+    print_table("All", scores.scored)
     for metric in Metric:
-        some = [item for item in found.scored if item.row.metric is metric]
+        some = [item for item in scores.scored if item.row.metric is metric]
         if some:
             print_table(metric.value, some)
-    for tier in sorted({item.row["tier"] for item in found.scored}):
-        print_table(f"Tier {tier}", [item for item in found.scored if item.row["tier"] == tier])
-    order = sorted(found.scored, key=lambda item: -abs(item.error("trainctl") or 0))
+    for tier in sorted({item.row["tier"] for item in scores.scored}):
+        print_table(f"Tier {tier}", [item for item in scores.scored if item.row["tier"] == tier])
+    order = sorted(scores.scored, key=lambda item: -abs(item.error("trainctl") or 0))
     print("\nEach row, worst first" if every else "\nWorst rows")
     for item in order if every else order[:15]:
         ours, measured = item.estimates["trainctl"] or 0, item.row.measured or 0
@@ -138,50 +140,50 @@ def print_report(found: Report, *, every: bool) -> None:
             f"  {100 * (item.error('trainctl') or 0):>+7.1f}%  {ours / GIB:>8.2f} of"
             f" {measured / GIB:>8.2f} GiB  {item.row.metric.value:<24}{item.row.id}"
         )
-    print_verdicts(found)
-    if found.refused:
+    print_verdicts(scores)
+    if scores.refused:
         print("\nNot expressible")
-        for row, reason in found.refused:
+        for row, reason in scores.refused:
             print(f"  {row.id}: {reason}")
 
 
-def print_verdicts(found: Report) -> None:
+def print_verdicts(scores: Report) -> None:
     """Print how jobs that ran, and jobs that ran out of memory, were judged."""
-    if not found.verdicts:
+    if not scores.verdicts:
         return
     words = {True: "fits", False: "does not fit", None: "undecided"}
     for metric in (Metric.fits, Metric.out_of_memory):
-        some = [(row, said) for row, said in found.verdicts if row.metric is metric]
-        counts = {word: sum(said is key for _, said in some) for key, word in words.items()}
+        some = [(row, answer) for row, answer in scores.verdicts if row.metric is metric]
+        counts = {word: sum(answer is key for _, answer in some) for key, word in words.items()}
         if some:
             print(
                 f"\n{metric.value}, {len(some)} rows: "
                 + ", ".join(f"{n} {w}" for w, n in counts.items())
             )
-        for row, said in some:
-            if said is (metric is Metric.out_of_memory):
-                print(f"  WRONG: {row.id} is said: {words[said]}")
+        for row, answer in some:
+            if answer is (metric is Metric.out_of_memory):
+                print(f"  WRONG: {row.id} is said: {words[answer]}")
 
 
 def show(row: Row) -> None:
     """Print a row as a worked example: its configuration, and its memory by component."""
     case = case_of(row)
-    found = estimate(case)
+    usage = estimate(case)
     print(f"# {row.id}: {row['framework']}, {row['source_repo']} {row['source_path']}")
     for key, value in overrides(case):
         print(f"{key}={value}")
     for note in case.notes:
         print(f"# {note}")
-    print(f"# fullest in {found.phase}, GiB:")
-    for name, size in found.components.to_json().items():
+    print(f"# fullest in {usage.phase}, GiB:")
+    for name, size in usage.components.to_json().items():
         if size:
             print(f"#   {name:<24}{size / GIB:>9.3f}")
     print(
-        f"# after a step {found.after_step / GIB:.2f}, peak {found.peak / GIB:.2f}, reserved"
-        f" {found.reserved / GIB:.2f}, driver {found.driver / GIB:.2f}"
+        f"# after a step {usage.after_step / GIB:.2f}, peak {usage.peak / GIB:.2f}, reserved"
+        f" {usage.reserved / GIB:.2f}, driver {usage.driver / GIB:.2f}"
     )
     if row.measured is not None:
-        ours = found.of(row.metric)
+        ours = usage.of(row.metric)
         print(
             f"# {row.metric.value}: {ours / GIB:.2f}, measured {row.measured / GIB:.2f}"
             f" ({100 * (ours / row.measured - 1):+.1f} %)"

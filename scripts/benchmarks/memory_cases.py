@@ -273,7 +273,7 @@ def _other_trainer(
 
 
 def _moments_of(engine: EngineMemory, stage: Stage) -> float:
-    """Return the number of elements whose two fp32 Adam moments take as much as the row's states."""
+    """Return the elements whose two fp32 Adam moments have the size of the row's states."""
     if engine.optimizer.kind == "adafactor":
         engine = replace(engine, factors=True)  # whole tensors: Adafactor factors its second moment
     return replace(engine, moment_bytes=FP32).moments(stage) / (2 * FP32)

@@ -70,13 +70,13 @@ def capacity_of(row: Row) -> int | None:
     out of memory the smaller one.
     """
     text = row.words("gpu").replace("rtx", "rtx ")
-    found = (
+    match = (
         re.search(r"(?<![a-z\d])(\d+)\s*gi?b\b", text)
         or re.search(r"[a-z]\d+[a-z]?(?:[-_ ][a-z]+\d?)*[-_ ](\d{2,3})(?:g|\b)", text)
         or re.search(r"<=\s*(\d+)", row["value"])
     )
-    if found:
-        return int(found.group(1)) * GIB
+    if match:
+        return int(match.group(1)) * GIB
     for name, sizes in CAPACITIES.items():
         if re.search(rf"(?<![a-z])(?:\d+x)?{name}(?!\d)", text):
             return (sizes[0] if row.metric is Metric.out_of_memory else sizes[-1]) * GIB
@@ -85,8 +85,8 @@ def capacity_of(row: Row) -> int | None:
 
 def devices_of(row: Row) -> int:
     """Return the number of devices in their name («8xH100»), or 1."""
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*[x×]\s*[a-z]+\d", row.words("gpu"))
-    return int(found[1] or 1) * int(found[2]) if found else 1
+    match = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*[x×]\s*[a-z]+\d", row.words("gpu"))
+    return int(match[1] or 1) * int(match[2]) if match else 1
 
 
 def workspace_of(row: Row) -> int:

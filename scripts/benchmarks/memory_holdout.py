@@ -108,25 +108,25 @@ class Known:
 def errors(known: Sequence[Known], values: Values) -> list[float]:
     """Return the relative errors of some rows with these constants."""
     with put(values):
-        found = []
+        relative_errors = []
         for each in known:
             case, tensors = each.at()
             row = case.row
             assert row.metric is not None and row.measured is not None
-            found.append(estimate(case, tensors).of(row.metric) / row.measured - 1)
-    return found
+            relative_errors.append(estimate(case, tensors).of(row.metric) / row.measured - 1)
+    return relative_errors
 
 
 def sides(known: Sequence[Known], values: Values) -> list[int]:
     """Return for each row whether it lies below the band (-1), within (0) or above (1)."""
     with put(values):
-        found = []
+        signs = []
         for each in known:
             case, tensors = each.at()
             low, high = bounds(case, tensors)
             measured = case.row.measured or 0
-            found.append((measured > high) - (measured < low))
-    return found
+            signs.append((measured > high) - (measured < low))
+    return signs
 
 
 def fit(cases: Sequence[Known]) -> dict[str, float]:

@@ -33,11 +33,11 @@ def kernel_bytes(row: Row) -> float:
     liger = "liger" in row.words("metric", "loss").replace("no liger", "")
     if row["hidden"]:
         return _projected(row, liger=liger)
-    found = re.search(r"v[=_-]?(\d+)", text)
+    vocabulary = re.search(r"v[=_-]?(\d+)", text)
     sizes = re.search(r"(\d+)\s*x\s*(\d+)", row["seq_len"])
-    if not found or not sizes:
+    if not vocabulary or not sizes:
         raise NotExpressible("the size of the logits is not given")
-    logits = int(found.group(1)) * int(sizes.group(1)) * int(sizes.group(2))
+    logits = int(vocabulary.group(1)) * int(sizes.group(1)) * int(sizes.group(2))
     if liger:
         return 4 * logits  # the gradient overwrites the input
     # fp32: input, log-softmax, gradients of loss and log-softmax, and the input's earlier gradient.

@@ -88,9 +88,9 @@ def metric_of(record: Mapping[str, str]) -> Metric:
     for words, kind in ANOTHER:
         if re.search(words, metric):
             raise NotExpressible(f"metric '{metric}': {REASONS[kind]}")
-    for words, found in KINDS:
+    for words, metric_kind in KINDS:
         if re.search(words, metric):
-            return found
+            return metric_kind
     raise NotExpressible(f"metric '{metric}' is not known")
 
 
@@ -124,22 +124,22 @@ def _number(text: str) -> float | None:
 
     Bounds and ranges give None, since they are no measurements.
     """
-    found = re.match(
+    match = re.match(
         r"[~≈ ]*(?:about |ca\.? |approx\.? )?"
         r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?P<rest>.*)$",
         text.strip().lower(),
     )
-    if not found or re.match(r"\s*(-|–|to|\.\.)\s*\d", found["rest"]):
+    if not match or re.match(r"\s*(-|–|to|\.\.)\s*\d", match["rest"]):
         return None
-    number = float(found[1].replace(",", ""))
+    number = float(match[1].replace(",", ""))
     return number if number > 0 else None
 
 
 def _scale(unit: str) -> float:
     text = unit.strip().lower()
-    found = re.match(r"(?:(k|m|g|t)i?b?|(bytes?|b)|(kilo|mega|giga|tera)bytes?)(?![a-z])", text)
-    if not found:
+    match = re.match(r"(?:(k|m|g|t)i?b?|(bytes?|b)|(kilo|mega|giga|tera)bytes?)(?![a-z])", text)
+    if not match:
         raise NotExpressible(f"unit '{unit}' is no number of bytes")
-    prefix = (found[1] or (found[3] or "")[:1]) if not found[2] else ""
+    prefix = (match[1] or (match[3] or "")[:1]) if not match[2] else ""
     base = 1000 if DECIMAL.search(text) else 1024
     return float(base ** PREFIXES[prefix])

@@ -163,10 +163,10 @@ def _linear_layers(row: Row) -> tuple[int, int]:
     Raises:
         NotExpressible: The model is something else.
     """
-    found = re.search(r"linear-(\d+)x(\d+)", row.words("model"))
-    if not found:
+    match = re.search(r"linear-(\d+)x(\d+)", row.words("model"))
+    if not match:
         raise NotExpressible("no attention heads, so not a decoder")
-    return int(found.group(1)), int(found.group(2))
+    return int(match.group(1)), int(match.group(2))
 
 
 def _linear_model(row: Row) -> ModelConfig:

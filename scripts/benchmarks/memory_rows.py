@@ -57,14 +57,14 @@ class Row:
         Raises:
             NotExpressible: There is none and no default, or it is no whole number.
         """
-        found = NUMBER.search(self[column].lower())
-        if not found:
+        match = NUMBER.search(self[column].lower())
+        if not match:
             if default is None:
                 raise NotExpressible(f"{column} is not given")
             return default
-        value = float(found["digits"].replace("_", "").replace(",", ""))
+        value = float(match["digits"].replace("_", "").replace(",", ""))
         thousand = 1024 if column == "seq_len" else 1000
-        value *= {None: 1, "k": thousand, "m": thousand**2}[found["prefix"]]
+        value *= {None: 1, "k": thousand, "m": thousand**2}[match["prefix"]]
         if value != int(value):
             raise NotExpressible(f"{column} is {self[column]}, no whole number")
         return int(value)
@@ -82,8 +82,8 @@ class Row:
 
     def quantity(self, column: str) -> float | None:
         """Return the first positive number in a column, possibly fractional; None without one."""
-        found = re.search(r"\d+(\.\d+)?", self[column])
-        return float(found.group()) or None if found else None
+        match = re.search(r"\d+(\.\d+)?", self[column])
+        return float(match.group()) or None if match else None
 
 
 NUMBER = re.compile(

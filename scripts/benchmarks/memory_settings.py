@@ -190,9 +190,9 @@ def uses_foreach(row: Row) -> bool:
 def zero_stage_of(row: Row) -> int:
     """Return the ZeRO stage closest to how a row divides its states."""
     text = row.words("sharding")
-    found = re.search(r"(?:zero|stage)\D{0,2}(\d)", text)
-    if found:
-        return int(found.group(1))
+    match = re.search(r"(?:zero|stage)\D{0,2}(\d)", text)
+    if match:
+        return int(match.group(1))
     if re.search(r"infinity|zero\+\+", text):
         return 3
     if "zero-offload" in text:
@@ -244,9 +244,9 @@ def set_buffers(row: Row, config: RunConfig) -> None:
         ("stage3_max_reuse_distance", "max_reuse_distance"),
         ("sub_group_size", "sub_group_size"),
     ):
-        found = re.search(rf"{key}\s*[=:]\s*([\d.e]+)", caveat)
-        if found:
-            setattr(zero, name, int(float(found.group(1).rstrip("."))))
+        match = re.search(rf"{key}\s*[=:]\s*([\d.e]+)", caveat)
+        if match:
+            setattr(zero, name, int(float(match.group(1).rstrip("."))))
     zero.overlap_comm = (
         "overlap_comm" in caveat and not re.search(r"overlap_comm\s*[=:]\s*(false|0)", caveat)
     ) or (zero.stage == 3 or "stas00" in row["source_repo"])
@@ -259,9 +259,9 @@ def set_loss(row: Row, config: RunConfig) -> None:
         NotExpressible: The loss is not the cross entropy of tokens.
     """
     loss = row.words("loss")
-    told = re.search(r"reward model|\b(dpo|orpo|ppo|grpo)\b", row.words("id", "caveat"))
-    if told:
-        raise NotExpressible(f"{told[0]}: no cross entropy of tokens")
+    match = re.search(r"reward model|\b(dpo|orpo|ppo|grpo)\b", row.words("id", "caveat"))
+    if match:
+        raise NotExpressible(f"{match[0]}: no cross entropy of tokens")
     if re.search(r"\b(dpo|grpo|ppo|orpo|kto|rlhf|mse|reward|contrastive|distill\w*)\b", loss):
         raise NotExpressible(f"loss '{row['loss']}': no cross entropy of tokens")
     if "liger" in loss and "no liger" not in loss:
@@ -334,9 +334,9 @@ def context_of(row: Row) -> int:
     it adds no ranks here.
     """
     text = row.words("cp_sp")
-    found = re.search(r"(?:\bcp|context|ulysses|ring|alst)\D{0,12}(\d+)", text)
-    if found:
-        return max(1, int(found[1]))
+    match = re.search(r"(?:\bcp|context|ulysses|ring|alst)\D{0,12}(\d+)", text)
+    if match:
+        return max(1, int(match[1]))
     if re.search(r"\bep\b|\bep\d|expert|\btp\b|tensor|megatron", text):
         return 1
     return max(1, row.number("cp_sp", 1))
@@ -345,10 +345,10 @@ def context_of(row: Row) -> int:
 def partition_of(row: Row) -> int | None:
     """Return the number of ranks that share the states, if it is not the data-parallel size."""
     text = row.words("sharding", "dp")
-    found = re.search(r"(?:dp_)?shard(?:ed|ing)?(?:_degree|_size)?\s*[=:x ]\s*(\d+)", text)
+    match = re.search(r"(?:dp_)?shard(?:ed|ing)?(?:_degree|_size)?\s*[=:x ]\s*(\d+)", text)
     # The 32 of `fp32 sharded` is no number of shards.
-    found = found or re.search(r"(?<![a-z\d])(\d+)\s*(?:-way )?shard", text)
-    return int(found[1]) if found else None
+    match = match or re.search(r"(?<![a-z\d])(\d+)\s*(?:-way )?shard", text)
+    return int(match[1]) if match else None
 
 
 def stage_blocks_of(row: Row, model: ModelConfig, pipeline: int) -> tuple[int, ...]:

@@ -194,9 +194,9 @@ LOOPS = {"bare": bare, "transformers": transformers, "fsdp2": fsdp2}
 
 def main(loop: str, job: str) -> None:
     """Train as one rank."""
-    asked, measured = json.loads(Path(job).read_text()), Measured()
-    LOOPS[loop](asked, measured)
-    measured.write(asked)
+    description, measured = json.loads(Path(job).read_text()), Measured()
+    LOOPS[loop](description, measured)
+    measured.write(description)
     dist.barrier()
     dist.destroy_process_group()
 

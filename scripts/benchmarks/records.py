@@ -136,7 +136,7 @@ def _read(run: RunPaths, code: str, steps: int) -> str:
         "\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss]), file=sys.stderr)"
     )
-    found = [
+    measurements = [
         json.loads(
             subprocess.run(
                 [sys.executable, "-c", head + body + foot], capture_output=True, check=True
@@ -144,7 +144,7 @@ def _read(run: RunPaths, code: str, steps: int) -> str:
         )
         for body in ("", code)
     ]
-    (idle, base), (busy, peak) = found
+    (idle, base), (busy, peak) = measurements
     return (
         f"{max(0.0, busy - idle):.2f} s, {max(0, peak - base) / 1024:.1f} MiB over an empty process"
     )

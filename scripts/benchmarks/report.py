@@ -163,8 +163,8 @@ def look(window: Browser, file: Path) -> dict[str, float]:
 
 def busy_ms(window: Browser) -> float:
     """Return the CPU time of the page's main thread, which other processes do not affect."""
-    found = window.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
-    return 1000 * next(each["value"] for each in found if each["name"] == "TaskDuration")
+    metrics = window.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+    return 1000 * next(each["value"] for each in metrics if each["name"] == "TaskDuration")
 
 
 def tensorboard(window: Browser, run: RunPaths) -> dict[str, float]:
@@ -240,11 +240,11 @@ def main() -> None:
         size = sum(file.stat().st_size for file in record_files(run.events))
         tell("run", {"steps": given.steps, "records_mb": size / 1e6})
         file = folder / "report.html"
-        made = trainctl("report", str(run.root), "-o", str(file))
-        tell("report", {**made, "file_mb": file.stat().st_size / 1e6})
+        usage = trainctl("report", str(run.root), "-o", str(file))
+        tell("report", {**usage, "file_mb": file.stat().st_size / 1e6})
         with browser() as window:
-            found = window.driver.capabilities
-            tell("chromium", {"version": found["browserVersion"], **look(window, file)})
+            capabilities = window.driver.capabilities
+            tell("chromium", {"version": capabilities["browserVersion"], **look(window, file)})
             if given.tensorboard:
                 tell("tensorboard", {"version": version("tensorboard"), **tensorboard(window, run)})
 

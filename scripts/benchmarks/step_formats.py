@@ -117,9 +117,9 @@ def measured(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
     process = context.Process(target=timed)
     process.start()
-    found = receiver.recv()
+    received = receiver.recv()
     process.join()
-    return found  # type: ignore[no-any-return]
+    return received  # type: ignore[no-any-return]
 
 
 def main() -> None:

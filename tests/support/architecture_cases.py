@@ -142,5 +142,5 @@ def plan(
     axes = config.parallelism
     world = axes.tensor * axes.pipeline * axes.sequence * (axes.data or 1)
     hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=world)
-    found = resolve(config, hardware)
-    return found.plan or tuple(item for item in found.findings if item.is_error)
+    resolution = resolve(config, hardware)
+    return resolution.plan or tuple(item for item in resolution.findings if item.is_error)

@@ -53,9 +53,9 @@ class Browser:
         """Return the first true result of a script."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            found = self.script(script, *arguments)
-            if found:
-                return found
+            value = self.script(script, *arguments)
+            if value:
+                return value
             time.sleep(0.05)
         raise AssertionError(f"in vain: {script}; console: {self.console()}")
 
@@ -93,7 +93,7 @@ class Browser:
     def faults(self) -> list[str]:
         """Return axe's serious and critical findings, each with its elements."""
         self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": axe().read_text()})
-        found = self.driver.execute_cdp_cmd(
+        answer = self.driver.execute_cdp_cmd(
             "Runtime.evaluate",
             {
                 "expression": "axe.run().then((found) => JSON.stringify(found.violations))",
@@ -103,7 +103,7 @@ class Browser:
         )
         return [
             f"{each['id']}: {[node['html'][:150] for node in each['nodes'][:4]]}"
-            for each in json.loads(found["result"]["value"])
+            for each in json.loads(answer["result"]["value"])
             if each["impact"] in ("serious", "critical")
         ]
 
@@ -127,12 +127,12 @@ def browser(width: int = 1280, height: int = 900) -> Iterator[Browser]:
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    made = webdriver.Chrome(options=options, service=Service(driver))
+    driver_session = webdriver.Chrome(options=options, service=Service(driver))
     try:
-        made.set_script_timeout(SECONDS)
-        yield Browser(made)
+        driver_session.set_script_timeout(SECONDS)
+        yield Browser(driver_session)
     finally:
-        made.quit()
+        driver_session.quit()
 
 
 @cache

@@ -16,7 +16,7 @@ def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
     keeps its address from being reused.
     """
     gc.collect()
-    found = {}
+    by_address = {}
     for item in gc.get_objects():
         try:
             is_tensor = isinstance(item, torch.Tensor)
@@ -24,9 +24,9 @@ def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
             continue
         if is_tensor and item.device.type != "meta" and not isinstance(item, DTensor):
             storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes(), storage
-    found.pop(0, None)
-    return found
+            by_address[storage.data_ptr()] = storage.nbytes(), storage
+    by_address.pop(0, None)
+    return by_address
 
 
 def resident(cases: list[Any], process: Any) -> list[int]:

@@ -53,8 +53,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, s
 
 def trainctl(*arguments: str, cwd: Path, code: int = 0, **variables: str) -> str:
     """Run a command to its end and check the exit code; return stdout and stderr together."""
-    found, out, err = finish(start(*arguments, cwd=cwd, **variables))
-    assert found == code, f"exit code {found}\n{out}\n{err}"
+    exit_code, out, err = finish(start(*arguments, cwd=cwd, **variables))
+    assert exit_code == code, f"exit code {exit_code}\n{out}\n{err}"
     assert "Traceback" not in out + err
     return out + err
 

@@ -111,9 +111,9 @@ def check(
         for seed in seeds:
             config = of_width(width, mup=mup, family=family, optimizer=optimizer, seed=seed)
             cases.append(Case(tiny_plan(config, 1), RunPaths(folder / f"{width}-{seed}")))
-    (found,) = train_cases(1, cases, probe="mup_probe:sizes")
+    (results,) = train_cases(1, cases, probe="mup_probe:sizes")
     by_width = {
-        width: _mean(found[index * len(seeds) : (index + 1) * len(seeds)])
+        width: _mean(results[index * len(seeds) : (index + 1) * len(seeds)])
         for index, width in enumerate(widths)
     }
     first = by_width[widths[0]]
@@ -125,13 +125,13 @@ def check(
     return Check(by_width, slopes)
 
 
-def _mean(found: Sequence[Sizes]) -> Sizes:
+def _mean(results: Sequence[Sizes]) -> Sizes:
     return {
         place: {
-            measure: sum(sizes[place][measure] for sizes in found) / len(found)
-            for measure in found[0][place]
+            measure: sum(sizes[place][measure] for sizes in results) / len(results)
+            for measure in results[0][place]
         }
-        for place in found[0]
+        for place in results[0]
     }
 
 

@@ -122,9 +122,9 @@ def _place(folder: Path, journey: Journey, goes_on: bool) -> RunPaths:
 
 def largest_difference(run: RunPaths, reference: RunPaths) -> float:
     """Return the largest difference of a loss from the undisturbed curve, in nats."""
-    expected, found = curve(reference), curve(run)
-    assert list(found) == list(expected) == list(range(1, STEPS + 1))
-    return max(abs(found[step][0] - loss) for step, (loss, _) in expected.items())
+    expected, actual = curve(reference), curve(run)
+    assert list(actual) == list(expected) == list(range(1, STEPS + 1))
+    return max(abs(actual[step][0] - loss) for step, (loss, _) in expected.items())
 
 
 def replayed_steps(run: RunPaths) -> int:

@@ -81,13 +81,13 @@ def mixture(
     if not folder.exists():
         torch.manual_seed(5)
         config = AutoConfig.for_model(kind, **(SHAPE | MIXTURES[kind] | changes))
-        made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        for name, parameter in made.named_parameters():
+        network = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for name, parameter in network.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):
                 torch.nn.init.normal_(parameter, std=0.02 * ROUTER_SCALE)
             if name.endswith("router.bias"):
                 parameter.data[list(to_experts)] = 100.0
-        made.save_pretrained(folder)
+        network.save_pretrained(folder)
     attention = AttentionKind.eager if kind == "gpt_oss" else AttentionKind.sdpa
     model = ModelConfig(name="hf", family="hf", path=str(folder), attention=attention)
     return read_directory(model)

@@ -147,8 +147,8 @@ class ForkServer:
             raise RanksFailed(self._errors.read().decode()[-TAIL:]) from gone
         if problem is not None:
             rank, what = problem
-            said = (folder / f"{rank}.err").read_text(errors="replace")
-            raise RanksFailed(f"rank {rank} of {world_size} {what}:\n{said[-TAIL:]}")
+            output = (folder / f"{rank}.err").read_text(errors="replace")
+            raise RanksFailed(f"rank {rank} of {world_size} {what}:\n{output[-TAIL:]}")
         return [
             pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)
         ]

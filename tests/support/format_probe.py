@@ -62,7 +62,7 @@ def fp8_layers(cases: list[Case], process: Process) -> dict[str, Any]:
     """Return the kinds of the model's modules by name, and the types of its parameters."""
     session = assemble(cases[0].plan, cases[0].run, process)
     model = session.engine.deepspeed.module.model
-    found = {
+    layers = {
         "names": sorted(name for name, _ in model.named_parameters()),
         "types": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "fp8": sorted(
@@ -73,7 +73,7 @@ def fp8_layers(cases: list[Case], process: Process) -> dict[str, Any]:
         ),
     }
     session.engine.close()
-    return found
+    return layers
 
 
 def _train(case: Case, process: Process) -> Session:

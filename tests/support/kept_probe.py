@@ -20,14 +20,14 @@ def _of(case: Any, process: Any) -> int:
     session = assemble(case.plan, case.run, process)
     engine = session.engine
     head = next(module for name, module in engine.module.named_modules() if "lm_head" in name)
-    found: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
     is_over = False
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         weights = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
         storage = tensor.untyped_storage()
         if not is_over and storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage
+            saved[storage.data_ptr()] = storage
         return tensor
 
     def stop(*_: Any) -> None:
@@ -39,4 +39,4 @@ def _of(case: Any, process: Any) -> int:
         engine.accumulate(session.training.step(0, case.plan.batch)[:1])
     handle.remove()
     session.engine.close()
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in saved.values())

@@ -26,13 +26,13 @@ Sizes = dict[str, dict[str, float]]
 
 def sizes(cases: list[Case], process: Process) -> list[Sizes]:
     """Train each case to its plan's end; return its activations on one held-out batch."""
-    found = []
+    results = []
     for case in cases:
         session = assemble(case.plan, case.run, process)
         before = activations(session)
         Trainer(session, None).train()
         after = activations(session)
-        found.append(
+        results.append(
             {
                 place: {
                     "size": float(after[place].abs().mean()),
@@ -42,7 +42,7 @@ def sizes(cases: list[Case], process: Process) -> list[Sizes]:
             }
         )
         session.engine.close()
-    return found
+    return results
 
 
 def activations(session: Session) -> dict[str, torch.Tensor]:
@@ -50,9 +50,9 @@ def activations(session: Session) -> dict[str, torch.Tensor]:
     number = session.plan.batch.micro_batch_size
     batch = session.held_out[SINGLE_SOURCE].micro_batch(np.arange(number))
     model: Any = session.engine.deepspeed.module.model
-    with inference(session.engine.module), _watched(model) as found:
+    with inference(session.engine.module), _watched(model) as outputs:
         session.engine.score(batch)
-    return found
+    return outputs
 
 
 @contextmanager
@@ -68,18 +68,18 @@ def _watched(model: Any) -> Iterator[dict[str, torch.Tensor]]:
         "final norm": getattr(decoder, family.final_norm),
         "logits": getattr(model, family.head),
     }
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def keep(place: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             values = output[0] if isinstance(output, tuple) else output
-            found[place] = values.detach().float()
+            outputs[place] = values.detach().float()
 
         return hook
 
     handles = [module.register_forward_hook(keep(place)) for place, module in places.items()]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

@@ -87,13 +87,13 @@ def _reference(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> Iter
         yield _of(torch.optim.AdamW(_plain(others), betas=betas, eps=eps), others)
     else:
         plain = _plain(groups)
-        made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        factories: dict[str, Callable[[], torch.optim.Optimizer]] = {
             "adamw": lambda: torch.optim.AdamW(plain, betas=betas, eps=eps),
             "adam": lambda: torch.optim.Adam(plain, betas=betas, eps=eps),
             "sgd": lambda: torch.optim.SGD(plain, momentum=momentum),
             "adafactor": lambda: torch.optim.Adafactor(plain, eps=(eps**0.5, 1e-3)),
         }
-        yield _of(made[kind](), groups)
+        yield _of(factories[kind](), groups)
 
 
 def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

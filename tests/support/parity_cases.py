@@ -361,5 +361,5 @@ def pairwise(
         best = max(new, key=lambda combination: len(new[combination]))
         chosen.append(best)
         had = new[best]
-        new = {combination: left - had for combination, left in new.items()}
+        new = {combination: uncovered - had for combination, uncovered in new.items()}
     return chosen

@@ -23,7 +23,7 @@ from trainctl.train.models.weights import SeedWeights
 
 
 @dataclass
-class Made:
+class PlainRun:
     """Result of the run."""
 
     curve: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Made:
     """Gradients of the first step before clipping, by canonical name."""
 
 
-def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
+def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> PlainRun:
     """Train the config's first steps: AdamW, a constant learning rate, fp32, whole batches."""
     plan, run = tiny_plan(config, 1), RunPaths(folder)
     run.attempt(1).root.mkdir(parents=True)
@@ -63,23 +63,23 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
     ]
     betas = (rule.beta1, rule.beta2)
     optimizer = torch.optim.AdamW(groups, lr=rule.lr, betas=betas, eps=rule.epsilon)
-    made, norms = Made(), []
+    result, norms = PlainRun(), []
     for step in range(steps):
         (batch,) = data.step(step * size, whole)
         logits = model(input_ids=batch.input_ids).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         z_loss = config.stability.z_loss * logits.logsumexp(dim=-1).square().mean()
-        made.z_losses.append(z_loss.item())
+        result.z_losses.append(z_loss.item())
         (loss + z_loss).backward()
         if gradients.centralize:
             # Decays every weight of nn.Linear, whose shape is (outputs, inputs).
             for parameter in decayed:
                 parameter.grad -= parameter.grad.mean(dim=1, keepdim=True)
         norm = float(torch.cat([p.grad.flatten().double() for p in pieces]).norm())
-        made.curve[step + 1] = (loss.item(), norm)
+        result.curve[step + 1] = (loss.item(), norm)
         if step == 0:
-            made.weights = {piece.name: p.detach().clone() for p, piece in pieces.items()}
-            made.gradients = {piece.name: p.grad.clone() for p, piece in pieces.items()}
+            result.weights = {piece.name: p.detach().clone() for p, piece in pieces.items()}
+            result.gradients = {piece.name: p.grad.clone() for p, piece in pieces.items()}
         for parameter, piece in pieces.items():
             if gradients.clip_value > 0:
                 parameter.grad.clamp_(-gradients.clip_value, gradients.clip_value)
@@ -96,9 +96,9 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
             limit = float(np.percentile([*norms, norm], gradients.adaptive_percentile))
         elif gradients.adaptive_clipping is AdaptiveClipping.mean and norms:
             limit = gradients.adaptive_factor * float(np.mean(norms))
-        made.limits.append(limit)
+        result.limits.append(limit)
         norms.append(norm)
         nn.utils.clip_grad_norm_(list(pieces), limit)
         optimizer.step()
         optimizer.zero_grad()
-    return made
+    return result

@@ -139,11 +139,11 @@ def _strike(session: Session, what: str, name: str) -> None:
         state.copy_masters_to_parameters()
         return
 
-    def hook(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor | None:
+    def hook(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor | None:
         if what == "activation":
-            return made * NAN
-        if made.requires_grad:
-            made.register_hook(lambda gradient: gradient * NAN)
+            return output * NAN
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * NAN)
         return None
 
     for module, path in _module_paths(session).items():

@@ -127,10 +127,10 @@ class Forked:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(str(server.address))
         given, self._stdin = os.pipe()
-        self._stderr, said = os.pipe()
+        self._stderr, write_end = os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        socket.send_fds(self._connection, [pickle.dumps(request)], [given, nowhere, said])
-        for descriptor in (given, nowhere, said):
+        socket.send_fds(self._connection, [pickle.dumps(request)], [given, nowhere, write_end])
+        for descriptor in (given, nowhere, write_end):
             os.close(descriptor)
         self.pid = int(self._connection.recv(64))
 
@@ -156,17 +156,17 @@ class Forked:
             self._stdin = -1
         if self._stderr < 0:
             return None, self._said
-        said, deadline = b"", time.monotonic() + (inf if timeout is None else timeout)
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([self._stderr], [], [], None if left == inf else left)[0]:
+        output, deadline = b"", time.monotonic() + (inf if timeout is None else timeout)
+        while (remaining := deadline - time.monotonic()) > 0:
+            if select.select([self._stderr], [], [], None if remaining == inf else remaining)[0]:
                 part = os.read(self._stderr, 1 << 16)
                 if not part:
                     break
-                said += part
+                output += part
         if self._ended(None if timeout is None else max(0.0, deadline - time.monotonic())) is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         os.close(self._stderr)
-        self._stderr, self._said = -1, said.decode(errors="replace")
+        self._stderr, self._said = -1, output.decode(errors="replace")
         self._connection.close()
         return None, self._said
 

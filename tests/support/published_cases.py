@@ -54,5 +54,5 @@ def resaved(name: str) -> dict[str, Any]:
     """Return the model's `config.json` as transformers would save it."""
     with TemporaryDirectory() as folder:
         config = AutoConfig.from_pretrained(directory(name, Path(folder)))
-    found: dict[str, Any] = json.loads(config.to_json_string())
-    return found
+    loaded: dict[str, Any] = json.loads(config.to_json_string())
+    return loaded

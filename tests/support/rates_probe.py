@@ -24,7 +24,7 @@ def train_with_each(cases: list[Case], process: Process) -> list[tuple[list[Rate
         of the groups.
     """
     session = assemble(cases[0].plan, cases[0].run, process)
-    found = []
+    results = []
     for case in cases:
         session.plan, session.run, session.progress = case.plan, case.run, RunProgress()
         session.learning_rate = LearningRate(case.plan)
@@ -38,6 +38,6 @@ def train_with_each(cases: list[Case], process: Process) -> list[tuple[list[Rate
         Trainer(session, events).train()
         hook.remove()
         groups = session.state.optimizer.param_groups
-        found.append((calls, {group["name"]: group["peak_lr"] for group in groups}))
+        results.append((calls, {group["name"]: group["peak_lr"] for group in groups}))
     session.engine.close()
-    return found
+    return results

@@ -112,7 +112,9 @@ def share_right(folder: Path, pairs: list[tuple[str, str]], model: Any = None) -
     )
     with torch.no_grad():
         ids = model.generate(**batch, max_new_tokens=4, do_sample=False)
-    said = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=False)
+    answers = tokenizer.batch_decode(
+        ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=False
+    )
     end = tokenizer.eos_token
-    right = [text.startswith(a + end) for text, (_, a) in zip(said, pairs, strict=True)]
+    right = [text.startswith(a + end) for text, (_, a) in zip(answers, pairs, strict=True)]
     return sum(right) / len(right)

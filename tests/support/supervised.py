@@ -57,16 +57,16 @@ def make_plan(
 
 def carriers(identity: str) -> dict[int, str]:
     """Return live processes with the run's id in their environment, and their command lines."""
-    found = {}
+    by_pid = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
                 if f"TRAINCTL_RUN_ID={identity}".encode() in (process / "environ").read_bytes():
                     line = (process / "cmdline").read_bytes()
-                    found[int(process.name)] = line.replace(b"\0", b" ").decode()
+                    by_pid[int(process.name)] = line.replace(b"\0", b" ").decode()
             except OSError:
                 continue
-    return found
+    return by_pid
 
 
 class Launch:

@@ -31,7 +31,7 @@ def _preloaded():
     return None
 
 
-if os.environ.get("TRAINCTL_TESTS_SERVER_OF") == sys.prefix and (found := _preloaded()):
+if os.environ.get("TRAINCTL_TESTS_SERVER_OF") == sys.prefix and (request := _preloaded()):
     import fork_client
 
-    fork_client.main(os.environ["TRAINCTL_TESTS_SERVER"], *found)
+    fork_client.main(os.environ["TRAINCTL_TESTS_SERVER"], *request)
