@@ -16,7 +16,7 @@ from trainctl.data.corpora import load_corpora
 from trainctl.plan.types import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import TrainingData
-from trainctl.train.gradients import normal
+from trainctl.train.gradients import standard_normal
 from trainctl.train.models.build import materialise
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.weights import SeedWeights
@@ -85,7 +85,9 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> PlainRun:
                 parameter.grad.clamp_(-gradients.clip_value, gradients.clip_value)
             if gradients.noise > 0:
                 variance = gradients.noise / (1 + step) ** gradients.noise_decay
-                numbers = normal(f"{seed}/{step}/{piece.name}", torch.arange(parameter.numel()))
+                numbers = standard_normal(
+                    f"{seed}/{step}/{piece.name}", torch.arange(parameter.numel())
+                )
                 parameter.grad += (variance**0.5 * numbers).view(parameter.shape)
         for entry in rule.groups:  # each is one group: all of it is decayed, or none
             own = [p for p, piece in pieces.items() if re.search(entry.match, piece.name)]

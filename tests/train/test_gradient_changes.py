@@ -20,7 +20,7 @@ from trainctl.engines.fragments import ElementRange
 from trainctl.engines.shards import Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.gradients import NormHistory, _totals, elementwise, normal
+from trainctl.train.gradients import NormHistory, _column_sums, elementwise_change, standard_normal
 
 STEPS = 4
 CLIPPING = 20.0  # more than any norm here
@@ -157,20 +157,23 @@ def test_a_resumed_run_changes_them_as_the_whole_one(tmp_path):
 
 
 def test_noise_belongs_to_an_element_whatever_rank_has_it():
-    whole = normal("7/3/a.weight", torch.arange(24))
+    whole = standard_normal("7/3/a.weight", torch.arange(24))
     shape = torch.Size((4, 6))
     shard, _ = Shard.split(shape, dim=1, index=1, count=3)
     place = ElementRange("a.weight", shard, start=3, numel=4)
     columns = whole.view(4, 6)[:, 2:4].reshape(-1)
     torch.testing.assert_close(
-        normal("7/3/a.weight", place.indices(torch.device("cpu"))), columns[3:7], rtol=0, atol=0
+        standard_normal("7/3/a.weight", place.indices(torch.device("cpu"))),
+        columns[3:7],
+        rtol=0,
+        atol=0,
     )
 
 
 def test_noise_is_normal_and_differs_by_key():
     count = 200_000
-    numbers = normal("1/0/x", torch.arange(count)).double()
-    other = normal("1/1/x", torch.arange(count)).double()
+    numbers = standard_normal("1/0/x", torch.arange(count)).double()
+    other = standard_normal("1/1/x", torch.arange(count)).double()
     assert abs(numbers.mean()) < 4 / count**0.5 and abs(numbers.std() - 1) < 0.01
     assert abs((numbers * other).mean()) < 4 / count**0.5
     assert abs((numbers[1:] * numbers[:-1]).mean()) < 4 / count**0.5
@@ -184,11 +187,11 @@ def test_scaled_gradients_are_changed_as_if_they_were_not():
     scaled = values * 8
     place = ElementRange("a", None, 0, 9)
     for tensor, scale in ((values, 1.0), (scaled, 8.0)):
-        change = elementwise(config, seed=1, update=2, scale=scale)
+        change = elementwise_change(config, seed=1, update=2, scale=scale)
         assert change is not None
         change(place, tensor)
     torch.testing.assert_close(scaled / 8, values)
-    assert elementwise(GradientsConfig(), seed=1, update=2, scale=1.0) is None
+    assert elementwise_change(GradientsConfig(), seed=1, update=2, scale=1.0) is None
 
 
 def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
@@ -228,6 +231,6 @@ def test_one_of_them_decides_what_is_clipped_at():
 def test_squares_of_a_partly_offloaded_gradient_are_added_on_the_device():
     """meta stands for it: some sub-groups of a parameter group are there, some in host memory."""
     host, device = torch.tensor(2.0), torch.empty((), device="meta")
-    assert _totals([[host, device], [host]]).device.type == "meta"
-    assert _totals([[host, host], [host]]).tolist() == [4.0, 2.0]
-    assert _totals([]).tolist() == []
+    assert _column_sums([[host, device], [host]]).device.type == "meta"
+    assert _column_sums([[host, host], [host]]).tolist() == [4.0, 2.0]
+    assert _column_sums([]).tolist() == []

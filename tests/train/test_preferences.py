@@ -34,7 +34,11 @@ from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
-from trainctl.train.objectives.reference import attach_saved_reference, identity, write_reference
+from trainctl.train.objectives.reference import (
+    attach_saved_reference,
+    reference_identity,
+    write_reference,
+)
 
 LENGTH, PAIRS, END = 64, 48, 256
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}
@@ -120,7 +124,7 @@ def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
         count = held_out[SINGLE_SOURCE].num_samples
         numbers = {"train": PAIRS - count, "held_out": count}
         zeros = {side: np.zeros((size, 2), np.float32) for side, size in numbers.items()}
-        write_reference(run, zeros, identity(corpora, numbers))
+        write_reference(run, zeros, reference_identity(corpora, numbers))
         attach_saved_reference(run, corpora, held_out)
         assert held_out[SINGLE_SOURCE].reference.shape == (count, 2)
         kept.append((run, corpora, held_out))

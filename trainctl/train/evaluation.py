@@ -34,7 +34,7 @@ NextScores = Callable[[list[int]], torch.Tensor]
 """Function from token ids to the logits of the next token, (vocabulary,) in fp32 on the CPU."""
 
 
-def _unwatched(done: int, total: int) -> None:
+def _ignore_progress(done: int, total: int) -> None:
     """Ignore the progress."""
 
 
@@ -75,7 +75,7 @@ def evaluate_sources(
     num_samples: int,
     recorded: Sequence[str] = (),
     sum_over_ranks: Callable[..., list[float]] = _alone,
-    progress: Callable[[int, int], None] = _unwatched,
+    progress: Callable[[int, int], None] = _ignore_progress,
     **how: int,
 ) -> HeldOutLoss | None:
     """Return the mean loss over the first held-out samples of each source; None without samples.
@@ -91,13 +91,13 @@ def evaluate_sources(
     sums: dict[str, list[float]] = {}
     for name, count in counts.items():
         if count:
-            sums[name] = _sums(
+            sums[name] = _sum_over_samples(
                 score,
                 datasets[name],
                 count,
                 width=2 + len(recorded),
                 sum_over_ranks=sum_over_ranks,
-                progress=partial(_of_all, progress, before, whole),
+                progress=partial(_report_over_sources, progress, before, whole),
                 **how,
             )
             before += count
@@ -118,7 +118,7 @@ def evaluate(
     data_rank: int = 0,
     data_size: int = 1,
     sum_over_ranks: Callable[..., list[float]] = _alone,
-    progress: Callable[[int, int], None] = _unwatched,
+    progress: Callable[[int, int], None] = _ignore_progress,
 ) -> float | None:
     """Return the mean loss in nats per token over the first held-out samples; None without samples.
 
@@ -146,14 +146,14 @@ def evaluate(
     return None if found is None else found.loss
 
 
-def _of_all(
+def _report_over_sources(
     progress: Callable[[int, int], None], before: int, whole: int, done: int, total: int
 ) -> None:
     """Report the progress of one source as progress over all sources."""
     progress(before + done, whole)
 
 
-def _sums(
+def _sum_over_samples(
     score: Score,
     dataset: PackedDataset,
     count: int,
@@ -187,7 +187,7 @@ def sampled_ids(
     vocab_size: int,
     ends: Collection[int] = (),
     temperature: float = 0.8,
-    progress: Callable[[int, int], None] = _unwatched,
+    progress: Callable[[int, int], None] = _ignore_progress,
 ) -> list[int]:
     """Return the ids of a sampled continuation of `prompt`, without the prompt.
 

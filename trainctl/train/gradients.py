@@ -80,7 +80,7 @@ class Gradients:
         squares: dict[str, list[torch.Tensor]] = {name: [] for name in self._groups}
         for fragment, square in self._states.squares():
             squares[self._group_of[fragment.name]].append(square)
-        sums = self._process.sum(*_added_up(list(squares.values())))
+        sums = self._process.sum(*_add_up(list(squares.values())))
         scale = self.scale
         return Norms(
             total=math.sqrt(math.fsum(sums)) / scale if _all_finite(sums) else math.nan,
@@ -106,14 +106,14 @@ class Gradients:
         self.change(scale)
 
 
-def _added_up(columns: list[list[torch.Tensor]]) -> list[float]:
+def _add_up(columns: list[list[torch.Tensor]]) -> list[float]:
     """Return the sum of each list of scalars, all read from the device at once."""
-    totals = _totals([column for column in columns if column])
+    totals = _column_sums([column for column in columns if column])
     read = iter(totals.tolist())
     return [next(read) if column else 0.0 for column in columns]
 
 
-def _totals(columns: list[list[torch.Tensor]]) -> torch.Tensor:
+def _column_sums(columns: list[list[torch.Tensor]]) -> torch.Tensor:
     """Return the sum of each list; none may be empty.
 
     A partly offloaded optimizer has scalars on the CPU and on the device; the device adds them.
@@ -231,12 +231,12 @@ def centralize(model: nn.Module, pieces: Pieces, axis: Axis | None) -> int:
             piece = pieces.get(module.weight)
             if piece is not None and not piece.is_embedding:
                 inputs = 0 if isinstance(module, Conv1D) else 1
-                module.weight.register_hook(_centralized(inputs, piece, axis))
+                module.weight.register_hook(_centering_hook(inputs, piece, axis))
                 count += 1
     return count
 
 
-def _centralized(
+def _centering_hook(
     inputs: int, piece: ParameterPiece, axis: Axis | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def _centralized(
     return hook
 
 
-def elementwise(
+def elementwise_change(
     config: GradientsConfig, *, seed: int, update: int, scale: float
 ) -> Callable[[ElementRange, torch.Tensor], None] | None:
     """Return the function that changes every gradient element at one update; None without changes.
@@ -269,13 +269,13 @@ def elementwise(
         for first in range(0, place.numel if config.noise > 0 else 0, _AT_ONCE):
             part = values[first : first + _AT_ONCE]
             there = replace(place, start=place.start + first, numel=part.numel())
-            noise = normal(f"{seed}/{update}/{place.name}", there.indices(values.device))
+            noise = standard_normal(f"{seed}/{update}/{place.name}", there.indices(values.device))
             part.add_((noise * (deviation * scale)).to(values.dtype))
 
     return change
 
 
-def normal(key: str, indices: torch.Tensor) -> torch.Tensor:
+def standard_normal(key: str, indices: torch.Tensor) -> torch.Tensor:
     """Return standard normal numbers that depend on `key` and an index alone, in fp32.
 
     Every rank that holds an element draws the same number for it. 48 bits of a hash of the index
@@ -283,24 +283,24 @@ def normal(key: str, indices: torch.Tensor) -> torch.Tensor:
     """
     digest = hashlib.sha256(key.encode()).digest()
     start = int.from_bytes(digest[:8], "little")
-    bits = _mixed(indices * _signed(_GOLDEN) + _signed(start))
+    bits = _splitmix64(indices * _as_int64(_GOLDEN) + _as_int64(start))
     first = ((bits >> 40) & (_MANTISSA - 1)).add_(1).float() / _MANTISSA  # in (0, 1]
     second = ((bits >> 16) & (_MANTISSA - 1)).float() / _MANTISSA
     return (-2 * first.log()).sqrt_() * (2 * math.pi * second).cos_()
 
 
-def _mixed(values: torch.Tensor) -> torch.Tensor:
+def _splitmix64(values: torch.Tensor) -> torch.Tensor:
     """Return splitmix64's finalizer of int64 values; products wrap around as unsigned ones do."""
-    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
-    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
-    return values ^ _shifted(values, 31)
+    values = (values ^ _logical_shift_right(values, 30)) * _as_int64(_FIRST)
+    values = (values ^ _logical_shift_right(values, 27)) * _as_int64(_SECOND)
+    return values ^ _logical_shift_right(values, 31)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _logical_shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the values shifted right without their sign (logical shift)."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def _as_int64(value: int) -> int:
     """Return the int64 with the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value

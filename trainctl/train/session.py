@@ -40,8 +40,8 @@ from trainctl.train.models import build
 from trainctl.train.models.frozen_base import (
     FullModel,
     OverlayWeights,
-    facts_of,
     initial_base,
+    manifest_entries,
     recorded_base,
 )
 from trainctl.train.models.kernels import apply_kernels
@@ -347,7 +347,7 @@ def _weights(
         own = initial_adapter(config.training.seed, config, beside, whole.shapes)
         source = OverlayWeights(own, shapes.keys() - whole.shapes.keys(), source)
     quantize(model, config)
-    return quantized(source, config, process.device), facts_of(config, base), shapes
+    return quantized(source, config, process.device), manifest_entries(config, base), shapes
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

@@ -25,7 +25,7 @@ from trainctl.train.callbacks.context import StepState
 from trainctl.train.callbacks.runner import Callbacks
 from trainctl.train.checkpoint.content import Checkpoint, newest_valid_checkpoint
 from trainctl.train.data import BatchPrefetcher
-from trainctl.train.gradients import Norms, clipped_groups, elementwise
+from trainctl.train.gradients import Norms, clipped_groups, elementwise_change
 from trainctl.train.models.build import fill_buffers
 from trainctl.train.nonfinite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.parallel.routers import Load
@@ -164,7 +164,7 @@ class Stepper:
         clipped: dict[str, float] = {}
         if norms is not None and norms.is_finite:  # fp16 may overflow: then no update is made
             norms_now = norms
-            change = elementwise(
+            change = elementwise_change(
                 config.gradients,
                 seed=config.training.seed,
                 update=session.progress.step,

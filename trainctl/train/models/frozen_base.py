@@ -100,12 +100,12 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
         facts: dict[str, Any] = {"kind": "checkpoint", "path": str(checkpoint.path.resolve())}
         facts["sha256"] = digest(checkpoint.manifest)
         if is_partial(config) and process.is_first:
-            _keep(run.base, checkpoint)
+            _cache_digests(run.base, checkpoint)
         return Base(whole_weights(checkpoint, whole, process=process, is_start=True), facts)
     source = SafetensorsWeights(folder, whole.skeleton)
     facts = {"kind": "directory", "path": str(folder.resolve())}
     if is_partial(config):
-        facts["files"] = file_digests(folder, _files(folder), run.base, process)
+        facts["files"] = file_digests(folder, _weight_file_names(folder), run.base, process)
     return Base(source, facts)
 
 
@@ -131,24 +131,26 @@ def recorded_base(
         drawn = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
         if facts.get("sha256", drawn.initializers_digest) != drawn.initializers_digest:
             why = "the model's code, or model.initializer_range, has it draw other weights now"
-            raise _changed(f"seed {facts['seed']}", why)
+            raise _base_changed_error(f"seed {facts['seed']}", why)
         return Base(drawn, dict(facts))
     path = Path(facts["path"])
     if not path.is_dir():
-        raise _changed(path, "it is gone")
+        raise _base_changed_error(path, "it is gone")
     if facts["kind"] == "checkpoint":
         try:
             checkpoint = Checkpoint(path)
         except ValueError as problem:
-            raise _changed(path, str(problem)) from None
+            raise _base_changed_error(path, str(problem)) from None
         if digest(checkpoint.manifest) != facts["sha256"]:
-            raise _changed(path, "it is another checkpoint")
+            raise _base_changed_error(path, "it is another checkpoint")
         files = {
             each["name"]: [each["bytes"], each["sha256"]] for each in checkpoint.manifest["files"]
         }
-        _check(path, file_digests(path, sorted(files), kept, process), files)
+        _require_unchanged(path, file_digests(path, sorted(files), kept, process), files)
         return Base(whole_weights(checkpoint, whole, process=process, is_start=True), dict(facts))
-    _check(path, file_digests(path, _files(path), kept, process), facts["files"])
+    _require_unchanged(
+        path, file_digests(path, _weight_file_names(path), kept, process), facts["files"]
+    )
     return Base(SafetensorsWeights(path, whole.skeleton), dict(facts))
 
 
@@ -219,7 +221,7 @@ def base_file(checkpoint: Path) -> Path:
     return RunPaths(checkpoint.resolve().parents[1]).base
 
 
-def facts_of(config: RunConfig, base: Base) -> dict[str, Any]:
+def manifest_entries(config: RunConfig, base: Base) -> dict[str, Any]:
     """Return the manifest entries `base` and `adapter` of a run with frozen weights; else empty."""
     if not is_partial(config):
         return {}
@@ -239,7 +241,7 @@ def file_digests(
         TrainctlError: A file cannot be read (exit code 4); raised on all ranks.
     """
     rank, count = (process.rank, process.world_size) if process is not None else (0, 1)
-    known = _known(kept, folder)
+    known = _cached_digests(kept, folder)
     mine: dict[str, list[Any]] = {}
     problem = ""
     try:
@@ -262,20 +264,22 @@ def file_digests(
     return {name: [size, sha] for name, (size, _, sha) in sorted(everything.items())}
 
 
-def _files(folder: Path) -> list[str]:
+def _weight_file_names(folder: Path) -> list[str]:
     """Return the names of a directory's weight files, sorted."""
     return sorted({tensor.file for tensor in stored_tensors(folder).values()})
 
 
-def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[Any]]) -> None:
+def _require_unchanged(
+    folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[Any]]
+) -> None:
     """Refuse files that have changed since they were recorded, and missing or new ones."""
     for name in sorted({*now, *had}):
         if name not in now or name not in had or list(now[name]) != list(had[name]):
             what = "is gone" if name not in now else "is new" if name not in had else "has changed"
-            raise _changed(folder, f"{name} {what}")
+            raise _base_changed_error(folder, f"{name} {what}")
 
 
-def _keep(kept: Path, checkpoint: Checkpoint) -> None:
+def _cache_digests(kept: Path, checkpoint: Checkpoint) -> None:
     """Cache the digests from the manifest of a checkpoint whose files were just verified."""
     folder, files = checkpoint.path, dict[str, list[Any]]()
     with suppress(OSError):  # without the cache the files are hashed once more
@@ -285,7 +289,7 @@ def _keep(kept: Path, checkpoint: Checkpoint) -> None:
         write_json(kept, {"folder": str(folder.resolve()), "files": files})
 
 
-def _known(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
+def _cached_digests(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
     """Return size, mtime and digest of the files in the cache; empty if it is of another folder."""
     try:
         found = json.loads(kept.read_text()) if kept is not None else {}
@@ -296,7 +300,7 @@ def _known(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
         return {}
 
 
-def _changed(base: Path | str, what: str) -> TrainctlError:
+def _base_changed_error(base: Path | str, what: str) -> TrainctlError:
     return TrainctlError(
         f"{base}, whose weights the run trains on top of, is not what it was: {what}",
         hint="put it back as it was; the checkpoints hold only what was trained beside it",

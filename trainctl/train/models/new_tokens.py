@@ -80,16 +80,16 @@ def add_tokens(
     """
     model = fill_from_directory(new_section("model", "hf", path=str(folder)))
     folder = Path(model.path or folder)
-    backend, ids, known = _with_tokens(folder, tokens)
+    backend, ids, known = _extend_tokenizer(folder, tokens)
     rows = max(model.vocab_size, max(ids.values()) + 1)
     if rows > model.vocab_size:
         rows = -(-rows // multiple_of) * multiple_of
     found = Grown(ids, known, model.vocab_size, rows)
     stored = stored_tensors(folder)
     built = skeleton(with_portable_attention(model), torch.float32)
-    growing = _tables(folder, built, stored, model.vocab_size)
+    growing = _token_table_names(folder, built, stored, model.vocab_size)
     sizes = {name: (rows, *stored[name].shape[1:]) for name in growing}
-    total = sum(_bytes(tensor, sizes.get(name)) for name, tensor in stored.items())
+    total = sum(_tensor_bytes(tensor, sizes.get(name)) for name, tensor in stored.items())
     with new_folder(out, total) as made:
         for file in sorted(folder.iterdir()):
             if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")):
@@ -97,17 +97,17 @@ def add_tokens(
         if (folder / TEMPLATES).is_dir():
             shutil.copytree(folder / TEMPLATES, made / TEMPLATES)
         backend.save(str(made / "tokenizer.json"))
-        _name_in(made / "tokenizer_config.json", ids)
+        _declare_tokens(made / "tokenizer_config.json", ids)
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(made / "config.json", raw | {"vocab_size": rows})
         done = 0
         for name in sorted({tensor.file for tensor in stored.values()}):
             own = {key: tensor for key, tensor in stored.items() if tensor.file == name}
             if sizes.keys() & own.keys():
-                _rewrite(folder / name, made / name, own, sizes, found)
+                _write_resized_file(folder / name, made / name, own, sizes, found)
             else:
                 shutil.copy(folder / name, made / name)
-            done += sum(_bytes(tensor, sizes.get(key)) for key, tensor in own.items())
+            done += sum(_tensor_bytes(tensor, sizes.get(key)) for key, tensor in own.items())
             progress(done, total)
         if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def add_tokens(
     return found
 
 
-def _with_tokens(
+def _extend_tokenizer(
     folder: Path, tokens: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int], list[str]]:
     """Return the directory's extended tokenizer, the new tokens' ids and the known tokens."""
@@ -148,7 +148,7 @@ def _with_tokens(
     return backend, ids, known
 
 
-def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
+def _declare_tokens(settings: Path, ids: Mapping[str, int]) -> None:
     """Add the tokens to `added_tokens_decoder` in a tokenizer's settings, if that is there."""
     if not settings.is_file():
         return
@@ -165,7 +165,9 @@ def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
         write_json(settings, {**found, "added_tokens_decoder": {**listed, **more}})
 
 
-def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[str]:
+def _token_table_names(
+    folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: int
+) -> set[str]:
     """Return the stored names of the tensors with a row per token.
 
     These are the embedding, the output projection and its bias.
@@ -200,11 +202,11 @@ def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: 
     return names
 
 
-def _bytes(tensor: StoredTensor, shape: tuple[int, ...] | None) -> int:
+def _tensor_bytes(tensor: StoredTensor, shape: tuple[int, ...] | None) -> int:
     return prod(shape or tensor.shape) * WIDTHS.get(tensor.dtype, 1)
 
 
-def _rewrite(
+def _write_resized_file(
     file: Path,
     made: Path,
     stored: Mapping[str, StoredTensor],

@@ -98,7 +98,7 @@ class SeedWeights:
         return None
 
     def _usual(self, name: str, shape: torch.Size) -> InitializedRange:
-        law = normal(self._std) if len(shape) > 1 else ONE
+        law = normal_initializer(self._std) if len(shape) > 1 else ONE
         law = ZERO if name.endswith(".bias") else law
         return InitializedRange(0, shape.numel(), law)
 
@@ -266,7 +266,7 @@ ZERO = Initializer(((torch.ops.aten.zero_.default, ()),))
 ONE = Initializer(((torch.ops.aten.fill_.Scalar, (1.0,)),))
 
 
-def normal(std: float) -> Initializer:
+def normal_initializer(std: float) -> Initializer:
     """Return the law of a normal distribution around zero."""
     return Initializer(((torch.ops.aten.normal_.default, (0.0, std)),))
 
@@ -295,7 +295,7 @@ def parameter_initializers(model: PreTrainedModel) -> Initializers:
     names = {parameter: name for name, parameter in model.named_parameters()}
     recorder = _Recorder(names)
     head = model.get_output_embeddings()
-    is_tied = head is not None and names[head.weight] != _path(model, head)
+    is_tied = head is not None and names[head.weight] != _weight_name(model, head)
     with torch.no_grad(), recorder:
         for owner, module in _innermost_first(model, model):
             if not (is_tied and module is head):  # a tied head starts as the embedding
@@ -303,7 +303,7 @@ def parameter_initializers(model: PreTrainedModel) -> Initializers:
     return recorder.laws
 
 
-def _path(model: nn.Module, wanted: nn.Module) -> str:
+def _weight_name(model: nn.Module, wanted: nn.Module) -> str:
     """Return the name of a module's weight."""
     return next(f"{path}.weight" for path, module in model.named_modules() if module is wanted)
 
@@ -325,7 +325,7 @@ class SkipInit(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _done(func, args, kwargs)
+        return _run_operation(func, args, kwargs)
 
 
 class _Recorder(TorchDispatchMode):
@@ -337,7 +337,7 @@ class _Recorder(TorchDispatchMode):
         self._known = {_storage(parameter): (name, parameter) for parameter, name in names.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = _done(func, args, kwargs)
+        output = _run_operation(func, args, kwargs)
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor):
             found = self._known.get(_storage(target))
@@ -365,7 +365,7 @@ class _Recorder(TorchDispatchMode):
         stretches[-1] = InitializedRange(start, stop, Initializer((*last.law.operations, step)))
 
 
-def _done(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_operation(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation. An initialisation in place on a meta tensor only returns its target."""
     if func.name() in RANDOM + CONSTANT and args[0].is_meta:
         return args[0]

@@ -48,9 +48,9 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
     if not objective_of(session.plan.config.objective).needs_reference:
         return None
     started = time.monotonic()
-    sides = _sides(session)
+    sides = _datasets_by_side(session)
     counts = {side: dataset.num_samples for side, dataset in sides.items()}
-    run, of = session.run, identity(session.corpora, counts)
+    run, of = session.run, reference_identity(session.corpora, counts)
     known: Reference | None = None
     if session.progress.step:  # at step 0 the weights may differ from an earlier start's
         known = read_reference(run, of) if session.process.is_first else None
@@ -64,7 +64,9 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
                 hint="restore the file, or start a new run: model.initial_weights=RUN",
                 exit_code=ExitCode.run_state,
             )
-        known = {side: _computed(session, dataset, tell) for side, dataset in sides.items()}
+        known = {
+            side: _compute_reference(session, dataset, tell) for side, dataset in sides.items()
+        }
         if session.process.is_first:
             write_reference(run, known, of)
         session.process.barrier()
@@ -106,7 +108,7 @@ def attach_saved_reference(
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
             found, of = arrays["held_out"], json.loads(str(arrays["of"]))
-            is_known = of == json.loads(identity(corpora, of["samples"]))
+            is_known = of == json.loads(reference_identity(corpora, of["samples"]))
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         found, is_known = np.zeros((0, 2), np.float32), False
     if not is_known or len(found) != dataset.num_samples:
@@ -118,20 +120,20 @@ def attach_saved_reference(
     dataset.reference = found
 
 
-def _sides(session: Session) -> dict[str, PackedDataset]:
+def _datasets_by_side(session: Session) -> dict[str, PackedDataset]:
     """Return a run's datasets by side; pairs have one source and one sequence length."""
     (training,) = session.training.datasets.values()
     return {"train": training, "held_out": session.held_out[SINGLE_SOURCE]}
 
 
-def identity(corpora: Corpora, counts: dict[str, int]) -> str:
+def reference_identity(corpora: Corpora, counts: dict[str, int]) -> str:
     """Return the identity of a reference's pairs, as JSON. The weights are always the run's own."""
     return json.dumps(
         {"format": FORMAT, "samples": counts, **corpus_digests(corpora)}, sort_keys=True
     )
 
 
-def _computed(
+def _compute_reference(
     session: Session, dataset: PackedDataset, tell: Callable[[str], None]
 ) -> npt.NDArray[np.float32]:
     """Compute the reference of a dataset, (pairs, 2); all ranks call this together.
