@@ -50,7 +50,7 @@ from trainctl.memory.budget import (
 )
 from trainctl.memory.constants import Fragmentation, LogitBytes, Range
 from trainctl.memory.engine import EngineMemory, read_engine
-from trainctl.memory.phases import phases, resident
+from trainctl.memory.phases import phases, resident_components
 from trainctl.memory.rank import Components, loss_tokens
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import KERNEL
@@ -201,7 +201,7 @@ def _moments(case: Case, stage: Stage) -> tuple[dict[str, Components], Component
             moments["load"] = max(
                 moments["load"], Components(parameters=whole), key=lambda moment: moment.total
             )
-        return moments, resident(case.engine, stage, 0)
+        return moments, resident_components(case.engine, stage, 0)
     return _other_trainer(case, case.trainer, stage)
 
 

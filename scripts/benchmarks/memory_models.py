@@ -13,7 +13,7 @@ from memory_rows import NotExpressible, Row
 from memory_shapes import QUERY_WIDTHS, TIED
 
 from trainctl.config.schema import ModelConfig
-from trainctl.memory.stages import Piece, Stage, stages
+from trainctl.memory.stages import Piece, Stage, pipeline_stages
 
 GATED = (
     "llama",
@@ -106,7 +106,7 @@ def stages_of(
     """Return the pipeline's stages, also with the row's key and value heads in models without a
     gate.
     """
-    held = stages(model, tensor=tensor, stage_blocks=stage_blocks)
+    held = pipeline_stages(model, tensor=tensor, stage_blocks=stage_blocks)
     hidden = model.hidden_size
     keys = row.number("kv_heads", 0) or model.num_attention_heads
     if model.family != "gpt2" or keys == model.num_attention_heads:

@@ -20,13 +20,13 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.engines import patch_checks as declared
 from trainctl.engines import source
-from trainctl.engines.patches import At, How, Table, Use, difference
+from trainctl.engines.patches import At, How, Table, Use, compare_with_installed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.models.inspection_entry import _inspect
+from trainctl.train.models.inspection_entry import _answer_request
 
 ALL = [(table, use) for table in declared.TABLES for use in table.uses]
 CHANGED = {
@@ -59,7 +59,7 @@ def test_what_is_known_holds_for_what_is_installed(table: Table, use: Use) -> No
     assert use.why and not use.why.endswith(".")
     assert not use.upstream or use.upstream.startswith("https://github.com/")
     if table.is_installed:
-        assert difference(use) == ""
+        assert compare_with_installed(use) == ""
 
 
 def test_the_installed_versions_have_been_read() -> None:
@@ -134,23 +134,23 @@ def test_definitions_are_read_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = _module(tmp_path, monkeypatch, "first_package", PLAIN)
-    method = source.definition(f"{module}:Outer.of")
+    method = source.find_definition(f"{module}:Outer.of")
     assert method is not None
-    digest = source.digest(method)
-    assert source.signature(method) == "(self, a, /, b=1, *rest, c='x', **more)"
-    size = source.definition(f"{module}:Outer.size")
-    assert size is not None and source.text(size) == "size: int = 3"
-    late = source.definition(f"{module}:late")
-    assert late is not None and "not the end" in source.text(late)
-    assert source.definition(f"{module}:Outer.late") is None
-    assert source.definition("no_such_package.code:late") is None
+    digest = source.definition_digest(method)
+    assert source.definition_signature(method) == "(self, a, /, b=1, *rest, c='x', **more)"
+    size = source.find_definition(f"{module}:Outer.size")
+    assert size is not None and source.definition_text(size) == "size: int = 3"
+    late = source.find_definition(f"{module}:late")
+    assert late is not None and "not the end" in source.definition_text(late)
+    assert source.find_definition(f"{module}:Outer.late") is None
+    assert source.find_definition("no_such_package.code:late") is None
 
     layout = _module(tmp_path, monkeypatch, "second_package", OTHERWISE)
-    same = source.definition(f"{layout}:Outer.of")
-    assert same is not None and source.digest(same) == digest
+    same = source.find_definition(f"{layout}:Outer.of")
+    assert same is not None and source.definition_digest(same) == digest
     other = _module(tmp_path, monkeypatch, "third_package", PLAIN.replace('f"{a}"', 'f"{b}"'))
-    changed = source.definition(f"{other}:Outer.of")
-    assert changed is not None and source.digest(changed) != digest
+    changed = source.find_definition(f"{other}:Outer.of")
+    assert changed is not None and source.definition_digest(changed) != digest
 
 
 def test_a_fallback_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +191,10 @@ def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         looked.append(at)
         return [Finding(rule="TC305", message="it", hint="that", exit_code=ExitCode.environment)]
 
-    monkeypatch.setattr(declared, "differences", differences)
+    monkeypatch.setattr(declared, "check_needed_definitions", differences)
     monkeypatch.setattr("logging.disable", lambda level: None)
     asked = {"question": "trace", "config": to_plain(config), "folder": str(tmp_path)}
-    error = _inspect(asked)["error"]
+    error = _answer_request(asked)["error"]
     assert (error["message"], error["hint"]) == ("it", "that")
     assert error["exit_code"] == ExitCode.environment
     assert looked == [{At.trace}]

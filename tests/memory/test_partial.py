@@ -8,8 +8,8 @@ from memory_plans import GPT2, LLAMA_3_8B, make_plan
 from trainctl.memory.budget import budget
 from trainctl.memory.engine import read_engine
 from trainctl.memory.partial import trained_stages
-from trainctl.memory.phases import resident
-from trainctl.memory.stages import Stage, stages
+from trainctl.memory.phases import resident_components
+from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.plan.trainable import trainable
 from trainctl.plan.types import RunPlan
 
@@ -19,7 +19,9 @@ ADAPTER = 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 
 def stages_of(plan: RunPlan) -> tuple[Stage, ...]:
-    held = stages(plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks)
+    held = pipeline_stages(
+        plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks
+    )
     return trained_stages(plan.config, held, tensor=plan.mesh.tensor)
 
 
@@ -29,7 +31,7 @@ def test_frozen_weights_have_nothing_beside_them(zero: int) -> None:
     ZeRO 1 on."""
     plan = make_plan(LLAMA_3_8B, zero_stage__stage=zero, **LORA)
     (stage,) = stages_of(plan)
-    held = resident(read_engine(plan), stage, 0)
+    held = resident_components(read_engine(plan), stage, 0)
     assert stage.trained.parameters == ADAPTER
     assert stage.parameters == 8_030_261_248 + ADAPTER
     assert held.parameters == pytest.approx(2 * stage.parameters / (8 if zero == 3 else 1))

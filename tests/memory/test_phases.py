@@ -15,12 +15,12 @@ from trainctl.config.schema import (
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.rank import Components
-from trainctl.memory.stages import Piece, Stage, stages
+from trainctl.memory.stages import Piece, Stage, pipeline_stages
 from trainctl.plan.types import RunPlan
 
 
 def one_stage(plan: RunPlan) -> Stage:
-    (stage,) = stages(plan.config.model)
+    (stage,) = pipeline_stages(plan.config.model)
     return stage
 
 

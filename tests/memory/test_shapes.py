@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memory_plans import GPT2, LLAMA_2_7B, LLAMA_3_8B
 
 from trainctl.config.schema import ModelConfig, ParallelismConfig, PipelinePartition
-from trainctl.memory.stages import Stage, stages
+from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.model import LAYER_NORM, SHAPE, Family, Region, llama
 from trainctl.plan import shapes
 from trainctl.plan.stages import blocks_of_stages
@@ -195,7 +195,7 @@ def test_stages_hold_every_parameter_once(
     axes = ParallelismConfig(pipeline=pipeline, pipeline_partition=partition)
     blocks = blocks_of_stages(model, axes, sequence_length=512)
     assert min(blocks) > 0 or model.num_layers < pipeline
-    held = stages(model, stage_blocks=blocks)
+    held = pipeline_stages(model, stage_blocks=blocks)
     copies = shapes.head_tensor(model).numel if pipeline > 1 and model.tie_word_embeddings else 0
     assert sum(stage.parameters for stage in held) == shapes.count_parameters(model).total + copies
     assert sum(stage.blocks for stage in held) == model.num_layers
@@ -206,7 +206,7 @@ def test_balanced_partition_gives_the_stage_with_the_head_fewer_blocks() -> None
     def cut(partition: PipelinePartition) -> tuple[Stage, ...]:
         axes = ParallelismConfig(pipeline=4, pipeline_partition=partition)
         blocks = blocks_of_stages(LLAMA_3_8B, axes, sequence_length=8192)
-        return stages(LLAMA_3_8B, stage_blocks=blocks)
+        return pipeline_stages(LLAMA_3_8B, stage_blocks=blocks)
 
     held, uniform = cut(PipelinePartition.parameters), cut(PipelinePartition.uniform)
     assert max(s.parameters for s in held) < max(s.parameters for s in uniform)
@@ -214,7 +214,7 @@ def test_balanced_partition_gives_the_stage_with_the_head_fewer_blocks() -> None
 
 
 def test_tensor_ranks_share_matrices_and_copy_norms() -> None:
-    (whole,) = stages(LLAMA_3_8B)
-    (shard,) = stages(LLAMA_3_8B, tensor=4)
+    (whole,) = pipeline_stages(LLAMA_3_8B)
+    (shard,) = pipeline_stages(LLAMA_3_8B, tensor=4)
     norms = 65 * 4096
     assert shard.parameters == (whole.parameters - norms) // 4 + norms

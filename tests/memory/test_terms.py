@@ -24,7 +24,7 @@ from trainctl.memory.budget import (
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.rank import Components
-from trainctl.memory.stages import stages
+from trainctl.memory.stages import pipeline_stages
 from trainctl.plan.types import Mesh
 
 HEAD = 4096 * 128_256
@@ -34,7 +34,9 @@ HEAD = 4096 * 128_256
 def moments(**settings: Any) -> list[dict[str, Components]]:
     """Phases of each pipeline stage, without runtime."""
     plan = make_plan(LLAMA_3_8B, **settings)
-    held = stages(plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks)
+    held = pipeline_stages(
+        plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks
+    )
     return [phases(plan, read_engine(plan), stage, 0) for stage in held]
 
 
@@ -56,7 +58,7 @@ def test_a_pipeline_keeps_what_it_has_sent_on() -> None:
         for stage in moments(activation_checkpointing__mode="full", **common)
     )
     hidden = 2 * 1024 * 4096
-    blocks = [stage.blocks for stage in stages(LLAMA_3_8B, stage_blocks=_blocks(common))]
+    blocks = [stage.blocks for stage in pipeline_stages(LLAMA_3_8B, stage_blocks=_blocks(common))]
     for index, activations in enumerate((first, second, third)):
         in_flight = 4 - index
         assert activations == hidden * (blocks[index] * in_flight + in_flight + 1)

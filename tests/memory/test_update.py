@@ -20,7 +20,7 @@ from trainctl.config.schema import (
 )
 from trainctl.memory.engine import Group, read_engine
 from trainctl.memory.phases import phases
-from trainctl.memory.stages import stages
+from trainctl.memory.stages import pipeline_stages
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
 from trainctl.plan.groups import parameter_groups
 from trainctl.train.optimizers import own_optimizer
@@ -97,7 +97,7 @@ def test_an_update_takes_what_the_allocator_gives_out(
 def transient(**settings: Any) -> int:
     """Bytes of the step's copies on the one stage of Llama-3 8B."""
     plan = make_plan(LLAMA_3_8B, **settings)
-    (stage,) = stages(plan.config.model)
+    (stage,) = pipeline_stages(plan.config.model)
     return phases(plan, read_engine(plan), stage, 0)["step"].step_transient
 
 
@@ -124,7 +124,7 @@ def groups_of_stages(plan: Any) -> list[int]:
     engine = read_engine(plan)
     return sorted(
         group.elements
-        for stage in stages(plan.config.model, stage_blocks=plan.stage_blocks)
+        for stage in pipeline_stages(plan.config.model, stage_blocks=plan.stage_blocks)
         for group in engine.groups(stage)
     )
 
@@ -174,7 +174,7 @@ def test_each_offloaded_group_has_sub_groups_of_its_own() -> None:
     def on_device(**settings: Any) -> float:
         plan = make_plan(LLAMA_3_8B, **common, **settings)
         engine = read_engine(plan)
-        return engine.device_share_of_offload(engine.groups(*stages(plan.config.model)))
+        return engine.device_share_of_offload(engine.groups(*pipeline_stages(plan.config.model)))
 
     assert on_device() == 2 / 5  # four of matrices, one of the embedding and norms
     assert on_device(optimizer__layer_lr_decay=0.9) == 32 / 65  # of each block two, embedding

@@ -16,7 +16,7 @@ from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import Role, parse_anatomy
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
-from trainctl.train.models.anatomy import anatomy, structure
+from trainctl.train.models.anatomy import anatomy, anatomy_of_built
 from trainctl.train.models.model import failure_hint, skeleton
 from trainctl.train.models.weights import SkipInit
 
@@ -152,7 +152,7 @@ def test_closed_forms_are_the_anatomy_of_what_is_built(family: str) -> None:
     model = ModelConfig(
         family=family, head_dim=None if family == "gpt2" else 32, num_layers=3, vocab_size=300
     )
-    read = structure(skeleton(model, torch.float32), model)
+    read = anatomy_of_built(skeleton(model, torch.float32), model)
     assert {each.name: each.shape for each in read.parameters} == {
         each.name: each.shape for each in shapes.all_tensors(model)
     }

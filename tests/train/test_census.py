@@ -14,9 +14,9 @@ from trainctl.memory.activations import tokens_per_rank
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
 from trainctl.memory.partial import trained_stages
-from trainctl.memory.phases import resident
+from trainctl.memory.phases import resident_components
 from trainctl.memory.rank import Components, head_input_bytes, rank_memory
-from trainctl.memory.stages import stages
+from trainctl.memory.stages import pipeline_stages
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -57,9 +57,9 @@ def plan(
 def predicted(of: RunPlan) -> int:
     """Bytes of one rank on the device, and offloaded from it."""
     engine = read_engine(of)
-    (stage,) = trained_stages(of.config, stages(of.config.model, expert=of.mesh.expert))
+    (stage,) = trained_stages(of.config, pipeline_stages(of.config.model, expert=of.mesh.expert))
     host = host_budget(of, engine, stage, 0).components
-    return resident(engine, stage, 0).total + sum(host.values()) // of.mesh.world_size
+    return resident_components(engine, stage, 0).total + sum(host.values()) // of.mesh.world_size
 
 
 STATES: dict[str, tuple[Any, ...]] = {
@@ -85,7 +85,9 @@ OFFLOADED: dict[str, tuple[Any, ...]] = {
 def kept(of: RunPlan) -> int:
     """Bytes of activations of the blocks, the last norm and the head, by the budget."""
     engine = read_engine(of)
-    (stage,) = trained_stages(of.config, stages(of.config.model), keeps_inputs=engine.keeps_inputs)
+    (stage,) = trained_stages(
+        of.config, pipeline_stages(of.config.model), keeps_inputs=engine.keeps_inputs
+    )
     rank = rank_memory(of, engine, stage, Components())
     gradient = engine.weight_bytes * tokens_per_rank(of) * of.config.model.hidden_size
     return rank.activations.forward_end + head_input_bytes(rank) - gradient

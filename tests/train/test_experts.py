@@ -15,8 +15,8 @@ from torch import nn
 from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
 from trainctl.memory.engine import read_engine
-from trainctl.memory.phases import resident
-from trainctl.memory.stages import stages_of
+from trainctl.memory.phases import resident_components
+from trainctl.memory.stages import stages_from_anatomy
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.models.anatomy import anatomy
@@ -139,8 +139,10 @@ def test_the_budget_of_states_is_what_the_ranks_hold(tmp_path: Path) -> None:
     cases = [Case(plan, RunPaths(tmp_path / str(index))) for index, plan in enumerate(plans)]
     expected = []
     for plan in plans:
-        (held,) = stages_of(anatomy(plan.config.model), expert=plan.mesh.expert)
-        expected.append(pytest.approx(resident(read_engine(plan), held, 0).total, rel=0.01))
+        (held,) = stages_from_anatomy(anatomy(plan.config.model), expert=plan.mesh.expert)
+        expected.append(
+            pytest.approx(resident_components(read_engine(plan), held, 0).total, rel=0.01)
+        )
     for counted in train_cases(world_size, cases, probe="census_probe:resident"):
         assert counted == expected
 

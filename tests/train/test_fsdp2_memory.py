@@ -9,7 +9,7 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.registry import function_of
 from trainctl.memory.engine import read_engine
-from trainctl.memory.stages import stages
+from trainctl.memory.stages import pipeline_stages
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
@@ -52,7 +52,7 @@ def planned(of: RunPlan) -> tuple[int, int]:
     """Bytes after a step and at the fullest moment of one; of what is offloaded too, as the host is
     the device here."""
     engine = read_engine(of)
-    (stage,) = stages(of.config.model)
+    (stage,) = pipeline_stages(of.config.model)
     phases = function_of("engine", "fsdp2", "phases")(of, engine, stage, 0)
     host = function_of("engine", "fsdp2", "offloaded")(engine, stage)
     gradients = host.pop("gradients", 0)  # made in the backward pass

@@ -8,7 +8,7 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from trainctl.config.registry import new_section
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
-from trainctl.memory.stages import stages
+from trainctl.memory.stages import pipeline_stages
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
@@ -32,7 +32,7 @@ def plan(*, prefetch: int, mode: str) -> RunPlan:
 def planned(of: RunPlan) -> int:
     """Elements gathered where forward turns into backward, those that always are left out."""
     engine = read_engine(of)
-    (stage,) = stages(of.config.model)
+    (stage,) = pipeline_stages(of.config.model)
     threshold = of.config.zero_stage.param_persistence_threshold
     always = stage.bytes_below(threshold, engine.weight_bytes)
     gathered = phases(of, engine, stage, 0)["forward_end"].gathered_parameters

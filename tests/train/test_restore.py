@@ -16,7 +16,7 @@ from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint.content import newest_valid_checkpoint, weights_of
+from trainctl.train.checkpoint.content import find_weights_checkpoint, newest_valid_checkpoint
 from trainctl.train.checkpoint.save import Saver
 from trainctl.train.models.frozen_base import FullModel, initial_base, recorded_base, whole_weights
 from trainctl.train.replay import Replay
@@ -72,14 +72,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(run, proces
 
 def test_weights_come_from_a_run_or_one_of_its_checkpoints(run, process, tmp_path):
     shape = torch.Size([NUMEL])
-    from_run = weights_of(run.root, process)
-    from_checkpoint = weights_of(file_of(run, 2).parent, process)
+    from_run = find_weights_checkpoint(run.root, process)
+    from_checkpoint = find_weights_checkpoint(file_of(run, 2).parent, process)
     assert torch.all(from_run.read("parameter.0.0", shape, 0, NUMEL) == 3.0)
     assert torch.all(from_checkpoint.read("parameter.0.0", shape, 10, 20) == 2.0)
-    assert weights_of(tmp_path, process) is None
+    assert find_weights_checkpoint(tmp_path, process) is None
     flip(file_of(run, 2))
     with pytest.raises(TrainctlError, match=r"model\.initial_weights: .* is damaged"):
-        weights_of(file_of(run, 2).parent, process)
+        find_weights_checkpoint(file_of(run, 2).parent, process)
 
 
 def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):

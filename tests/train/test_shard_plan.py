@@ -7,7 +7,7 @@ from parity_cases import TOLERANCE, Difference
 from rank_processes import Case, curve, train_cases
 
 from trainctl.engines.process import Axis
-from trainctl.memory.stages import stages_of
+from trainctl.memory.stages import stages_from_anatomy
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.build import whole_pieces
@@ -28,7 +28,7 @@ def on_rank(model, index, size):
 def test_a_rank_has_what_its_budget_counts(kind, tmp_path):
     model = directory(tmp_path, kind)
     pieces = on_rank(model, 1, 2)
-    (stage,) = stages_of(parse_anatomy(model.anatomy), tensor=2)
+    (stage,) = stages_from_anatomy(parse_anatomy(model.anatomy), tensor=2)
     assert sum(parameter.numel() for parameter in pieces) == stage.parameters
     whole = sum(piece.shape.numel() for piece in pieces.values())
     assert sum(parameter.numel() for parameter in pieces) < 0.6 * whole

@@ -15,7 +15,7 @@ from trainctl.config.schema import DataType
 from trainctl.runs.event_descriptions import describe_straggler, still_slow
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.callbacks.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, behind
+from trainctl.train.callbacks.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, slow_ranks
 
 CASES = {
     # What is slow and on which rank, ZeRO stage: who is named, and for what.
@@ -64,23 +64,23 @@ FAST, SLOW = (0.0, 0.4, 0.8, 0.0), (0.0, 0.4, 1.6, 0.0)
 
 def test_the_part_in_which_most_is_lost_is_named() -> None:
     own = [FAST, (0.1, 0.9, 0.9, 0.0), FAST, FAST]
-    (found,) = behind(own, stages=1, factor=1.3, step_seconds=2.0)
+    (found,) = slow_ranks(own, stages=1, factor=1.3, step_seconds=2.0)
     assert (found.rank, found.part, found.seconds, found.usual_seconds) == (1, "forward", 0.9, 0.4)
     assert found.factor == pytest.approx(1.9 / 1.2)
 
 
 def test_stages_of_a_pipeline_are_compared_within_themselves() -> None:
     """A stage may have more work than another, so a rank is compared with its own stage's ranks."""
-    assert behind([FAST, FAST, SLOW, SLOW], stages=2, factor=1.3, step_seconds=3.0) == []
-    found = behind([FAST, SLOW, SLOW, SLOW], stages=2, factor=1.3, step_seconds=3.0)
+    assert slow_ranks([FAST, FAST, SLOW, SLOW], stages=2, factor=1.3, step_seconds=3.0) == []
+    found = slow_ranks([FAST, SLOW, SLOW, SLOW], stages=2, factor=1.3, step_seconds=3.0)
     assert [slow.rank for slow in found] == [1]
-    assert behind([FAST, SLOW], stages=2, factor=1.3, step_seconds=3.0) == []
+    assert slow_ranks([FAST, SLOW], stages=2, factor=1.3, step_seconds=3.0) == []
 
 
 def test_what_is_little_of_a_step_is_not_felt() -> None:
     own = [(0.001, 0.0, 0.0, 0.0), (0.004, 0.0, 0.0, 0.0)]
-    assert behind(own, stages=1, factor=1.3, step_seconds=1.0) == []
-    assert [slow.rank for slow in behind(own, stages=1, factor=1.3, step_seconds=0.01)] == [1]
+    assert slow_ranks(own, stages=1, factor=1.3, step_seconds=1.0) == []
+    assert [slow.rank for slow in slow_ranks(own, stages=1, factor=1.3, step_seconds=0.01)] == [1]
 
 
 # ---------------------------------------------------------------------------- in the course of it

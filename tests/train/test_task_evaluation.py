@@ -22,7 +22,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.callbacks.task_evaluation import undisturbed_random
 from trainctl.train.checkpoint.export import export
-from trainctl.train.tasks import TaskRequest, manager_of, rows_by
+from trainctl.train.tasks import TaskRequest, manager_of, rows_of_tasks
 
 LENGTH, STEPS = 32, 4
 COMMON = """task: {name}
@@ -115,7 +115,7 @@ def by_harness(config: RunConfig, run: RunPaths, step: int, tasks: Path) -> dict
     asked = TaskRequest(["pick", "read"], tasks)
     model = HFLM(pretrained=str(out), device="cpu", dtype="float32", max_length=LENGTH)
     found: dict[str, Any] = {}
-    for row in rows_by(model, manager_of(asked), asked):
+    for row in rows_of_tasks(model, manager_of(asked), asked):
         found.setdefault(row["task"], {"samples": row["samples"]})[row["metric"]] = row["value"]
     return found
 

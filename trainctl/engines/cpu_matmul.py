@@ -37,11 +37,11 @@ def use_fp32_cpu_products(section: PrecisionConfig, device: torch.device) -> Non
     """
     narrow = precision_of(section).format.value
     if device.type == "cpu" and narrow in lacking_formats():
-        widen(_NARROW[narrow])
+        widen_format(_NARROW[narrow])
 
 
 @cache
-def widen(format: torch.dtype) -> torch.library.Library:
+def widen_format(format: torch.dtype) -> torch.library.Library:
     """Replace torch's CPU kernels of matrix products for factors of one format only.
 
     Args:
@@ -54,11 +54,13 @@ def widen(format: torch.dtype) -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about replacing a kernel
         for product in _PRODUCTS:
-            library.impl(product.__name__, _widened(product, format), "CPU")
+            library.impl(product.__name__, _widening_kernel(product, format), "CPU")
     return library
 
 
-def _widened(product: Callable[..., torch.Tensor], format: torch.dtype) -> Callable[..., Any]:
+def _widening_kernel(
+    product: Callable[..., torch.Tensor], format: torch.dtype
+) -> Callable[..., Any]:
     def kernel(*factors: torch.Tensor, **scales: float) -> torch.Tensor:
         left, right = factors[-2:]
         if all(factor.dtype is format for factor in factors):

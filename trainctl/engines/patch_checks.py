@@ -11,7 +11,7 @@ from typing import Any
 
 from trainctl.config.schema import RunConfig
 from trainctl.engines.deepspeed.patches import DEEPSPEED
-from trainctl.engines.patches import At, difference, load
+from trainctl.engines.patches import At, compare_with_installed, load_function
 from trainctl.engines.torch_patches import TORCH, TORCHAO
 from trainctl.engines.transformers_patches import TRANSFORMERS
 from trainctl.errors import Finding, TrainctlError
@@ -22,7 +22,7 @@ TABLES = (DEEPSPEED, TRANSFORMERS, TORCH, TORCHAO)
 TRAINING = frozenset({At.rank, At.model})
 
 
-def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Finding]:
+def check_needed_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> list[Finding]:
     """Return a finding for each definition that a run needs and that is installed differently.
 
     Args:
@@ -60,7 +60,7 @@ def list_uses(config: RunConfig) -> list[dict[str, Any]]:
             "upstream": use.upstream,
             "key": use.need.key,
             "is_needed": use.at in TRAINING and table.is_needed(use, config),
-            "difference": difference(use) if table.is_installed else None,
+            "difference": compare_with_installed(use) if table.is_installed else None,
             "fallback": use.fallback,
         }
         for table in TABLES
@@ -74,7 +74,7 @@ def require_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> Non
     Raises:
         TrainctlError: A definition is not the one that trainctl was written for (exit code 4).
     """
-    _stop_at(differences(config, at))
+    _raise_findings(check_needed_definitions(config, at))
 
 
 def require_original_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> None:
@@ -86,7 +86,7 @@ def require_original_definitions(config: RunConfig, at: Collection[At] = TRAININ
         TrainctlError: As in `require`, or other code has replaced a definition (exit code 4).
     """
     require_definitions(config, at)
-    _stop_at([finding for table in TABLES for finding in table.replaced(config, at)])
+    _raise_findings([finding for table in TABLES for finding in table.replaced(config, at)])
 
 
 def apply_patches(config: RunConfig) -> None:
@@ -97,10 +97,10 @@ def apply_patches(config: RunConfig) -> None:
     for table in TABLES:
         for use in table.uses:
             if use.apply and table.is_needed(use, config):
-                load(use.apply)()
+                load_function(use.apply)()
 
 
-def _stop_at(findings: list[Finding]) -> None:
+def _raise_findings(findings: list[Finding]) -> None:
     errors = [finding for finding in findings if finding.is_error]
     if errors:
         raise TrainctlError(

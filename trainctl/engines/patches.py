@@ -175,19 +175,19 @@ class Use:
 
 
 @cache
-def difference(use: Use) -> str:
+def compare_with_installed(use: Use) -> str:
     """Return how the installed definition differs from the declared one; empty if it does not."""
-    found = source.definition(use.target)
+    found = source.find_definition(use.target)
     if found is None:
         return "is not there"
     if use.contains:
-        is_there = use.contains in source.text(found)
+        is_there = use.contains in source.definition_text(found)
         return "" if is_there else f"does not have `{use.contains}`"
     if use.body:
-        return "" if source.digest(found) == use.body else "has other code"
+        return "" if source.definition_digest(found) == use.body else "has other code"
     if not isinstance(found, source.Function):
         return "is not a function"
-    takes = source.signature(found)
+    takes = source.definition_signature(found)
     return "" if takes == use.signature else f"takes {takes}, not {use.signature}"
 
 
@@ -232,7 +232,7 @@ class Table:
         """
         if not self.is_installed:
             return []
-        found = ((use, difference(use)) for use in self.needed(config, at))
+        found = ((use, compare_with_installed(use)) for use in self.needed(config, at))
         return [self._finding(use, what) for use, what in found if what]
 
     def replaced(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
@@ -277,15 +277,15 @@ def _foreign_origin(target: str) -> str:
     if code is None:
         return ""
     file = Path(code.co_filename)
-    return "" if any(file.is_relative_to(folder) for folder in _folders()) else str(file)
+    return "" if any(file.is_relative_to(folder) for folder in _package_folders()) else str(file)
 
 
-def _folders() -> list[Path]:
+def _package_folders() -> list[Path]:
     packages = ("trainctl", "torch", "deepspeed", "transformers", "torchao")
     return [folder for name in packages if (folder := source.package_folder(name))]
 
 
-def load(reference: str) -> Callable[[], None]:
+def load_function(reference: str) -> Callable[[], None]:
     """Return the function that a reference (``module:name``) names."""
     module, _, name = reference.partition(":")
     loaded: ModuleType = importlib.import_module(module)

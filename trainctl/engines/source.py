@@ -26,24 +26,24 @@ def package_folder(package: str) -> Path | None:
     return Path(found[0]) if found else None
 
 
-def definition(target: str) -> Definition | None:
+def find_definition(target: str) -> Definition | None:
     """Return the last definition of a name in the source of its module; None if there is none.
 
     Args:
         target: Module and name, such as ``package.module:Class.method``.
     """
     module, _, path = target.partition(":")
-    text, indent = _text(module), ""
+    text, indent = _module_text(module), ""
     *owners, name = path.split(".")
     for owner in owners:
-        text = _body(text, indent, owner)
+        text = _class_source(text, indent, owner)
         indent += "    "
     kinds = rf"(?:async )?def {name}\b|class {name}\b|{name}[ ]*(?::|=(?!=))"
     starts = [match.start() for match in re.finditer(rf"^{indent}(?:{kinds})", text, re.MULTILINE)]
-    return _statement(text[starts[-1] :].splitlines(), indent) if starts else None
+    return _first_statement(text[starts[-1] :].splitlines(), indent) if starts else None
 
 
-def signature(found: Definition) -> str:
+def definition_signature(found: Definition) -> str:
     """Return the parameters of a function with their defaults, without types: what a caller
     depends on.
     """
@@ -57,21 +57,21 @@ def signature(found: Definition) -> str:
     return f"({ast.unparse(arguments)})"
 
 
-def digest(found: Definition) -> str:
+def definition_digest(found: Definition) -> str:
     """Return a digest of the code of a definition, without comments, docstrings, layout and types.
 
     It is the same on every version of Python, unlike the output of `ast.dump`.
     """
-    return hashlib.sha256(_plain(found).encode()).hexdigest()[:12]
+    return hashlib.sha256(_normalized_text(found).encode()).hexdigest()[:12]
 
 
-def text(found: Definition) -> str:
+def definition_text(found: Definition) -> str:
     """Return the definition as `ast.unparse` writes it, for a search for a statement."""
     return ast.unparse(found)
 
 
 @cache
-def _text(module: str) -> str:
+def _module_text(module: str) -> str:
     package, *path = module.split(".")
     folder = package_folder(package)
     if folder is not None:
@@ -82,14 +82,14 @@ def _text(module: str) -> str:
     return ""
 
 
-def _body(text: str, indent: str, owner: str) -> str:
+def _class_source(text: str, indent: str, owner: str) -> str:
     """Return the source of a class, up to the next definition beside it; empty if there is none."""
     ends = rf"\n{indent}(?=(?:class|def|async def|if) |@)"
     found = re.search(rf"^{indent}class {owner}\b", text, re.MULTILINE)
     return re.split(ends, text[found.start() :], maxsplit=1)[0] if found else ""
 
 
-def _statement(lines: list[str], indent: str) -> Definition | None:
+def _first_statement(lines: list[str], indent: str) -> Definition | None:
     """Return the statement that starts at the first line and ends where indentation returns to it.
 
     It is parsed alone: parsing a module of thousands of lines takes a hundred times as long.
@@ -109,10 +109,10 @@ def _statement(lines: list[str], indent: str) -> Definition | None:
     return None
 
 
-def _plain(node: object) -> str:
+def _normalized_text(node: object) -> str:
     """Return a syntax tree as text, without positions, types, docstrings and empty fields."""
     if isinstance(node, list):
-        return f"[{','.join(_plain(each) for each in node)}]"
+        return f"[{','.join(_normalized_text(each) for each in node)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = dict(ast.iter_fields(node))
@@ -120,5 +120,9 @@ def _plain(node: object) -> str:
         fields.pop(name, None)
     if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node) is not None:
         fields["body"] = node.body[1:]
-    shown = (f"{name}={_plain(value)}" for name, value in fields.items() if value not in (None, []))
+    shown = (
+        f"{name}={_normalized_text(value)}"
+        for name, value in fields.items()
+        if value not in (None, [])
+    )
     return f"{type(node).__name__}({','.join(shown)})"

@@ -144,10 +144,14 @@ class Stopwatch:
         """Sample a thread until `end` is set: where it is, and how long it has slept since the
         last sample.
         """
-        looked, busy, was_elsewhere = time.perf_counter(), _busy_of(account), False
+        looked, busy, was_elsewhere = time.perf_counter(), _thread_busy_seconds(account), False
         own = busy_seconds()
         while not end.wait(_SAMPLE_SECONDS):
-            now, busy_now, own_now = time.perf_counter(), _busy_of(account), busy_seconds()
+            now, busy_now, own_now = (
+                time.perf_counter(),
+                _thread_busy_seconds(account),
+                busy_seconds(),
+            )
             part, slept = self._part, (now - looked) - (busy_now - busy)
             is_elsewhere = _sleeps_elsewhere(sys._current_frames().get(thread))
             # The wait of this thread for a processor is subtracted: it does not stop the other one.
@@ -241,7 +245,7 @@ def busy_seconds() -> float:
     return time.thread_time() + waited
 
 
-def _busy_of(account: Path) -> float:
+def _thread_busy_seconds(account: Path) -> float:
     """Return the busy seconds of another thread, from its `schedstat` file."""
     with suppress(OSError):
         return sum(map(int, account.read_bytes().split()[:2])) / 1e9

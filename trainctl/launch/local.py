@@ -36,7 +36,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     """Return how this machine differs from what the plan needs, space for a checkpoint included."""
     return [
         *preflight(plan.config, plan.hardware),
-        *declared.differences(plan.config),
+        *declared.check_needed_definitions(plan.config),
         *_no_space(folder, checkpoint_bytes),
     ]
 

@@ -19,7 +19,7 @@ from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
 from trainctl.memory.budget import MemoryBudget
-from trainctl.memory.traced import TracedModel, trace
+from trainctl.memory.traced import TracedModel, trace_model
 from trainctl.models.anatomy import shape_from_anatomy
 from trainctl.models.tracing import anatomy_in_child
 from trainctl.plan.shapes import head_dim
@@ -152,11 +152,11 @@ def plan(
     else:
         if composed.config.model.factory is not None:
             with suppress(TrainctlError):  # cached for callers without the folder, who report it
-                trace(composed.config, folder)
+                trace_model(composed.config, folder)
         assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
-        traced = trace(composed.config, folder)
+        traced = trace_model(composed.config, folder)
         assessment = assess(composed.config, hardware, traced)
     found = [each for each in assessment.findings if is_there or each.rule != UNCOUNTED]
     data = None

@@ -310,7 +310,7 @@ def _identical_blocks(
         )
     # Upper bound of checkpointed blocks, wherever in the model the stage begins.
     checkpointed = -(-blocks // settings.every_kth_block)
-    boundary = _boundary(block, settings, plan.mesh.tensor)
+    boundary = _boundary_bytes(block, settings, plan.mesh.tensor)
     offloads = settings.offload_to_cpu and plan.hardware.accelerator is not Accelerator.cpu
     on_device = 1 if offloads else checkpointed * in_flight
     whole = (blocks - checkpointed) * block.saved * in_flight
@@ -342,7 +342,7 @@ def compute_bytes(plan: LayoutPlan) -> int:
     return BYTES[precision_of(plan.config.precision).format]
 
 
-def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> int:
+def _boundary_bytes(block: BlockActivations, settings: Recomputing, tensor: int) -> int:
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
 
 

@@ -33,7 +33,7 @@ from trainctl.memory.host import (
 )
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.rank import Components, fullest_phase
-from trainctl.memory.stages import Stage, stages, stages_of
+from trainctl.memory.stages import Stage, pipeline_stages, stages_from_anatomy
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.mixture import largest_batches
@@ -173,14 +173,16 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
     """
     return max(
         (
-            _budget(replace(plan, batch=batch), _trace_of(plan, batch, traced))
+            _compute_budget(replace(plan, batch=batch), _trace_for_batch(plan, batch, traced))
             for batch in largest_batches(plan)
         ),
         key=lambda found: found.device_peak_bytes,
     )
 
 
-def _trace_of(sketch: LayoutPlan, batch: Batch, traced: TracedModel | None) -> TracedModel | None:
+def _trace_for_batch(
+    sketch: LayoutPlan, batch: Batch, traced: TracedModel | None
+) -> TracedModel | None:
     """Return the trace to use for `batch`, whose sequences may be longer than the traced ones.
 
     Longer sequences use the closed form if the model has one (None). Otherwise each token keeps
@@ -198,9 +200,9 @@ def _trace_of(sketch: LayoutPlan, batch: Batch, traced: TracedModel | None) -> T
     return replace(traced, block=replace(traced.block, attention=attention))
 
 
-def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
+def _compute_budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
     engine = read_engine(plan)
-    held = _stages(plan, engine, traced)
+    held = _trained_stages(plan, engine, traced)
     device = _device_budget(plan, engine, held)
     one, alone = checkpoint_bytes(plan, engine), weights_only_bytes(plan, engine)
     # The machine that holds the largest stage may hold only ranks of it.
@@ -216,7 +218,7 @@ def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
         checkpoints_kept_bytes=checkpoints_kept_bytes(plan, one),
         weights_only_bytes=alone,
         weights_only_kept_bytes=weights_only_kept_bytes(plan, alone),
-        notes=tuple(_notes(plan, traced)),
+        notes=tuple(_budget_notes(plan, traced)),
     )
 
 
@@ -226,7 +228,7 @@ def device_budget(sketch: LayoutPlan, traced: TracedModel | None = None) -> Devi
     for batch in largest_batches(sketch):
         each = replace(sketch, batch=batch)
         engine = read_engine(each)
-        held = _stages(each, engine, _trace_of(sketch, batch, traced))
+        held = _trained_stages(each, engine, _trace_for_batch(sketch, batch, traced))
         found.append(_device_budget(each, engine, held))
     return max(found, key=lambda budget: budget.device_peak_bytes)
 
@@ -261,13 +263,13 @@ def _device_budget(
     )
 
 
-def _stages(
+def _trained_stages(
     plan: LayoutPlan, engine: EngineMemory, traced: TracedModel | None
 ) -> tuple[Stage, ...]:
     """Return the pipeline stages as the run trains them; traced models are counted by anatomy."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and (tensor == 1 or not model.has_closed_form):
-        held = stages_of(
+        held = stages_from_anatomy(
             traced.anatomy,
             tensor=tensor,
             expert=expert,
@@ -275,7 +277,7 @@ def _stages(
             traced=traced.block if tensor == 1 else block_on_tensor_rank(traced, tensor),
         )
     else:
-        held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
+        held = pipeline_stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
     held = trained_stages(plan.config, held, tensor=tensor, keeps_inputs=engine.keeps_inputs)
     if traced is None or tensor == 1 or not model.has_closed_form:
         return held
@@ -291,7 +293,7 @@ def _stages(
     return tuple(replace(stage, traced=block) for stage in held)
 
 
-def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
+def _budget_notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
     config, notes = plan.config, []
     if plan.hardware.device_memory_bytes is None:
         notes.append("The device's memory is not known, so whether this fits is not decided.")

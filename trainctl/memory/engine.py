@@ -42,10 +42,10 @@ class Group:
     """Whether Muon updates the group."""
 
 
-def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
+def stage_groups(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
     """Return the parameter groups of a stage, in the order of its tensors."""
     found: dict[tuple[groups.GroupKey, int], Group] = {}
-    for piece, count, key in _keys(config, stage):
+    for piece, count, key in _pieces_by_group(config, stage):
         # Experts sharded over the expert axis are separate groups.
         before = found.get((key, piece.spread), Group(elements=0, largest=0))
         numel = piece.numel * (piece.spread if config.zero_stage.stage else 1)
@@ -57,7 +57,9 @@ def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
     return tuple(found.values())
 
 
-def _keys(config: RunConfig, stage: Stage) -> Iterator[tuple[Piece, int, groups.GroupKey]]:
+def _pieces_by_group(
+    config: RunConfig, stage: Stage
+) -> Iterator[tuple[Piece, int, groups.GroupKey]]:
     """Yield each piece with its number of tensors in a group and the key of the group."""
     optimizer = config.optimizer
     blocks = range(stage.first_block, stage.first_block + max(stage.blocks, 1))
@@ -203,7 +205,7 @@ class EngineMemory:
 
     def groups(self, stage: Stage) -> tuple[Group, ...]:
         """Return the optimizer's parameter groups of a pipeline stage."""
-        return groups_of(self.config, stage.trained)
+        return stage_groups(self.config, stage.trained)
 
     def sub_group(self, group: Group) -> int:
         """Return the number of elements that a rank updates at once in a parameter group."""
@@ -247,8 +249,8 @@ def read_engine(plan: LayoutPlan) -> EngineMemory:
         master_bytes=BYTES[precision.master_weights],
         moment_bytes=BYTES[precision.optimizer_states],
         accumulates=plan.batch.gradient_accumulation_steps > 1,
-        update=update_of(plan, uses_muon=False),
-        muon_update=update_of(plan, uses_muon=True),
+        update=update_copies(plan, uses_muon=False),
+        muon_update=update_copies(plan, uses_muon=True),
         memory_efficient_linear=passed.get("memory_efficient_linear", True)
         if isinstance(passed, dict)
         else True,
@@ -258,7 +260,7 @@ def read_engine(plan: LayoutPlan) -> EngineMemory:
     )
 
 
-def update_of(plan: LayoutPlan, *, uses_muon: bool) -> Update:
+def update_copies(plan: LayoutPlan, *, uses_muon: bool) -> Update:
     """Return the copies that an update of a parameter group makes besides gradients and states.
 
     A test compares trainctl's own rules (`trainctl.train.optimizers`) with the allocations of torch

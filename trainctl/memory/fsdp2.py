@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.host import pinned_bytes
-from trainctl.memory.rank import Components, RankMemory, head_input_bytes, logits, rank_memory
+from trainctl.memory.rank import Components, RankMemory, head_input_bytes, logits_bytes, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
 from trainctl.plan.types import LayoutPlan
@@ -28,7 +28,7 @@ def phases(
     """Return the memory of one rank in each phase of a step, like
     `trainctl.memory.phases.phases`.
     """
-    held = resident(engine, stage, runtime)
+    held = resident_components(engine, stage, runtime)
     rank = rank_memory(plan, engine, stage, held, logit_bytes)
     return {
         "load": held.plus(
@@ -39,11 +39,11 @@ def phases(
         "forward_end": _forward_end(rank),
         "backward_start": _backward_start(rank),
         "backward_end": _backward_end(rank),
-        "step": _step(rank),
+        "step": _update_phase(rank),
     }
 
 
-def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
+def resident_components(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     """Return the permanent memory: fp32 shards (weights and masters at once) and states."""
     if engine.offloads_optimizer:
         return Components(runtime=runtime)
@@ -56,7 +56,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     )
 
 
-def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
+def offloaded_components(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Return the host bytes per rank that `CPUOffloadPolicy` takes, by component."""
     if not engine.offloads_optimizer:
         return {}
@@ -69,12 +69,12 @@ def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     }
 
 
-def _outside(stage: Stage) -> int:
+def _elements_outside_blocks(stage: Stage) -> int:
     """Return the number of elements of the unit outside the blocks."""
     return stage.parameters - stage.blocks * stage.block_parameters
 
 
-def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
+def _gathered_weight_bytes(rank: RankMemory, buffers: int, blocks: int) -> int:
     """Return the bytes of gathered weights: `blocks` blocks (all at stage 2), `buffers` buffers of
     a block, and the unit outside the blocks.
 
@@ -84,7 +84,9 @@ def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
     """
     stage = rank.stage
     whole = buffers + (stage.blocks if rank.engine.stage == 2 else blocks)
-    return rank.engine.weight_bytes * (_outside(stage) + whole * stage.block_parameters)
+    return rank.engine.weight_bytes * (
+        _elements_outside_blocks(stage) + whole * stage.block_parameters
+    )
 
 
 def _reduce_buffers(rank: RankMemory, elements: int) -> int:
@@ -92,7 +94,7 @@ def _reduce_buffers(rank: RankMemory, elements: int) -> int:
     return FP32 * elements * (2 if rank.engine.on_cpu else 1)
 
 
-def _accumulated(rank: RankMemory) -> int:
+def _accumulated_gradient_bytes(rank: RankMemory) -> int:
     """Return the bytes of gradients from earlier micro-batches of the step, sharded or whole."""
     engine, elements = rank.engine, rank.stage.parameters
     if not engine.accumulates:
@@ -106,9 +108,9 @@ def _forward_end(rank: RankMemory) -> Components:
     """Return the memory with all activations, the loss, and the gather buffer of the last block."""
     return rank.resident.plus(
         activations=rank.activations.forward_end + head_input_bytes(rank),
-        logits=logits(rank, rank.logit_bytes.forward),
-        gradients=_accumulated(rank),
-        gathered_parameters=_gathered(rank, buffers=1, blocks=0),
+        logits=logits_bytes(rank, rank.logit_bytes.forward),
+        gradients=_accumulated_gradient_bytes(rank),
+        gathered_parameters=_gathered_weight_bytes(rank, buffers=1, blocks=0),
     )
 
 
@@ -120,15 +122,16 @@ def _backward_start(rank: RankMemory) -> Components:
     common = rank.resident.plus(activations=rank.activations.forward_end)
     loss = common.plus(
         activations=head_input_bytes(rank),
-        logits=logits(rank, rank.logit_bytes.backward),
-        gradients=_accumulated(rank),
-        gathered_parameters=_gathered(rank, buffers=1, blocks=0),
+        logits=logits_bytes(rank, rank.logit_bytes.backward),
+        gradients=_accumulated_gradient_bytes(rank),
+        gathered_parameters=_gathered_weight_bytes(rank, buffers=1, blocks=0),
     )
     block = common.plus(
         activations=rank.activations.block_backward,
-        gradients=_accumulated(rank) + weight * (stage.head + stage.block_parameters),
+        gradients=_accumulated_gradient_bytes(rank)
+        + weight * (stage.head + stage.block_parameters),
         communication_buffers=_reduce_buffers(rank, stage.block_parameters),
-        gathered_parameters=_gathered(rank, buffers=rank.engine.stage - 2, blocks=1),
+        gathered_parameters=_gathered_weight_bytes(rank, buffers=rank.engine.stage - 2, blocks=1),
     )
     return max(loss, block, key=lambda moment: moment.total)
 
@@ -138,7 +141,7 @@ def _backward_end(rank: RankMemory) -> Components:
     the gradients outside the blocks being reduced (`foreach_reduce`, _fsdp_collectives.py).
     """
     engine, stage = rank.engine, rank.stage
-    outside, weight = _outside(stage), engine.weight_bytes
+    outside, weight = _elements_outside_blocks(stage), engine.weight_bytes
     shards = 0 if engine.offloads_optimizer else FP32 * engine.share(stage.parameters)
     added = stage.embedding if outside < stage.embedding + stage.head else 0
     embedding = rank.resident.plus(
@@ -153,17 +156,17 @@ def _backward_end(rank: RankMemory) -> Components:
     return max(embedding, sending, key=lambda moment: moment.total)
 
 
-def _step(rank: RankMemory) -> Components:
+def _update_phase(rank: RankMemory) -> Components:
     """Return the memory of the update, shard by shard or by one kernel for all shards."""
     if rank.engine.offloads_optimizer:
         return rank.resident
     own = rank.engine.share(rank.stage.parameters)
     return rank.resident.plus(
-        gradients=FP32 * own, step_transient=_update(rank, rank.engine.update)
+        gradients=FP32 * own, step_transient=_update_copy_bytes(rank, rank.engine.update)
     )
 
 
-def _update(rank: RankMemory, update: Update) -> int:
+def _update_copy_bytes(rank: RankMemory, update: Update) -> int:
     """Return the bytes of the update's temporary copies."""
     largest = rank.engine.share(rank.stage.largest)
     group = max((rank.engine.share(each.elements) for each in rank.groups), default=0)

@@ -14,7 +14,7 @@ from trainctl.memory.constants import (
 )
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.partial import trained_stages
-from trainctl.memory.stages import Stage, stages
+from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import LayoutPlan, RunPlan
@@ -61,7 +61,7 @@ def host_budget(
     return HostBudget(bytes_per_node=sum(components.values()), components=components)
 
 
-def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
+def offloaded_components(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Return the host bytes per rank of DeepSpeed's offload, NVMe staging buffers included."""
     return _offloaded_optimizer(engine, stage) | _offloaded_parameters(engine, stage)
 
@@ -168,7 +168,7 @@ def checkpoint_bytes(plan: LayoutPlan, engine: EngineMemory) -> int:
     """Return the bytes of one checkpoint: master weights, moments and average of each trained
     parameter, and the manifest. Frozen weights are not saved.
     """
-    (whole,) = trained_stages(plan.config, stages(plan.config.model))
+    (whole,) = trained_stages(plan.config, pipeline_stages(plan.config.model))
     trained = whole.trained
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
     return (
@@ -192,7 +192,7 @@ def weights_only_bytes(plan: LayoutPlan, engine: EngineMemory) -> int:
     """Return the bytes of one weights-only checkpoint in the compute format; 0 if none is saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:
         return 0
-    trained = trained_stages(plan.config, stages(plan.config.model))[0].trained
+    trained = trained_stages(plan.config, pipeline_stages(plan.config.model))[0].trained
     return engine.weight_bytes * trained.parameters + CHECKPOINT_MANIFEST_BYTES * trained.tensors
 
 

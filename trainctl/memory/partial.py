@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
 from trainctl.memory.activations import TrainableBlock, fully_trained_block
-from trainctl.memory.stages import Piece, Stage, share
+from trainctl.memory.stages import Piece, Stage, elements_per_rank
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
@@ -41,7 +41,7 @@ def trained_stages(
     if not is_partial(config):
         return stages
     key = _TrainableKey(config)
-    return tuple(_stage(key, stage, tensor, keeps_inputs) for stage in stages)
+    return tuple(_trained_stage(key, stage, tensor, keeps_inputs) for stage in stages)
 
 
 class _TrainableKey:
@@ -62,22 +62,22 @@ class _TrainableKey:
 
 
 @lru_cache(maxsize=512)
-def _stage(key: _TrainableKey, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
+def _trained_stage(key: _TrainableKey, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
     """Return a stage as the run trains it."""
-    found, blocks, trained = _tensors(key)
-    learning = _learning(key, keeps_inputs)
+    found, blocks, trained = _trained_tensors(key)
+    learning = _trainable_blocks(key, keeps_inputs)
     own = range(stage.first_block, stage.first_block + stage.blocks)
     prefix = f"{shapes.block_prefix(key.config.model)}."
-    marked = (_marked(piece, own, prefix, trained) for piece in stage.pieces)
-    packed = _packed(key)
-    pieces = [_in_bytes(piece, own, prefix, packed) for pieces in marked for piece in pieces]
-    pieces += _adapters(_added(found, blocks, own), own, prefix, tensor)
+    marked = (_mark_trained(piece, own, prefix, trained) for piece in stage.pieces)
+    packed = _packed_matrix_bytes(key)
+    pieces = [_quantized_piece(piece, own, prefix, packed) for pieces in marked for piece in pieces]
+    pieces += _adapter_pieces(_adapter_tensors(found, blocks, own), own, prefix, tensor)
     live = Counter(learning[block] for block in own if block in learning)
     return replace(stage, pieces=tuple(pieces), learning=tuple(live.items()))
 
 
 @lru_cache(maxsize=8)
-def _tensors(key: _TrainableKey) -> tuple[Trainable, dict[str, int], frozenset[str]]:
+def _trained_tensors(key: _TrainableKey) -> tuple[Trainable, dict[str, int], frozenset[str]]:
     """Return what trains, the block index of each parameter, and all names of trained
     parameters.
     """
@@ -88,7 +88,9 @@ def _tensors(key: _TrainableKey) -> tuple[Trainable, dict[str, int], frozenset[s
     return found, block_numbers(config.model), frozenset(trained)
 
 
-def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> Iterator[Piece]:
+def _mark_trained(
+    piece: Piece, own: range, prefix: str, trained: frozenset[str]
+) -> Iterator[Piece]:
     """Yield the piece marked as trained or frozen; one piece per block if the blocks differ."""
     if not piece.in_block or shapes.block_of(piece.name) is not None or piece.count != len(own):
         yield replace(piece, trains=piece.name in trained)
@@ -102,7 +104,7 @@ def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> I
         yield replace(piece, name=name, count=1, trains=does)
 
 
-def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) -> Piece:
+def _quantized_piece(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) -> Piece:
     """Return the piece in bytes if its matrix is quantized to 8 or 4 bits, otherwise unchanged."""
     name = piece.name
     if piece.in_block and shapes.block_of(name) is None and own:
@@ -113,7 +115,7 @@ def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) 
 
 
 @lru_cache(maxsize=8)
-def _packed(key: _TrainableKey) -> dict[str, int]:
+def _packed_matrix_bytes(key: _TrainableKey) -> dict[str, int]:
     """Return the size in bytes of each matrix quantized to 8 or 4 bits."""
     adapter = low_rank(key.config.adapter)
     return {
@@ -123,13 +125,15 @@ def _packed(key: _TrainableKey) -> dict[str, int]:
     }
 
 
-def _added(found: Trainable, blocks: Mapping[str, int], own: range) -> Iterator[TensorShape]:
+def _adapter_tensors(
+    found: Trainable, blocks: Mapping[str, int], own: range
+) -> Iterator[TensorShape]:
     """Return the adapter's tensors in the stage's own blocks."""
     adapted = {layer.name for layer in found.adapted if blocks[f"{layer.name}.weight"] in own}
     return (item for item in found.trained if item.name.rpartition(".")[0] in adapted)
 
 
-def _adapters(
+def _adapter_pieces(
     added: Iterable[TensorShape], own: range, prefix: str, tensor: int
 ) -> Iterator[Piece]:
     """Yield the pieces of an adapter; tensors that all blocks have alike are one piece."""
@@ -141,7 +145,7 @@ def _adapters(
         together = len(items) == len(own)
         for name in [inside] if together else [item.name for item in items]:
             yield Piece(
-                numel=share(items[0].numel, tensor) if sharded else items[0].numel,
+                numel=elements_per_rank(items[0].numel, tensor) if sharded else items[0].numel,
                 count=len(items) if together else 1,
                 is_matrix=len(shape) > 1,
                 in_block=True,
@@ -152,14 +156,14 @@ def _adapters(
 
 
 @lru_cache(maxsize=16)
-def _learning(key: _TrainableKey, keeps_inputs: bool) -> dict[int, TrainableBlock]:
+def _trainable_blocks(key: _TrainableKey, keeps_inputs: bool) -> dict[int, TrainableBlock]:
     """Return the trained parts of each block that gradients reach, by block index.
 
     Gradients reach every block from the first one with a trained tensor, or all blocks if the
     embedding is trained. If an adapter is on layers that the closed form does not know, all layers
     are assumed to keep their inputs.
     """
-    config, (found, blocks, _) = key.config, _tensors(key)
+    config, (found, blocks, _) = key.config, _trained_tensors(key)
     adapter, prefix = low_rank(config.adapter), shapes.block_prefix(config.model)
     weights: dict[int, set[str]] = {block: set() for block in range(config.model.num_layers)}
     ranks: dict[int, list[tuple[str, int]]] = {block: [] for block in weights}
@@ -179,7 +183,7 @@ def _learning(key: _TrainableKey, keeps_inputs: bool) -> dict[int, TrainableBloc
     spec = adapter_of(config.adapter)
     adapted = {f"{name}.weight" for each in ranks.values() for name, _ in each}
     # A layer that expands a quantized matrix never keeps its input, at any ZeRO stage.
-    keeps_inputs &= not _packed(key)
+    keeps_inputs &= not _packed_matrix_bytes(key)
     keeps_inputs |= not adapted <= whole
     return {
         block: TrainableBlock(

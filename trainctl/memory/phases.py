@@ -20,7 +20,7 @@ from trainctl.memory.rank import (
     RankMemory,
     fused_head_bytes,
     head_input_bytes,
-    logits,
+    logits_bytes,
     rank_memory,
 )
 from trainctl.memory.stages import Stage
@@ -44,17 +44,19 @@ def phases(
     `runtime` is the bytes of the process outside tensors. `logit_bytes` is None for trainctl's
     plain loss.
     """
-    rank = rank_memory(plan, engine, stage, resident(engine, stage, runtime), logit_bytes)
+    rank = rank_memory(
+        plan, engine, stage, resident_components(engine, stage, runtime), logit_bytes
+    )
     return {
-        "load": _load(rank, runtime),
+        "load": _construction_phase(rank, runtime),
         "forward_end": _forward_end(rank),
         "backward_start": _backward_start(rank),
         "backward_end": _backward_end(rank),
-        "step": _step(rank),
+        "step": _update_phase(rank),
     }
 
 
-def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
+def resident_components(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     """Return the permanent memory: weights, master weights, states and permanent buffers."""
     trained = stage.trained
     elements = trained.parameters
@@ -66,7 +68,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     if engine.stage:
         moments = engine.share(moments)
     result = Components(
-        parameters=_weights(engine, stage),
+        parameters=_resident_weight_bytes(engine, stage),
         master_weights=engine.master_bytes * own if engine.has_master else 0,
         optimizer_states=int(moments * on_device),
         weight_average=engine.average_bytes * own,
@@ -83,13 +85,15 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
         # fp32 gradients.
         result = result.plus(
             gradients=FP32 * own if engine.offloads_optimizer else kept,
-            communication_buffers=engine.communication_bytes * _bucket(engine, elements),
-            gathered_parameters=0 if _is_whole(engine) else _always_whole(engine, stage),
+            communication_buffers=engine.communication_bytes * _bucket_elements(engine, elements),
+            gathered_parameters=0
+            if _shard_is_whole_model(engine)
+            else _unpartitioned_bytes(engine, stage),
         )
     return result
 
 
-def _weights(engine: EngineMemory, stage: Stage) -> int:
+def _resident_weight_bytes(engine: EngineMemory, stage: Stage) -> int:
     """Return the bytes of the weights that stay on the device between uses."""
     if engine.stage < 3:
         return stage.bytes(engine.weight_bytes)
@@ -97,7 +101,7 @@ def _weights(engine: EngineMemory, stage: Stage) -> int:
     return 0 if engine.offloads_parameters else own
 
 
-def _bucket(engine: EngineMemory, elements: int) -> int:
+def _bucket_elements(engine: EngineMemory, elements: int) -> int:
     """Return the elements of a reduce bucket. It is allocated whole, but a CPU backs only the pages
     that are written to.
     """
@@ -105,14 +109,16 @@ def _bucket(engine: EngineMemory, elements: int) -> int:
     return min(size, elements) if engine.on_cpu else size
 
 
-def _always_whole(engine: EngineMemory, stage: Stage) -> int:
+def _unpartitioned_bytes(engine: EngineMemory, stage: Stage) -> int:
     """Return the bytes kept whole at stage 3: small tensors, and ZeRO++'s secondary partition."""
     whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
 
 
-def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool = False) -> int:
+def _gathered_weight_bytes(
+    rank: RankMemory, module: int, *, outside: int = 0, turning: bool = False
+) -> int:
     """Return the bytes of weights gathered at stage 3 while a module of `module` elements runs;
     `outside` of them are in no block. `turning` is the turn from forward to backward.
 
@@ -125,7 +131,7 @@ def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool 
     recomputation, which passes each block three times.
     """
     engine = rank.engine
-    if engine.stage < 3 or _is_whole(engine):
+    if engine.stage < 3 or _shard_is_whole_model(engine):
         return 0
     limit = max(engine.zero.max_live_parameters, module)
     live = min(module + engine.zero.prefetch_bucket_size, limit)
@@ -135,7 +141,11 @@ def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool 
         if engine.zero.prefetch_bucket_size:
             live = max(live, limit + rank.stage.largest_in_block)
     # Weights that autograd retains are gathered too: count them once.
-    retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
+    retained = (
+        _retained_weight_bytes(rank) // engine.weight_bytes
+        if turning and not engine.autocast
+        else 0
+    )
     size = _live_parameter_bytes(rank, min(live, max(rank.stage.parameters - retained, 0)), outside)
     if engine.zero.quantized_weights:
         # Weights arrive as int8 and are expanded into a separate tensor.
@@ -156,7 +166,7 @@ def _live_parameter_bytes(rank: RankMemory, elements: int, outside: int) -> int:
     return weight_bytes * (elements - inside) + round(each * inside)
 
 
-def _retained(rank: RankMemory) -> int:
+def _retained_weight_bytes(rank: RankMemory) -> int:
     """Return the bytes of weights that autograd keeps from forward to backward.
 
     Stage 3 releases them because DeepSpeed replaces `torch.nn.functional.linear` (zero/linear.py);
@@ -173,28 +183,32 @@ def _retained(rank: RankMemory) -> int:
     if engine.autocast:
         return compute_bytes(rank.plan) * matrices
     uses_linear = not spec_of(rank.plan.config.model).inputs_first
-    if engine.stage < 3 or _is_whole(engine) or (engine.memory_efficient_linear and uses_linear):
+    if (
+        engine.stage < 3
+        or _shard_is_whole_model(engine)
+        or (engine.memory_efficient_linear and uses_linear)
+    ):
         return 0
     return engine.weight_bytes * matrices
 
 
-def _is_whole(engine: EngineMemory) -> bool:
+def _shard_is_whole_model(engine: EngineMemory) -> bool:
     """Return True if stage 3's shard is the whole model and on the device, so that nothing is
     gathered (`_no_gather_coalesced`, zero/partition_parameters.py).
     """
     return engine.ranks == 1 and not engine.offloads_parameters
 
 
-def _accumulated(rank: RankMemory) -> dict[str, int]:
+def _accumulated_gradient_components(rank: RankMemory) -> dict[str, int]:
     """Return gradients, and at stage 1 the bucket, from earlier micro-batches of the step."""
     engine = rank.engine
     if not engine.accumulates:
         return {}
-    bucket = _reduction(rank) if engine.stage == 1 else 0
-    return {"gradients": _gradients(rank), "communication_buffers": bucket}
+    bucket = _reduction_bucket_bytes(rank) if engine.stage == 1 else 0
+    return {"gradients": _gradient_bytes(rank), "communication_buffers": bucket}
 
 
-def _gradients(rank: RankMemory) -> int:
+def _gradient_bytes(rank: RankMemory) -> int:
     """Return the bytes of gradients at the end of the backward pass, beyond the resident ones."""
     engine, elements = rank.engine, rank.trained.parameters
     if engine.uses_bf16_optimizer:
@@ -206,7 +220,7 @@ def _gradients(rank: RankMemory) -> int:
     return engine.gradient_bytes * engine.share(rank.trained.partitioned)
 
 
-def _reduction(rank: RankMemory) -> int:
+def _reduction_bucket_bytes(rank: RankMemory) -> int:
     """Return the bytes of buckets while gradients are reduced, beyond the resident ones."""
     engine, elements = rank.engine, rank.trained.parameters
     if engine.stage == 0:
@@ -222,7 +236,7 @@ def _reduction(rank: RankMemory) -> int:
         # torch.cat of a bucket (comm/coalesced_collectives.py).
         return engine.communication_bytes * min(engine.zero.reduce_bucket_size, elements)
     buffers = 2 if engine.zero.overlap_comm else 1
-    size = buffers * engine.weight_bytes * _bucket(engine, elements)
+    size = buffers * engine.weight_bytes * _bucket_elements(engine, elements)
     if engine.communication_bytes != engine.weight_bytes:
         size += engine.communication_bytes * min(engine.zero.reduce_bucket_size, elements)
     return size
@@ -246,10 +260,12 @@ def _forward_end(rank: RankMemory) -> Components:
         + head_input_bytes(rank)
         + _pipeline_buffers(rank)
         + _all_to_all_bytes(rank),
-        logits=logits(rank, rank.logit_bytes.forward) + fused_head_bytes(rank),
-        gathered_parameters=_gathered(rank, rank.stage.head, outside=rank.stage.head, turning=True),
-        retained_weights=_retained(rank),
-        **_accumulated(rank),
+        logits=logits_bytes(rank, rank.logit_bytes.forward) + fused_head_bytes(rank),
+        gathered_parameters=_gathered_weight_bytes(
+            rank, rank.stage.head, outside=rank.stage.head, turning=True
+        ),
+        retained_weights=_retained_weight_bytes(rank),
+        **_accumulated_gradient_components(rank),
     )
 
 
@@ -262,24 +278,27 @@ def _backward_start(rank: RankMemory) -> Components:
         activations=rank.activations.forward_end
         + _pipeline_buffers(rank)
         + _all_to_all_bytes(rank),
-        retained_weights=_retained(rank),
+        retained_weights=_retained_weight_bytes(rank),
     )
     loss = common.plus(
         activations=head_input_bytes(rank),
-        logits=logits(rank, rank.logit_bytes.backward),
-        gathered_parameters=_gathered(rank, stage.head, outside=stage.head, turning=True),
-        **_accumulated(rank),
+        logits=logits_bytes(rank, rank.logit_bytes.backward),
+        gathered_parameters=_gathered_weight_bytes(
+            rank, stage.head, outside=stage.head, turning=True
+        ),
+        **_accumulated_gradient_components(rank),
     )
     trained = rank.trained
     in_flight = trained.largest_in_block if engine.stage > 1 or engine.accumulates else trained.head
     block = common.plus(
         activations=rank.activations.block_backward
-        + _casts(rank)
+        + _fp8_operand_bytes(rank)
         + _dora_weight_bytes(rank)
-        + _expanded(rank),
-        gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
-        communication_buffers=_reduction(rank) if engine.stage else 0,
-        gathered_parameters=_gathered(rank, stage.block_parameters, turning=True),
+        + _dequantized_matrix_bytes(rank),
+        gradients=_accumulated_gradient_components(rank).get("gradients", 0)
+        + engine.weight_bytes * in_flight,
+        communication_buffers=_reduction_bucket_bytes(rank) if engine.stage else 0,
+        gathered_parameters=_gathered_weight_bytes(rank, stage.block_parameters, turning=True),
     )
     return max(loss, block, key=lambda moment: moment.total)
 
@@ -293,17 +312,19 @@ def _backward_end(rank: RankMemory) -> Components:
     embedding = 0 if engine.stage < 2 and not engine.accumulates else trained.embedding
     in_flight = max(embedding, trained.largest_in_block if engine.stage else 0)
     return rank.resident.plus(
-        activations=rank.activations.last_block + _casts(rank) + _expanded(rank),
-        gradients=_gradients(rank) + engine.weight_bytes * in_flight,
-        communication_buffers=_reduction(rank),
+        activations=rank.activations.last_block
+        + _fp8_operand_bytes(rank)
+        + _dequantized_matrix_bytes(rank),
+        gradients=_gradient_bytes(rank) + engine.weight_bytes * in_flight,
+        communication_buffers=_reduction_bucket_bytes(rank),
         gathered_parameters=max(
-            _gathered(rank, stage.block_parameters),
-            _gathered(rank, stage.embedding, outside=stage.embedding),
+            _gathered_weight_bytes(rank, stage.block_parameters),
+            _gathered_weight_bytes(rank, stage.embedding, outside=stage.embedding),
         ),
     )
 
 
-def _casts(rank: RankMemory) -> int:
+def _fp8_operand_bytes(rank: RankMemory) -> int:
     """Return the bytes of the operands of one fp8 product: a gradient, and a weight or an input.
 
     torchao keeps the 16-bit originals and casts for each product; emulated fp8 casts to fp32.
@@ -329,7 +350,7 @@ def _dora_weight_bytes(rank: RankMemory) -> int:
     return 3 * rank.engine.weight_bytes * largest
 
 
-def _expanded(rank: RankMemory) -> int:
+def _dequantized_matrix_bytes(rank: RankMemory) -> int:
     """Return the bytes of one matrix of 8 or 4 bits expanded to the compute type. Each matrix is
     expanded for a product and then released (`_Product`, train/adapters/quantized.py).
     """
@@ -348,7 +369,7 @@ def _pipeline_buffers(rank: RankMemory) -> int:
     return (in_flight + 1) * compute_bytes(rank.plan) * output
 
 
-def _step(rank: RankMemory) -> Components:
+def _update_phase(rank: RankMemory) -> Components:
     """Return the fuller of two moments of the update: gradients being copied to the master's type,
     or the update with its temporaries, one parameter group (stage 3: sub-group) at a time.
     """
@@ -358,9 +379,9 @@ def _step(rank: RankMemory) -> Components:
         on_device = engine.device_share_of_offload(rank.groups) > 0
         return rank.resident.plus(step_transient=update if on_device else 0)
     if engine.stage == 0:
-        return _step_unpartitioned(rank)
+        return _unpartitioned_update_phase(rank)
     if engine.uses_bf16_optimizer:
-        return rank.resident.plus(gradients=_gradients(rank), step_transient=update)
+        return rank.resident.plus(gradients=_gradient_bytes(rank), step_transient=update)
     # flatten() copies the partition, .to() copies it again unless the types agree
     # (zero/stage_1_and_2.py step, zero/stage3.py _prepare_fp32_grad_for_sub_group).
     flat = engine.gradient_bytes * busiest
@@ -372,7 +393,7 @@ def _step(rank: RankMemory) -> Components:
     return max(copying, updating, key=lambda moment: moment.total)
 
 
-def _step_unpartitioned(rank: RankMemory) -> Components:
+def _unpartitioned_update_phase(rank: RankMemory) -> Components:
     """Return the memory of the update at stage 0: torch's optimizer on fp32 weights, otherwise
     DeepSpeed's fp32 copies of all gradients (fp16/unfused_optimizer.py; fp16/fused_optimizer.py
     flattens them once more).
@@ -380,12 +401,12 @@ def _step_unpartitioned(rank: RankMemory) -> Components:
     engine, elements = rank.engine, rank.trained.parameters
     copies = 1 if engine.has_master else 0
     return rank.resident.plus(
-        gradients=_gradients(rank),
+        gradients=_gradient_bytes(rank),
         step_transient=copies * engine.master_bytes * elements + rank.update,
     )
 
 
-def _load(rank: RankMemory, runtime: int) -> Components:
+def _construction_phase(rank: RankMemory, runtime: int) -> Components:
     """Return the fuller of two moments of engine construction: weights being moved into one buffer,
     or the partition being copied to the master weights (converted, then cloned).
     """

@@ -178,7 +178,7 @@ def _reads_input(rank: RankMemory) -> bool:
     return rank.trained.head > 0 or keeps
 
 
-def logits(rank: RankMemory, per_logit: int) -> int:
+def logits_bytes(rank: RankMemory, per_logit: int) -> int:
     """Return the bytes of the logits that exist at once, with the loss's copies of them."""
     if not rank.stage.has_head:
         return 0

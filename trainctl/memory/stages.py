@@ -170,7 +170,7 @@ class Stage:
         return sum(piece.bytes(piece.total, weight_bytes) for piece in small)
 
 
-def stages(
+def pipeline_stages(
     model: ModelConfig, *, tensor: int = 1, expert: int = 1, stage_blocks: Sequence[int] = ()
 ) -> tuple[Stage, ...]:
     """Return the stages of a pipeline, the embedding on the first, the head on the last.
@@ -182,11 +182,11 @@ def stages(
     counts = tuple(stage_blocks) or (model.num_layers,)
     read = shapes.anatomy(model)
     if read is not None:
-        return stages_of(read, tensor=tensor, expert=expert, stage_blocks=counts)
-    return tuple(_stage(model, index, counts, tensor=tensor) for index in range(len(counts)))
+        return stages_from_anatomy(read, tensor=tensor, expert=expert, stage_blocks=counts)
+    return tuple(_make_stage(model, index, counts, tensor=tensor) for index in range(len(counts)))
 
 
-def stages_of(
+def stages_from_anatomy(
     read: Anatomy,
     *,
     tensor: int = 1,
@@ -201,12 +201,12 @@ def stages_of(
     """
     counts = tuple(stage_blocks) or (len(read.blocks),)
     return tuple(
-        _stage_read(read, index, counts, tensor=tensor, expert=expert, traced=traced)
+        _stage_from_anatomy(read, index, counts, tensor=tensor, expert=expert, traced=traced)
         for index in range(len(counts))
     )
 
 
-def _stage_read(
+def _stage_from_anatomy(
     read: Anatomy,
     index: int,
     counts: Sequence[int],
@@ -227,25 +227,25 @@ def _stage_read(
         return last
 
     here = filter(is_here, read.parameters)
-    pieces = [_piece(parameter, tensor, expert) for parameter in here]
+    pieces = [_piece_of_parameter(parameter, tensor, expert) for parameter in here]
     return Stage(
         index=index,
         blocks=counts[index],
         has_embedding=first,
         has_head=last,
-        embedding=share(read.embedding, tensor) if first else 0,
-        head=share(read.head, tensor) if last else 0,
+        embedding=elements_per_rank(read.embedding, tensor) if first else 0,
+        head=elements_per_rank(read.head, tensor) if last else 0,
         pieces=tuple(pieces),
         traced=traced,
         first_block=before,
     )
 
 
-def _piece(parameter: Parameter, tensor: int, expert: int) -> Piece:
-    numel = share(parameter.numel, tensor) if parameter.shares else parameter.numel
+def _piece_of_parameter(parameter: Parameter, tensor: int, expert: int) -> Piece:
+    numel = elements_per_rank(parameter.numel, tensor) if parameter.shares else parameter.numel
     spread = expert if parameter.role is Role.expert else 1
     return Piece(
-        numel=share(numel, spread),
+        numel=elements_per_rank(numel, spread),
         count=1,
         is_matrix=len(parameter.shape) > 1,
         in_block=parameter.block is not None,
@@ -257,20 +257,20 @@ def _piece(parameter: Parameter, tensor: int, expert: int) -> Piece:
     )
 
 
-def _stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor: int) -> Stage:
+def _make_stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor: int) -> Stage:
     blocks, pipeline = counts[index], len(counts)
     first, last = index == 0, index == pipeline - 1
     head = shapes.head_tensor(model)
     tied = model.tie_word_embeddings
     pieces: list[Piece] = []
     if first:
-        pieces += _pieces(shapes.embedding_tensors(model), tensor=tensor)
-    pieces += _pieces(shapes.block_tensors(model), tensor=tensor, count=blocks)
+        pieces += _pieces_on_tensor_rank(shapes.embedding_tensors(model), tensor=tensor)
+    pieces += _pieces_on_tensor_rank(shapes.block_tensors(model), tensor=tensor, count=blocks)
     if last:
-        pieces += _pieces(shapes.final_norm_tensors(model), tensor=tensor)
+        pieces += _pieces_on_tensor_rank(shapes.final_norm_tensors(model), tensor=tensor)
         if not tied or pipeline > 1:
-            pieces += _pieces((head,), tensor=tensor, embedding=tied)
-    sharded_vocabulary = share(head.numel, tensor)
+            pieces += _pieces_on_tensor_rank((head,), tensor=tensor, embedding=tied)
+    sharded_vocabulary = elements_per_rank(head.numel, tensor)
     return Stage(
         index=index,
         blocks=blocks,
@@ -283,7 +283,7 @@ def _stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor: int
     )
 
 
-def _pieces(
+def _pieces_on_tensor_rank(
     tensors: Sequence[TensorShape],
     *,
     tensor: int,
@@ -296,7 +296,7 @@ def _pieces(
     for item in tensors:
         if count != 0 and item.numel:
             yield Piece(
-                numel=share(item.numel, tensor) if item.sharded else item.numel,
+                numel=elements_per_rank(item.numel, tensor) if item.sharded else item.numel,
                 count=1 if count is None else count,
                 is_matrix=item.is_matrix,
                 in_block=count is not None,
@@ -306,6 +306,6 @@ def _pieces(
             )
 
 
-def share(numel: int, ranks: int) -> int:
+def elements_per_rank(numel: int, ranks: int) -> int:
     """Return the elements on one rank of a tensor divided among `ranks` ranks, rounded up."""
     return -(-numel // ranks)

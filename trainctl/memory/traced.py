@@ -62,7 +62,7 @@ def block_on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
 
     def shared(part: str) -> int:
         kept: int = getattr(block, part)
-        return round(kept * _share_of(traced.anatomy, part, tensor))
+        return round(kept * _weight_fraction(traced.anatomy, part, tensor))
 
     attention, feed_forward = shared("attention"), shared("feed_forward")
     ends = min(block.products, 2 * block.boundary)
@@ -81,7 +81,7 @@ def block_on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
     )
 
 
-def _share_of(anatomy: Anatomy, part: str, tensor: int) -> float:
+def _weight_fraction(anatomy: Anatomy, part: str, tensor: int) -> float:
     """Return the fraction of a part's weights, over all blocks, that one tensor rank holds."""
     numel = shared = 0
     for parameter in anatomy.parameters:
@@ -126,7 +126,7 @@ def traced_model(config: RunConfig) -> TracedModel | None:
     Raises:
         TrainctlError: The model cannot be traced.
     """
-    return _traced(_TraceKey(config)) if config.model.needs_trace else None
+    return _traced_of_key(_TraceKey(config)) if config.model.needs_trace else None
 
 
 def known_traced_model(config: RunConfig) -> TracedModel | None:
@@ -137,7 +137,7 @@ def known_traced_model(config: RunConfig) -> TracedModel | None:
     return None if found is None else TracedModel.from_json(found)
 
 
-def trace(config: RunConfig, folder: Path | None = None) -> TracedModel:
+def trace_model(config: RunConfig, folder: Path | None = None) -> TracedModel:
     """Return the trace of any model, made in a child process if it is not cached.
 
     Args:
@@ -155,8 +155,8 @@ def _family(config: RunConfig) -> str:
 
 
 @lru_cache(maxsize=_KEPT)
-def _traced(asked: _TraceKey) -> TracedModel:
-    return trace(asked.config)
+def _traced_of_key(asked: _TraceKey) -> TracedModel:
+    return trace_model(asked.config)
 
 
 def compare_with_closed_form(traced: TracedModel, plan: LayoutPlan) -> dict[str, dict[str, int]]:

@@ -16,7 +16,7 @@ from trainctl.config.schema import (
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.memory.partial import trained_stages
-from trainctl.memory.stages import stages
+from trainctl.memory.stages import pipeline_stages
 from trainctl.models.anatomy import Anatomy, Parameter, Role
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
@@ -85,7 +85,7 @@ def trained_share(config: RunConfig) -> TrainedShare:
     """
     if not is_partial(config):
         return TrainedShare()
-    (stage,) = trained_stages(config, stages(config.model))
+    (stage,) = trained_stages(config, pipeline_stages(config.model))
     reached = sum(count for _, count in stage.learning or ())
     return TrainedShare(
         weights=stage.trained.parameters / max(stage.weights, 1),

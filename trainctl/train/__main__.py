@@ -37,7 +37,7 @@ def main() -> int:
     """Train as the attempt's plan says; return the exit code."""
     die_with_parent()
     trained: list[bool] = []
-    atexit.register(_leave, trained)  # registered first, so called last
+    atexit.register(_exit_at_once, trained)  # registered first, so called last
     parser = argparse.ArgumentParser(prog="trainctl.train")
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
@@ -46,7 +46,7 @@ def main() -> int:
     run = RunPaths(arguments.run.resolve())
     if arguments.is_forked:
         ignore_scheduler_sigterm()
-        become_ranks(_plan(run, arguments.attempt))
+        become_ranks(_read_plan(run, arguments.attempt))
     # Before the first beat: the agent sends SIGUSR1 to a silent rank to get its stacks.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat(int(os.environ["RANK"])))
@@ -54,7 +54,7 @@ def main() -> int:
     from trainctl.errors import TrainctlError
 
     attempt = run.attempt(arguments.attempt)
-    plan = _plan(run, arguments.attempt)
+    plan = _read_plan(run, arguments.attempt)
     try:
         if plan.config.trainer is not None:
             from trainctl.data.user_functions import make_importable, run_trainer
@@ -127,7 +127,7 @@ def _import_for_ranks(plan: RunPlan) -> None:
         patch_checks.require_original_definitions(plan.config)
 
 
-def _plan(run: RunPaths, attempt: int) -> RunPlan:
+def _read_plan(run: RunPaths, attempt: int) -> RunPlan:
     """Read the attempt's plan, and set the environment variables that libraries read at import."""
     from trainctl.runs.directory import read_plan
 
@@ -137,7 +137,7 @@ def _plan(run: RunPaths, attempt: int) -> RunPlan:
     return plan
 
 
-def _leave(trained: list[bool]) -> None:
+def _exit_at_once(trained: list[bool]) -> None:
     """Exit at once after a training that succeeded, without unloading the libraries.
 
     Everything is saved and closed by then. Unloading takes half a second, and an error in it would

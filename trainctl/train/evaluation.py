@@ -38,7 +38,7 @@ def _ignore_progress(done: int, total: int) -> None:
     """Ignore the progress."""
 
 
-def _alone(*values: float) -> list[float]:
+def _single_process_sums(*values: float) -> list[float]:
     """Return the values: with one process they are the sums."""
     return list(values)
 
@@ -74,7 +74,7 @@ def evaluate_sources(
     *,
     num_samples: int,
     recorded: Sequence[str] = (),
-    sum_over_ranks: Callable[..., list[float]] = _alone,
+    sum_over_ranks: Callable[..., list[float]] = _single_process_sums,
     progress: Callable[[int, int], None] = _ignore_progress,
     **how: int,
 ) -> HeldOutLoss | None:
@@ -117,7 +117,7 @@ def evaluate(
     micro_batch_size: int,
     data_rank: int = 0,
     data_size: int = 1,
-    sum_over_ranks: Callable[..., list[float]] = _alone,
+    sum_over_ranks: Callable[..., list[float]] = _single_process_sums,
     progress: Callable[[int, int], None] = _ignore_progress,
 ) -> float | None:
     """Return the mean loss in nats per token over the first held-out samples; None without samples.

@@ -78,7 +78,7 @@ def locate(
 
     found = over_ranks(WEIGHT, _bad_weights(session))
     if found is None and in_loss:
-        found = _bad_pass(session, batches)
+        found = _find_bad_module(session, batches)
     elif found is None:
         # The first bad gradient spoils those after it in the backward pass, towards the input.
         found = over_ranks(GRADIENT, gradients, backward=True)
@@ -97,7 +97,7 @@ def _bad_weights(session: Session) -> list[str]:
     return sorted(found)
 
 
-def _bad_pass(session: Session, batches: Sequence[MicroBatch]) -> NotFinite | None:
+def _find_bad_module(session: Session, batches: Sequence[MicroBatch]) -> NotFinite | None:
     """Repeat the forward pass; return the first frozen weight or output that is not finite."""
     if session.plan.config.kernels.compile is not CompileKind.none:
         return None  # compiled modules call no hooks

@@ -38,7 +38,7 @@ WEIGHTS = ("raw", "ema")
 def main() -> int:
     """Do the task; return the exit code."""
     # By SIGTERM a half-written export is removed when the command that started this one is gone.
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     die_with_parent(death_signal=signal.SIGTERM)
     arguments = _parser().parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -51,15 +51,15 @@ def main() -> int:
         print(json.dumps({"progress": [what, done, total]}), file=answers)
 
     try:
-        result = _do_while_it_is_there(arguments, progress)
+        result = _run_task(arguments, progress)
     except TrainctlError as error:
-        print(json.dumps({"error": _problem(error)}), file=answers)
+        print(json.dumps({"error": _error_fields(error)}), file=answers)
         return int(error.exit_code)
     print(json.dumps({"result": result}), file=answers)
     return ExitCode.success
 
 
-def _problem(error: TrainctlError) -> dict[str, Any]:
+def _error_fields(error: TrainctlError) -> dict[str, Any]:
     """Return the fields of the `error` answer, with the messages of the error's findings if any."""
     found = [each for each in error.findings if each.is_error]
     message = "; ".join(each.message for each in found) or error.message
@@ -67,7 +67,7 @@ def _problem(error: TrainctlError) -> dict[str, Any]:
     return {"message": message, "hint": hint, "exit_code": int(error.exit_code)}
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def _run_task(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Do the task.
 
     Raises:
@@ -120,7 +120,7 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
     if arguments.task == "add-tokens":
         return _add_tokens(arguments, progress)
     try:
-        return _do(arguments, progress)
+        return _dispatch_task(arguments, progress)
     except (FileNotFoundError, ValueError):  # a file of the checkpoint, or its manifest
         if arguments.checkpoint.is_dir():
             raise
@@ -131,7 +131,7 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
         ) from None
 
 
-def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def _dispatch_task(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     # Slow imports.
     from trainctl.data.user_functions import make_importable
     from trainctl.engines import patch_checks as declared
@@ -151,7 +151,7 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         case "sample":
             return _sample(plan, arguments, progress)
         case "tasks":
-            return _tasks(plan, arguments, progress)
+            return _evaluate_tasks(plan, arguments, progress)
         case _:
             return _export(plan, arguments, progress)
 
@@ -169,7 +169,7 @@ def _add_tokens(arguments: argparse.Namespace, progress: Progress) -> dict[str, 
     return {"out": str(arguments.out), **asdict(grown)}
 
 
-def _weights(arguments: argparse.Namespace) -> str:
+def _state_name(arguments: argparse.Namespace) -> str:
     """Return the name of the checkpoint state that `--weights` selects."""
     from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER
 
@@ -199,7 +199,7 @@ def _evaluate(
             hint="data.held_out_paths or data.held_out_fraction, in a new run",
             exit_code=ExitCode.run_state,
         )
-    weights = _weights(arguments)
+    weights = _state_name(arguments)
     model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
     with model.inference():
         found = evaluate_sources(
@@ -236,7 +236,7 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
             "--system is of conversations, and the text is taken as it stands", hint="--chat"
         )
     ids = prompts.ids(arguments.prompt, arguments.system)
-    weights = _weights(arguments)
+    weights = _state_name(arguments)
     model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
     with model.inference():
         drawn = sampled_ids(
@@ -271,7 +271,7 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
         arguments.checkpoint,
         arguments.out.resolve(),
         dtype=names[dtype],
-        weights=_weights(arguments),
+        weights=_state_name(arguments),
         progress=lambda done, total: progress("exporting", done, total),
     )
     return {
@@ -284,7 +284,9 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
     }
 
 
-def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def _evaluate_tasks(
+    plan: RunPlan, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
     from trainctl.options.tokenizer import spec_of
     from trainctl.plan.settings import formats
     from trainctl.runs.manifest import read_manifest
@@ -323,7 +325,7 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
             arguments.checkpoint,
             folder,
             dtype=dtype,
-            weights=_weights(arguments),
+            weights=_state_name(arguments),
             progress=lambda done, total: progress("exporting", done, total),
         )
         device = choose_device(arguments.device, exported.size_bytes).type

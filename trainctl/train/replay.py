@@ -52,7 +52,7 @@ class Replay:
         """Return the recorded losses of the first two steps after `step`; on all ranks together."""
         expected: dict[int, Expected] = {}
         if process.is_first and plan.config.checkpoint.compare_replay:
-            expected = _expected(run, plan, step)
+            expected = _recorded_losses(run, plan, step)
         return cls(process.broadcast_from_first(expected))
 
     def check(self, step: int, loss: float, first_sample: int) -> Expected | None:
@@ -85,7 +85,7 @@ class Replay:
         )
 
 
-def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
+def _recorded_losses(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
     curve = steps_from_end(run.events, (step + 1, step + 2))
     found: dict[int, Expected] = {}
     for later, depends_on in ((step + 1, _loss_at_once), (step + 2, _loss_after_an_update)):
@@ -98,7 +98,7 @@ def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
         if not file.is_file():
             break
         before = read_plan(file)
-        if depends_on(before) != depends_on(plan) or _draws_otherwise(before, plan):
+        if depends_on(before) != depends_on(plan) or _differs_in_random_draws(before, plan):
             break
         if later > step + 1 and (before.config.offload.zenflow or plan.config.offload.zenflow):
             break  # ZenFlow resumes with other columns and without their moments
@@ -138,7 +138,7 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
     )
 
 
-def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
+def _differs_in_random_draws(before: RunPlan, now: RunPlan) -> bool:
     """Return True if dropout masks may differ: each rank draws its own, for its part of the batch.
 
     Only models from directories and adapters have dropout.

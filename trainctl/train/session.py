@@ -29,7 +29,7 @@ from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import apply_adapter, initial_adapter
-from trainctl.train.adapters.quantized import dequantized, quantize, quantized
+from trainctl.train.adapters.quantized import dequantized_source, quantize, quantized_source
 from trainctl.train.checkpoint.average import WeightAverage
 from trainctl.train.checkpoint.content import Checkpoint, RunProgress, newest_valid_checkpoint
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
@@ -157,7 +157,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     config, room = plan.config, engine_backend(plan)
     plan = room.settle_plan(plan, run, process)
     corpora = load_corpora(run.corpus, config.data)
-    checkpoint = _newest(run, process, corpora)
+    checkpoint = _newest_checkpoint(run, process, corpora)
     progress = checkpoint.progress if checkpoint else RunProgress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
@@ -165,13 +165,13 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     routers = Routers(model, config)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
     whole = FullModel.of(config.model, model)
-    source, entries, shapes = _weights(plan, run, process, whole, checkpoint)
+    source, entries, shapes = _weight_source(plan, run, process, whole, checkpoint)
     frozen = sum(math.prod(whole.shapes[name]) for name in whole.shapes.keys() - shapes.keys())
     buffers = persistent_buffers(model)
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     if precision_of(config.precision).build:
         function_of("precision", config.precision.compute)(model, config.precision)
-    pieces = place(model, plan, mesh)
+    pieces = shard_skeleton(model, plan, mesh)
     buffers = remaining_buffers(model, buffers)
     pieces = build.materialise(
         model,
@@ -182,9 +182,9 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         buffers,
     )
     apply_kernels(model, config.kernels)
-    engine = room.build(_job(plan, process, mesh, model, pieces, routers))
+    engine = room.build(_make_job(plan, process, mesh, model, pieces, routers))
     state = OptimizerState(engine, config.optimizer)
-    average = _average(plan, state)
+    average = _make_average(plan, state)
     if checkpoint is not None:
         checkpoint.check_states(set().union(*process.gather(state.all_names())))
         checkpoint.load_into(state)
@@ -230,7 +230,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     return session
 
 
-def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
+def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
     """Cut a whole skeleton to this rank's part; return the pieces of the remaining parameters."""
     pieces = build.whole_pieces(model)
     if mesh.expert.size > 1:  # before the stages, some of which may have no experts
@@ -250,7 +250,7 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
     return pieces
 
 
-def _job(
+def _make_job(
     plan: RunPlan,
     process: Process,
     mesh: ProcessMesh,
@@ -288,7 +288,7 @@ def _job(
     )
 
 
-def _average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
+def _make_average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
     training = plan.config.training
     if training.ema_decay is None:
         return None
@@ -296,7 +296,7 @@ def _average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
     return WeightAverage(state, decay=training.ema_decay, every_steps=every)
 
 
-def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | None:
+def _newest_checkpoint(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | None:
     """Return the checkpoint to resume from, if the run has one; on all ranks together.
 
     Raises:
@@ -314,7 +314,7 @@ def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | N
     return checkpoint
 
 
-def _weights(
+def _weight_source(
     plan: RunPlan,
     run: RunPaths,
     process: Process,
@@ -343,11 +343,11 @@ def _weights(
         checkpoint.check(config.model, shapes)
         source = OverlayWeights(checkpoint, shapes, source)
     elif low_rank(config.adapter) is not None:
-        beside = dequantized(source, config.model, low_rank(config.adapter))
+        beside = dequantized_source(source, config.model, low_rank(config.adapter))
         own = initial_adapter(config.training.seed, config, beside, whole.shapes)
         source = OverlayWeights(own, shapes.keys() - whole.shapes.keys(), source)
     quantize(model, config)
-    return quantized(source, config, process.device), manifest_entries(config, base), shapes
+    return quantized_source(source, config, process.device), manifest_entries(config, base), shapes
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

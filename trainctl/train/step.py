@@ -281,7 +281,7 @@ class Stepper:
             progress.samples = end
         if checkpoint is not None:
             checkpoint.check(session.plan.config.model, session.shapes)
-            _go_back(session, checkpoint)
+            _rewind(session, checkpoint)
             session.restore(checkpoint.manifest, rewound=True)
             self._callbacks.restore(checkpoint.manifest)
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
@@ -394,7 +394,7 @@ class Stepper:
         )
 
 
-def _go_back(session: Session, checkpoint: Checkpoint) -> None:
+def _rewind(session: Session, checkpoint: Checkpoint) -> None:
     """Load the weights, optimizer states and loss scale of a checkpoint into the running engine.
 
     A process can create one ZeRO-3 engine in its life, so the existing engine is loaded, whatever

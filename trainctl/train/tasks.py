@@ -104,15 +104,15 @@ def evaluate_tasks(
         """`HFLM` that reports its progress."""
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-            return _in_parts(super().loglikelihood, requests, "choosing", progress)
+            return _in_chunks(super().loglikelihood, requests, "choosing", progress)
 
         def loglikelihood_rolling(
             self, requests: list[Any], disable_tqdm: bool = False
         ) -> list[Any]:
-            return _in_parts(super().loglikelihood_rolling, requests, "reading", progress)
+            return _in_chunks(super().loglikelihood_rolling, requests, "reading", progress)
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-            return _in_parts(super().generate_until, requests, "answering", progress)
+            return _in_chunks(super().generate_until, requests, "answering", progress)
 
     try:
         model = Watched(
@@ -123,7 +123,7 @@ def evaluate_tasks(
             trust_remote_code=False,
             chat_template_args=dict(asked.template_arguments),
         )
-        rows = rows_by(model, manager, asked)
+        rows = rows_of_tasks(model, manager, asked)
     except Exception as error:  # raised by any data set, metric package or template
         raise TrainctlError(
             f"lm-eval cannot do {', '.join(asked.tasks)}: {type(error).__name__}: "
@@ -135,7 +135,9 @@ def evaluate_tasks(
     return {"results": rows, "lm_eval": version("lm_eval")}
 
 
-def rows_by(model: Any, manager: Any, asked: TaskRequest, **settings: Any) -> list[dict[str, Any]]:
+def rows_of_tasks(
+    model: Any, manager: Any, asked: TaskRequest, **settings: Any
+) -> list[dict[str, Any]]:
     """Evaluate one of lm-eval's models on tasks; return the rows of its results.
 
     Args:
@@ -181,7 +183,7 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_parts(
+def _in_chunks(
     do: Callable[..., list[Any]], requests: Sequence[Any], what: str, progress: Progress
 ) -> list[Any]:
     """Call a method of the model on one chunk of requests after the other; return all answers."""

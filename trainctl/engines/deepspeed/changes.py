@@ -34,7 +34,7 @@ def leave_muon_uncompiled() -> None:
     compiler: a second of each rank's start. trainctl calls neither, because it has its own Muon.
     """
     compiled = compiler.compile
-    compiler.compile = _as_it_is
+    compiler.compile = _identity_decorator
     try:
         with suppress(ImportError):  # this version of DeepSpeed has no Muon
             import_module("deepspeed.runtime.zero.muon.original_muon")
@@ -42,7 +42,7 @@ def leave_muon_uncompiled() -> None:
         compiler.compile = compiled
 
 
-def _as_it_is() -> Callable[[Any], Any]:
+def _identity_decorator() -> Callable[[Any], Any]:
     """Return a decorator that changes nothing, in place of `torch.compile`."""
     return lambda function: function
 

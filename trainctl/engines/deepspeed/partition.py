@@ -72,7 +72,7 @@ class Partitioner:
         # ZeRO++'s copy within the node was taken before the values are set; the next gather
         # makes a new one.
         parameter.ds_secondary_tensor = None
-        _fill(parameter, read)
+        _fill_partition(parameter, read)
         _return_freed_memory()
         return parameter
 
@@ -86,7 +86,7 @@ def partition_range(parameter: Any) -> tuple[int, int]:
     return start, min(start + size, parameter.ds_numel)
 
 
-def _fill(parameter: Any, read: Read) -> None:
+def _fill_partition(parameter: Any, read: Read) -> None:
     start, end = partition_range(parameter)
     on_nvme = parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
     if on_nvme:

@@ -24,33 +24,33 @@ def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunP
     two runs that share a drive would overwrite each other's states. Files that a dead attempt left
     there are removed.
     """
-    if not _folders(plan.deepspeed):
+    if not _nvme_folders(plan.deepspeed):
         return plan
     digest = hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:12]
     deepspeed = deepcopy(plan.deepspeed)
-    for section in _sections(deepspeed):
+    for section in _nvme_sections(deepspeed):
         section["nvme_path"] = str(Path(section["nvme_path"]) / f"{run.root.name}-{digest}")
     if int(os.environ["LOCAL_RANK"]) == 0:
-        _remove(deepspeed)
+        _remove_folders(deepspeed)
     process.barrier()
     return replace(plan, deepspeed=deepspeed)
 
 
 def remove_swap_folder(plan: RunPlan) -> None:
     """Remove this run's swap files from this machine, once no rank uses them."""
-    _remove(plan.deepspeed)
+    _remove_folders(plan.deepspeed)
 
 
-def _remove(deepspeed: dict[str, Any]) -> None:
-    for folder in _folders(deepspeed):
+def _remove_folders(deepspeed: dict[str, Any]) -> None:
+    for folder in _nvme_folders(deepspeed):
         shutil.rmtree(folder, ignore_errors=True)  # other ranks remove the folder too
 
 
-def _folders(deepspeed: dict[str, Any]) -> set[str]:
-    return {section["nvme_path"] for section in _sections(deepspeed)}
+def _nvme_folders(deepspeed: dict[str, Any]) -> set[str]:
+    return {section["nvme_path"] for section in _nvme_sections(deepspeed)}
 
 
-def _sections(deepspeed: dict[str, Any]) -> list[dict[str, Any]]:
+def _nvme_sections(deepspeed: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the sections of the JSON that name an NVMe folder."""
     zero = deepspeed.get("zero_optimization", {})
     return [zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from trainctl.engines.fragments import ElementRange, Fragment
-from trainctl.engines.fsdp2.shards import Settings, Sharded, shard, shard_start
+from trainctl.engines.fsdp2.shards import Settings, Sharded, shard_model, shard_start
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Axis
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine, Job, States
@@ -107,7 +107,7 @@ class Fsdp2Engine(Engine):
         self._settings = Settings.of(job.plan)
         self._has_flash_attention = job.flash_attention
         replicas, device = job.mesh.replicas, job.process.device
-        units, parameters = shard(
+        units, parameters = shard_model(
             job.module, job.blocks, job.pieces, replicas, self._settings, device
         )
         self._module, self._root = job.module, units[-1]

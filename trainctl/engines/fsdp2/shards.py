@@ -107,7 +107,7 @@ class ShardMaker:
         self._replicas, self._place = replicas, place
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
-        """Return the shard. It replaces the skeleton's parameter until `shard` wraps it in a
+        """Return the shard. It replaces the skeleton's parameter until `shard_model` wraps it in a
         DTensor.
         """
         rows = shard_rows(meta.shape[0], self._replicas)
@@ -141,7 +141,7 @@ class Sharded:
         self.shard.grad = self.parameter.grad = None
 
 
-def shard(
+def shard_model(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     pieces: Pieces,
@@ -167,7 +167,7 @@ def shard(
     units: list[FSDPModule] = []
     found: dict[nn.Parameter, nn.Parameter] = {}
     for unit in (*blocks, module):
-        slots = _slots(unit, pieces)
+        slots = _parameter_places(unit, pieces)
         whole = {
             shard: nn.Parameter(
                 torch.empty(pieces[shard].shape, dtype=shard.dtype, device="meta"),
@@ -187,7 +187,7 @@ def shard(
             offload_policy=settings.offload_policy(device),
         )
         for owner, name, shard in slots:
-            found.setdefault(shard, _filled(getattr(owner, name), shard))
+            found.setdefault(shard, _make_sharded_parameter(getattr(owner, name), shard))
             setattr(owner, name, found[shard])
         sharded._apply(lambda tensor: tensor)  # pads and pins the shards that it finds now
         for _, _, shard in slots:
@@ -198,7 +198,7 @@ def shard(
     return units, [Sharded(shard, found[shard]) for shard in pieces]
 
 
-def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _parameter_places(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return each place of a parameter in a unit (module, name, parameter), without inner units."""
     return [
         (owner, name, parameter)
@@ -208,7 +208,7 @@ def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Par
     ]
 
 
-def _filled(meta: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
+def _make_sharded_parameter(meta: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
     """Return a sharded parameter that holds this rank's values."""
     assert isinstance(meta, DTensor)
     values = DTensor.from_local(

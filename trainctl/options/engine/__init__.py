@@ -28,8 +28,10 @@ class EngineSpec(Spec):
     """`module:function` that predicts a rank's device memory, like
     `trainctl.memory.phases.phases`.
     """
-    offloaded: str = "trainctl.memory.host:offloaded"
-    """`module:function` that predicts a rank's host memory, like `trainctl.memory.host.offloaded`.
+    offloaded: str = "trainctl.memory.host:offloaded_components"
+    """`module:function` that predicts a rank's host memory.
+
+    Its model is `trainctl.memory.host.offloaded_components`.
     """
     makers: tuple[Maker, ...] = (Maker.torch, Maker.trainctl)
     """Makers of the optimizers that the engine can step."""

@@ -154,7 +154,7 @@ SPEC = EngineSpec(
     build="trainctl.engines.fsdp2.entry:Fsdp2Backend",
     settings="trainctl.plan.fsdp2:derived_settings",
     phases="trainctl.memory.fsdp2:phases",
-    offloaded="trainctl.memory.fsdp2:offloaded",
+    offloaded="trainctl.memory.fsdp2:offloaded_components",
     gradients=DataType.fp32,
     limits=LIMITS,
 )

@@ -71,12 +71,12 @@ def export_adapter(
         )
     layers = adapted_layers(config.model, adapter)
     tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
-    also = _trained_beside(config, layers, {*tensors})
+    also = _trained_outside_adapter(config, layers, {*tensors})
     tensors |= {tensor.name: tensor for tensor in also}
     # PEFT reads a tied weight that trains under both of its names.
     tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}
     tensors |= tied
-    layout = {_published(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
+    layout = {_peft_name(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
     total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
     base = source.manifest["base"]
     with new_folder(out, total) as folder:
@@ -99,11 +99,11 @@ def export_adapter(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
         num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),
-        notes=list(_notes(base)),
+        notes=list(_base_notes(base)),
     )
 
 
-def _trained_beside(
+def _trained_outside_adapter(
     config: RunConfig, layers: Sequence[LinearLayer], added: Set[str]
 ) -> list[TensorShape]:
     """Return the tensors that train beside an adapter's own.
@@ -123,7 +123,7 @@ def _trained_beside(
     return also
 
 
-def _published(name: str) -> str:
+def _peft_name(name: str) -> str:
     layer, _, tensor = name.rpartition(".")
     return f"{PREFIX}{layer}.{ENDS.get(tensor, tensor)}"
 
@@ -150,7 +150,7 @@ def peft_config(
         "r": adapter.rank,
         "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": _targets(layers, every),
+        "target_modules": _target_module_names(layers, every),
         "use_rslora": spec.rank_power == ROOT,
         "use_dora": spec.has_magnitude,
         "fan_in_fan_out": any(layer.inputs_first for layer in layers),
@@ -159,7 +159,9 @@ def peft_config(
     }
 
 
-def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> list[str]:
+def _target_module_names(
+    layers: Sequence[LinearLayer], every: Collection[LinearLayer]
+) -> list[str]:
     """Return the last parts of the adapted layers' names; whole names if that would be ambiguous.
 
     PEFT adapts every module whose name ends so, also outside of the blocks. The last parts are
@@ -171,7 +173,7 @@ def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> l
     return ends if meant == chosen else sorted(chosen)
 
 
-def _notes(base: Mapping[str, Any]) -> Iterator[str]:
+def _base_notes(base: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a user of the adapter must know about its base."""
     if base["kind"] == "directory":
         yield f"its base is {base['path']}"

@@ -206,13 +206,15 @@ def codecs_of(model: ModelConfig, adapter: LowRank | None) -> dict[str, Codec]:
     }
 
 
-def quantized(source: WeightSource, config: RunConfig, device: torch.device) -> WeightSource:
+def quantized_source(source: WeightSource, config: RunConfig, device: torch.device) -> WeightSource:
     """Return the source of a skeleton's bytes; `source` itself if nothing is quantized."""
     codecs = codecs_of(config.model, low_rank(config.adapter))
     return Quantized(source, codecs, device) if codecs else source
 
 
-def dequantized(source: WeightSource, model: ModelConfig, adapter: LowRank | None) -> WeightSource:
+def dequantized_source(
+    source: WeightSource, model: ModelConfig, adapter: LowRank | None
+) -> WeightSource:
     """Return the base that the adapter was trained on; `source` itself if not quantized."""
     codecs = codecs_of(model, adapter)
     return Dequantized(source, codecs, torch.device("cpu")) if codecs else source
@@ -320,7 +322,7 @@ class Nf4Double(Nf4):
         codes = header[header.numel() - self.weights // BLOCK :]
         upper = header[: header.numel() - codes.numel()].clone().view(torch.float32)
         scales: torch.Tensor = dequantize_blockwise(
-            codes, absmax=upper[1:], code=_map_of(header.device), blocksize=BLOCK_OF_SCALES
+            codes, absmax=upper[1:], code=_dynamic_map(header.device), blocksize=BLOCK_OF_SCALES
         )
         return scales + upper[0]
 
@@ -328,7 +330,7 @@ class Nf4Double(Nf4):
 _maps: dict[torch.device, torch.Tensor] = {}
 
 
-def _map_of(device: torch.device) -> torch.Tensor:
+def _dynamic_map(device: torch.device) -> torch.Tensor:
     """Return the 256 values of bitsandbytes' dynamic 8-bit map, on a device."""
     if device not in _maps:
         from bitsandbytes.functional import create_dynamic_map

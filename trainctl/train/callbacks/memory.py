@@ -83,13 +83,13 @@ def memory_record(
     Args:
         phases: Peaks of each part of a step, if measured; the planned ones are then added.
     """
-    peaks = _overall(peak_memory(process.device), phases)
+    peaks = _overall_peak(peak_memory(process.device), phases)
     ranks = [asdict(peak) for peak in process.gather(peaks)]
     measured = {
         name: None if first is None else max(peak[name] for peak in ranks)
         for name, first in ranks[0].items()
     }
-    planned = _planned(plan)
+    planned = _planned_budget(plan)
     beside = host_bytes_in_device_peak(plan, planned) if planned else 0
     record: dict[str, Any] = {
         "measured": measured,
@@ -114,7 +114,7 @@ def memory_record(
     return record
 
 
-def _planned(plan: RunPlan) -> MemoryBudget | None:
+def _planned_budget(plan: RunPlan) -> MemoryBudget | None:
     """Return the memory budget of a plan.
 
     None for a model without a closed form whose trace is not in this user's cache: a rank does not
@@ -136,7 +136,7 @@ def host_bytes_in_device_peak(plan: RunPlan, planned: MemoryBudget) -> int:
     return (host.bytes_per_node - host.components["processes"]) // plan.hardware.devices_per_node
 
 
-def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
+def _overall_peak(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
     """Return the peak since the start; `phases` restarts the measured peak at each part."""
     if phases is None:
         return peak

@@ -79,7 +79,7 @@ def callbacks_of_run(
                 if config.training.sample_tokens
                 else []
             ),
-            *_users(session.plan, session.process),
+            *_configured_callbacks(session.plan, session.process),
             entry(
                 name="stragglers",
                 callback=StragglerRecords(
@@ -95,7 +95,7 @@ def callbacks_of_run(
     return runner, checkpoints
 
 
-def _users(plan: RunPlan, process: Process) -> Iterator[CallbackEntry]:
+def _configured_callbacks(plan: RunPlan, process: Process) -> Iterator[CallbackEntry]:
     """Yield the callbacks of the configuration that run on this rank."""
     for name, keys in callbacks_of(plan.config).items():
         spec = load("callbacks", name)

@@ -56,7 +56,7 @@ class Slowness:
     """Typical seconds of the stage's ranks in this part."""
 
 
-def behind(
+def slow_ranks(
     own: Sequence[Sequence[float]], *, stages: int, factor: float, step_seconds: float
 ) -> list[Slowness]:
     """Return the ranks whose own time is more than `factor` times the typical time of their stage.
@@ -168,7 +168,7 @@ class Stragglers:
         own = [sums[place : place + len(PARTS)] for place in places]
         slow = {
             found.rank: found
-            for found in behind(
+            for found in slow_ranks(
                 own, stages=self._stages, factor=self._factor, step_seconds=step_seconds
             )
         }

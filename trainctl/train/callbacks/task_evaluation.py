@@ -28,7 +28,7 @@ from trainctl.plan.settings import formats
 from trainctl.train.checkpoint.export import write_all_but_weights
 from trainctl.train.evaluation import first_source, inference
 from trainctl.train.models.model import TORCH_TYPES, skeleton, with_portable_attention
-from trainctl.train.tasks import TaskRequest, manager_of, rows_by
+from trainctl.train.tasks import TaskRequest, manager_of, rows_of_tasks
 
 Text = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids of a model input, and of the continuation that ends one position behind it."""
@@ -84,7 +84,7 @@ class TaskEvaluation(Callback):
                 with undisturbed_random(context.device):
                     lead(context)
             except Exception as error:  # raised by any data set, metric package or template
-                problem, cause = _told(error), error
+                problem, cause = _error_text(error), error
             context.collectives.broadcast(problem)
         else:
             while not isinstance(asked := context.collectives.broadcast(None), str):
@@ -125,7 +125,7 @@ class TaskEvaluation(Callback):
 
     def _evaluate(self, context: Context) -> None:
         # Standard errors of some metrics would come from processes that lm-eval forks.
-        rows = rows_by(
+        rows = rows_of_tasks(
             self._model, self._manager, self._asked, torch_random_seed=None, bootstrap_iters=0
         )
         tasks: dict[str, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ class TaskEvaluation(Callback):
             logits = context.module({"input_ids": ids.to(context.device), "use_cache": False})
             for row, given in enumerate(mine):
                 for index in passes[given]:
-                    own[index] = _score(logits[row, : len(given)], texts[index][1])
+                    own[index] = _continuation_score(logits[row, : len(given)], texts[index][1])
         every: dict[int, Score] = {}
         for found in context.collectives.gather(own):
             every |= found
@@ -229,7 +229,7 @@ def model_of_ranks(
     )
 
 
-def _score(logits: torch.Tensor, continuation: tuple[int, ...]) -> Score:
+def _continuation_score(logits: torch.Tensor, continuation: tuple[int, ...]) -> Score:
     scores = logits[-len(continuation) :].float().log_softmax(dim=-1)
     ids = torch.tensor(continuation, device=scores.device)
     total = scores.gather(1, ids[:, None]).sum()
@@ -248,7 +248,7 @@ def undisturbed_random(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, TrainctlError):
         return f"{error.message}; {error.hint}" if error.hint else error.message
     return f"{type(error).__name__}: {first_line(error)}"

@@ -262,7 +262,7 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> Checkpoint | Non
     damaged: list[Path] = []
     chosen: Path | None = None
     for path in candidates:
-        problems = _damage(path, process)
+        problems = _verify_together(path, process)
         if not problems:
             chosen = path
             break
@@ -285,7 +285,7 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> Checkpoint | Non
     return Checkpoint(chosen, passed_over)
 
 
-def weights_of(path: Path, process: Process) -> Checkpoint | None:
+def find_weights_checkpoint(path: Path, process: Process) -> Checkpoint | None:
     """Return the checkpoint to take only weights from: the folder itself, or the newest of a run.
 
     A weights-only checkpoint is as good as a full one.
@@ -297,12 +297,12 @@ def weights_of(path: Path, process: Process) -> Checkpoint | None:
         TrainctlError: The checkpoint is damaged, or the run has none.
     """
     if (path / MANIFEST).is_file():
-        problems = _damage(path, process)
+        problems = _verify_together(path, process)
     elif (path / "checkpoints").is_dir():
         found, problems = _newest_first(RunPaths(path), weights_only=True)
         problems = problems or [f"{path} has no checkpoint"]
         for path in found:
-            problems = _damage(path, process)
+            problems = _verify_together(path, process)
             if not problems:
                 break
     else:
@@ -325,7 +325,7 @@ def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Pa
     return whole, [look.problem for look in looks if look.info is None]
 
 
-def _damage(path: Path, process: Process) -> Sequence[str]:
+def _verify_together(path: Path, process: Process) -> Sequence[str]:
     """Return the problems of a checkpoint; all ranks together, each for its share of files."""
     try:
         manifest = read_manifest(path)

@@ -92,7 +92,7 @@ def export(
     model = skeleton(with_portable_attention(config.model), dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     units = list(published_units(model))
-    total = sum(_bytes(unit, dtype) for unit in units)
+    total = sum(_unit_bytes(unit, dtype) for unit in units)
     saved = Checkpoint(checkpoint, weights=weights)
     source = whole_weights(saved, FullModel.of(config.model, model), kept=base_file(checkpoint))
     with new_folder(out, total) as folder:
@@ -106,8 +106,8 @@ def export(
                 progress(done, total)
             saved.close()
 
-        read = _reader(config.model, model, source)
-        _write_weights(folder, _split(units, dtype, shard_bytes), dtype, pieces)
+        read = _folded_reader(config.model, model, source)
+        _write_weights(folder, _split_into_files(units, dtype, shard_bytes), dtype, pieces)
         notes = write_all_but_weights(model, config, dtype, folder)
         if isinstance(source, Merged):
             notes.append("the adapter is merged into its base; --adapter writes it alone")
@@ -170,12 +170,14 @@ def _remove_leftovers(out: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _split(units: list[Unit], dtype: torch.dtype, shard_bytes: int) -> dict[str, list[Unit]]:
+def _split_into_files(
+    units: list[Unit], dtype: torch.dtype, shard_bytes: int
+) -> dict[str, list[Unit]]:
     """Return the units of each weight file, in the model's order."""
     shards: list[list[Unit]] = [[]]
     room = shard_bytes
     for unit in units:
-        size = _bytes(unit, dtype)
+        size = _unit_bytes(unit, dtype)
         if size > room and shards[-1]:
             shards.append([])
             room = shard_bytes
@@ -208,17 +210,17 @@ def _write_weights(
         values = chain.from_iterable(map(pieces, units))
         write_stream(folder / file, layout, values, {"format": "pt"})
         weight_map |= dict.fromkeys(layout, file)
-        total += sum(_bytes(unit, dtype) for unit in units)
+        total += sum(_unit_bytes(unit, dtype) for unit in units)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
 
 
-def _bytes(unit: Unit, dtype: torch.dtype) -> int:
+def _unit_bytes(unit: Unit, dtype: torch.dtype) -> int:
     return unit.numel * (unit.dtype or dtype).itemsize
 
 
-def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -> Read:
+def _folded_reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -> Read:
     """Return a reader of a checkpoint's tensors with the muP multipliers folded in."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     built = {buffer.name: buffer.tensor for buffer in persistent_buffers(model)}

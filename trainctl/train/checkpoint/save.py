@@ -115,7 +115,7 @@ def rank_part(
         yield from beside.values()
 
     layout = {
-        f"{name}/{index}": (weights_in or _type(state, index, name), (state.numel(index),))
+        f"{name}/{index}": (weights_in or _state_dtype(state, index, name), (state.numel(index),))
         for index in indices
         for name in names[index]
     }
@@ -130,7 +130,7 @@ def rank_part(
     )
 
 
-def _type(state: OptimizerState, index: int, name: str) -> torch.dtype:
+def _state_dtype(state: OptimizerState, index: int, name: str) -> torch.dtype:
     return state.tensor(index, name).dtype
 
 
@@ -173,12 +173,14 @@ def write_checkpoint(
 
     def finish() -> None:
         reached("manifest")
-        write_manifest(folder, _manifest(facts, part, states, written))
+        write_manifest(folder, _build_manifest(facts, part, states, written))
         checkpoints.commit(run, step, reached, weights_only=weights_only)
 
-    _on_all(process, folder, prepare if process.is_first else _nothing)
-    written = _on_all(process, folder, lambda: _write_part(folder, process.rank, part, reached))
-    _on_all(process, folder, finish if process.is_first else _nothing)
+    _run_on_all_ranks(process, folder, prepare if process.is_first else _do_nothing)
+    written = _run_on_all_ranks(
+        process, folder, lambda: _write_part(folder, process.rank, part, reached)
+    )
+    _run_on_all_ranks(process, folder, finish if process.is_first else _do_nothing)
     if process.is_first:
         try:
             if weights_only:
@@ -191,7 +193,7 @@ def write_checkpoint(
     return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only)
 
 
-def _manifest(
+def _build_manifest(
     facts: dict[str, Any], part: RankPart, states: list[list[str]], written: list[Written]
 ) -> dict[str, Any]:
     files, fragments, buffers = zip(*written, strict=True)
@@ -249,11 +251,11 @@ def _write_part(folder: Path, rank: int, part: RankPart, reached: checkpoints.Ph
     return {"name": file, "bytes": size, "sha256": digest}, fragments, buffers
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing: the work of the other ranks while the first rank works."""
 
 
-def _on_all(process: Process, folder: Path, work: Callable[[], Result]) -> list[Result]:
+def _run_on_all_ranks(process: Process, folder: Path, work: Callable[[], Result]) -> list[Result]:
     """Run each rank's share of a phase and return the results by rank; on all ranks together.
 
     Raises:

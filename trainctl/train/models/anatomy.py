@@ -78,12 +78,12 @@ def anatomy(model: ModelConfig) -> Anatomy:
     """
     declared.require_definitions(RunConfig(model=model), {At.trace})
     if model.factory is None:
-        return _read(model)
-    found = _read(model)
+        return _read_anatomy(model)
+    found = _read_anatomy(model)
     # Ranks call the function with the sizes of the model it made; that must give the same model.
     table = found.to_table()
     again = replace(model, **shape_from_anatomy(table))
-    if again != model and _read(again).to_table() != table:
+    if again != model and _read_anatomy(again).to_table() != table:
         raise TrainctlError(
             f"model.factory={model.factory} makes another model when it is given the sizes of the "
             "one that it made",
@@ -92,7 +92,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
     return replace(found, code=user_code_digest())
 
 
-def _read(model: ModelConfig) -> Anatomy:
+def _read_anatomy(model: ModelConfig) -> Anatomy:
     seen = ForwardProbe()
     AttentionInterface.register(COUNTED, seen.attend)
     with FakeTensorMode(allow_non_fake_inputs=True), failures_in_words(model, "built"):
@@ -101,17 +101,19 @@ def _read(model: ModelConfig) -> Anatomy:
             built.config._attn_implementation = COUNTED
         else:
             config = transformers_config(model)
-            _refuse(model, config)
+            _refuse_other_tasks(model, config)
             try:
-                built = _build(model, config, COUNTED)
+                built = _build_model(model, config, COUNTED)
             except KeyError:  # older classes have a table of attentions of their own
-                built = _build(model, config, AttentionKind.eager.value)
+                built = _build_model(model, config, AttentionKind.eager.value)
         require_blocks(built, model)
         built.tie_weights()
         built.train()
-        _require_logits(built, model, _run(built, seen))
-        _refuse_both_ways(model, built.config, seen)
-        return replace(structure(built, model, seen), unsharded_init=_drawn_whole(built))
+        _require_logits(built, model, _run_forward(built, seen))
+        _refuse_bidirectional_attention(model, built.config, seen)
+        return replace(
+            anatomy_of_built(built, model, seen), unsharded_init=_non_shardable_parameter(built)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +182,15 @@ def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> 
     )
 
 
-def _run(built: PreTrainedModel, seen: ForwardProbe) -> Any:
+def _run_forward(built: PreTrainedModel, seen: ForwardProbe) -> Any:
     """Run one forward pass and return its output."""
-    for module in _experts(built):
+    for module in _expert_modules(built):
         module.register_forward_pre_hook(seen.choose)
     skip_duplicate_blocks(built)
     return built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
 
 
-def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def _build_model(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
         config,
         dtype=torch.bfloat16,  # torch computes fake shapes of a grouped product for bf16 only
@@ -197,7 +199,7 @@ def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreT
     )
 
 
-def structure(
+def anatomy_of_built(
     built: PreTrainedModel, model: ModelConfig, seen: ForwardProbe | None = None
 ) -> Anatomy:
     """Return the anatomy of a model that has been built.
@@ -213,7 +215,7 @@ def structure(
     return _Reader(built, model, seen or ForwardProbe()).anatomy()
 
 
-def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
+def _refuse_other_tasks(model: ModelConfig, config: PretrainedConfig) -> None:
     what = f"{model.path}/config.json: {config.model_type}"
     if config.is_encoder_decoder:
         raise TrainctlError(
@@ -227,7 +229,9 @@ def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
         )
 
 
-def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: ForwardProbe) -> None:
+def _refuse_bidirectional_attention(
+    model: ModelConfig, config: PretrainedConfig, seen: ForwardProbe
+) -> None:
     """Refuse an encoder, whose tokens attend to the tokens that they should predict."""
     causal = [getattr(module, "is_causal", None) for module in seen.attention]
     if causal and all(each is False for each in causal):
@@ -240,13 +244,13 @@ def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: Forwar
 
 
 class _Reader:
-    """Builds the anatomy of one model; `_read` gives it models on fake tensors."""
+    """Builds the anatomy of one model; `_read_anatomy` gives it models on fake tensors."""
 
     def __init__(self, built: PreTrainedModel, model: ModelConfig, seen: ForwardProbe) -> None:
         self._built, self._model, self._seen = built, model, seen
         self._modules = {module: name for name, module in built.named_modules()}
         self._blocks = decoder_blocks(built)
-        self._experts = {self._modules[module]: module for module in _experts(built)}
+        self._experts = {self._modules[module]: module for module in _expert_modules(built)}
         self._head = built.get_output_embeddings() or self._last_over_vocabulary()
 
     def _last_over_vocabulary(self) -> nn.Module | None:
@@ -286,15 +290,15 @@ class _Reader:
                 for name, t in built.state_dict(keep_vars=True).items()
                 if not isinstance(t, nn.Parameter)
             ),
-            attentions=attentions(type(built)),
+            attentions=supported_attentions(type(built)),
             is_recurrent=bool(built._is_stateful),
-            has_length_dependent_rope=any(map(_turns_by_length, built.modules())),
+            has_length_dependent_rope=any(map(_rope_depends_on_length, built.modules())),
             has_custom_expert_forward=not experts <= set(expert_modules(built)),
             has_unknown_routers=not experts <= {module for _, module in routers_of(built)},
         )
 
     def _read_blocks(self) -> Iterator[Block]:
-        kinds = kinds_of(self._built)
+        kinds = block_kinds(self._built)
         first = {kind: self._blocks[kinds.index(kind)] for kind in set(kinds)}
         noted = self._seen.attention
         unseen = () if noted else self._attention_by_settings()
@@ -305,7 +309,7 @@ class _Reader:
             yield Block(
                 name=self._modules[block],
                 kind=kinds[number],
-                experts=max(map(_count, experts), default=0),
+                experts=max(map(_expert_count, experts), default=0),
                 experts_per_token=max(map(self._chosen_of, experts), default=0),
                 attention=tuple(noted[m] for m in like.modules() if m in noted) or unseen,
             )
@@ -355,7 +359,7 @@ class _Reader:
         return Role.bias if own.endswith("bias") else Role.weight
 
 
-def _drawn_whole(built: PreTrainedModel) -> str:
+def _non_shardable_parameter(built: PreTrainedModel) -> str:
     """Return the first parameter that cannot be drawn in parts, or an empty string."""
     try:
         parameter_initializers(built)
@@ -366,23 +370,23 @@ def _drawn_whole(built: PreTrainedModel) -> str:
     return ""
 
 
-def _turns_by_length(module: nn.Module) -> bool:
+def _rope_depends_on_length(module: nn.Module) -> bool:
     """Whether the module is a rotary embedding that depends on the sequence length."""
     kinds = getattr(module, "rope_type", None)  # some modules have one per layer type
     return not {*(kinds.values() if isinstance(kinds, dict) else [kinds])}.isdisjoint(BY_LENGTH)
 
 
-def kinds_of(built: PreTrainedModel) -> list[int]:
+def block_kinds(built: PreTrainedModel) -> list[int]:
     """Return each block's kind; blocks with equal tensor shapes and settings share one."""
     known: dict[Hashable, int] = {}
     types = getattr(built.config, "layer_types", None) or ()
     return [
-        known.setdefault((_signature(block), *types[number : number + 1]), len(known))
+        known.setdefault((_block_signature(block), *types[number : number + 1]), len(known))
         for number, block in enumerate(decoder_blocks(built))
     ]
 
 
-def _signature(block: nn.Module) -> Hashable:
+def _block_signature(block: nn.Module) -> Hashable:
     tensors = tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters())
     settings = tuple(
         (name, key, value)
@@ -403,7 +407,7 @@ def skip_duplicate_blocks(built: PreTrainedModel) -> dict[nn.Module, int]:
     Returns:
         The blocks that compute, each with the number of blocks of its kind.
     """
-    kinds, found = kinds_of(built), decoder_blocks(built)
+    kinds, found = block_kinds(built), decoder_blocks(built)
     first: dict[int, nn.Module] = {}
     results: dict[nn.Module, Any] = {}
 
@@ -423,11 +427,11 @@ def skip_duplicate_blocks(built: PreTrainedModel) -> dict[nn.Module, int]:
     return {block: kinds.count(kind) for kind, block in first.items()}
 
 
-def _experts(built: nn.Module) -> list[nn.Module]:
-    return [module for module in built.modules() if _count(module)]
+def _expert_modules(built: nn.Module) -> list[nn.Module]:
+    return [module for module in built.modules() if _expert_count(module)]
 
 
-def _count(module: nn.Module) -> int:
+def _expert_count(module: nn.Module) -> int:
     """Return the number of experts in a module of experts; 0 for any other module."""
     if isinstance(module, nn.ModuleList):
         names = {type(child).__name__ for child in module}
@@ -438,7 +442,7 @@ def _count(module: nn.Module) -> int:
     return count if is_fused and "Experts" in type(module).__name__ else 0
 
 
-def attentions(code: type[PreTrainedModel]) -> tuple[str, ...]:
+def supported_attentions(code: type[PreTrainedModel]) -> tuple[str, ...]:
     """Return the values of `model.attention` that a transformers class supports."""
     has = {
         AttentionKind.sdpa: code._supports_sdpa,

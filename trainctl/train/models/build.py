@@ -55,9 +55,9 @@ def materialise(
         The pieces of the real parameters.
     """
     pieces = whole_pieces(model) if pieces is None else pieces
-    make = make or partial(_whole, device)
+    make = make or partial(_whole_shard, device)
     filled: dict[nn.Parameter, nn.Parameter] = {}
-    for module, attribute, meta in _slots(model):
+    for module, attribute, meta in _parameter_places(model):
         if meta not in filled:
             piece = pieces[meta]
             read = partial(source.read, piece.name, piece.shape)
@@ -76,7 +76,7 @@ def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
             buffer.tensor.copy_(values.view(buffer.tensor.shape))
 
 
-def _whole(
+def _whole_shard(
     device: torch.device, meta: nn.Parameter, piece: ParameterPiece, read: Read
 ) -> nn.Parameter:
     """Return this rank's shard of a parameter, unpartitioned."""
@@ -84,7 +84,7 @@ def _whole(
     return nn.Parameter(data, requires_grad=meta.requires_grad)
 
 
-def _slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _parameter_places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return every place of a parameter in the module tree; a tied parameter has several."""
     return [
         (module, attribute, parameter)

@@ -32,8 +32,8 @@ from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
 from trainctl.train.adapters.layers import Merged
-from trainctl.train.adapters.quantized import dequantized
-from trainctl.train.checkpoint.content import Checkpoint, weights_of
+from trainctl.train.adapters.quantized import dequantized_source
+from trainctl.train.checkpoint.content import Checkpoint, find_weights_checkpoint
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, WeightSource
 
 Shapes = Mapping[str, list[int]]
@@ -95,7 +95,7 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
         drawn = SeedWeights.of(model, whole.skeleton, seed)
         return Base(drawn, {"kind": "seed", "seed": seed, "sha256": drawn.initializers_digest})
     folder = Path(model.initial_weights).expanduser()
-    checkpoint = weights_of(folder, process)
+    checkpoint = find_weights_checkpoint(folder, process)
     if checkpoint is not None:
         facts: dict[str, Any] = {"kind": "checkpoint", "path": str(checkpoint.path.resolve())}
         facts["sha256"] = digest(checkpoint.manifest)
@@ -203,7 +203,7 @@ def whole_weights(
     base = recorded_base(manifest["base"], whole, kept=kept, process=process)
     if adapter is None:
         return OverlayWeights(checkpoint, expected, base.source)
-    own = dequantized(base.source, whole.config, adapter)
+    own = dequantized_source(base.source, whole.config, adapter)
     if not merges:
         return OverlayWeights(checkpoint, expected, own)
     source = OverlayWeights(checkpoint, trained, own) if trained else own

@@ -26,15 +26,17 @@ def main() -> None:
     """Read the question, and write the answer: what was found, or the error."""
     asked = json.load(sys.stdin)
     with redirect_stdout(sys.stderr):  # a directory's own code may print
-        answer = _compare_weights(asked) if "weights" in asked else _inspect(asked)
+        answer = _compare_weights(asked) if "weights" in asked else _answer_request(asked)
     print(json.dumps(answer))
 
 
-def _inspect(asked: dict[str, Any]) -> dict[str, Any]:
+def _answer_request(asked: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # warnings of libraries during import
     config = from_plain(RunConfig, asked["config"])
     try:
-        return {"found": _look(Question(asked["question"]), config, Path(asked["folder"]))}
+        return {
+            "found": _answer_question(Question(asked["question"]), config, Path(asked["folder"]))
+        }
     except TrainctlError as error:
         (found,) = error.findings or (
             Finding(
@@ -48,7 +50,7 @@ def _inspect(asked: dict[str, Any]) -> dict[str, Any]:
         return {"error": asdict(found)}
 
 
-def _look(question: Question, config: RunConfig, folder: Path) -> Any:
+def _answer_question(question: Question, config: RunConfig, folder: Path) -> Any:
     try:
         from trainctl.data.user_functions import make_importable
         from trainctl.train.models.anatomy import anatomy

@@ -45,20 +45,20 @@ def compile_blocks(model: nn.Module) -> int:
         if layer.gradient_checkpointing:
             # Set by `recompute.wrap_blocks`.
             recompute = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = replace(recompute, inner=_compiled)
+            layer._gradient_checkpointing_func = replace(recompute, inner=_compile_block_call)
         else:
             layer.compile(dynamic=False)
     return len(layers)
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_block_call(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a block's call, bound by `functools.partial`, with its function compiled."""
     assert isinstance(forward, partial)
-    return partial(_compiled_function(forward.func), *forward.args, **forward.keywords)
+    return partial(_compile_function(forward.func), *forward.args, **forward.keywords)
 
 
 @cache
-def _compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
@@ -92,12 +92,12 @@ def tile_feed_forward(model: nn.Module, tiles: int) -> int:
             )
         # On the instance: the module's hooks, which gather and reduce, run once around all tiles.
         (module,) = found
-        module.forward = _tiled(module, module.forward, tiles)
+        module.forward = _tile_forward(module, module.forward, tiles)
     return len(layers)
 
 
-def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callable[..., Any]:
-    drops = any(_drops(part) for part in module.modules())
+def _tile_forward(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callable[..., Any]:
+    drops = any(_has_dropout(part) for part in module.modules())
 
     def in_tiles(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """Run `forward` on tiles. Every argument, and the result, has one row per token."""
@@ -107,20 +107,20 @@ def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callab
         run = forward
         if torch.is_grad_enabled():
             run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=drops)
-        cut = (_cut(tensor, tiles) for tensor in (hidden, *others))
+        cut = (_split_into_tiles(tensor, tiles) for tensor in (hidden, *others))
         results = [run(*tile) for tile in zip(*cut, strict=True)]
         return torch.cat(results, dim=1).view(*hidden.shape[:-1], -1)
 
     return in_tiles
 
 
-def _drops(part: nn.Module) -> bool:
+def _has_dropout(part: nn.Module) -> bool:
     """Return True if the module has dropout; an adapter may have its own."""
     share = part.p if isinstance(part, nn.Dropout) else 0.0
     return max(share, part.lora_dropout if isinstance(part, LoraLayer) else 0.0) > 0
 
 
-def _cut(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, ...]:
+def _split_into_tiles(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, ...]:
     """Return the tiles, each (1, tokens of a tile, width).
 
     Uses `split` rather than slices, so that the gradients are collected in one tensor.

@@ -130,7 +130,7 @@ class Recompute:
 
     def _both(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = self.contexts()
-        return first, _repeating(again)
+        return first, _mark_recomputing(again)
 
     def _input_hooks(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """Return hooks that offload or slice the block's input.
@@ -154,7 +154,7 @@ class Recompute:
 
 
 @contextmanager
-def _repeating(inside: AbstractContextManager[Any]) -> Iterator[None]:
+def _mark_recomputing(inside: AbstractContextManager[Any]) -> Iterator[None]:
     token = _repeats.set(True)
     try:
         with inside:
@@ -235,7 +235,7 @@ class _SaveOutputs(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        written = {_storage(tensor) for tensor in _written(func, args, kwargs)}
+        written = {_storage_address(tensor) for tensor in _changed_tensors(func, args, kwargs)}
         if written:
             self._copy(written)
         output = func(*args, **kwargs)
@@ -247,7 +247,7 @@ class _SaveOutputs(TorchDispatchMode):
         for item in self._kept:
             item.output = tree_map_only(
                 torch.Tensor,
-                lambda tensor: tensor.clone() if _storage(tensor) in written else tensor,
+                lambda tensor: tensor.clone() if _storage_address(tensor) in written else tensor,
                 item.output,
             )
 
@@ -273,25 +273,27 @@ class _ReplaySaved(TorchDispatchMode):
         return self._kept.popleft().output
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _changed_tensors(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operation changes. A collective yields all its tensors, since its
     schema does not say which ones it changes.
     """
     if getattr(func, "namespace", "") == "c10d":
-        yield from _tensors((args, kwargs))
+        yield from _tensor_leaves((args, kwargs))
     # OpOverload and its schema have no public names.
     elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[index] if index < len(args) else kwargs.get(argument.name)
-                yield from _tensors(given)
+                yield from _tensor_leaves(given)
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensor_leaves(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

@@ -37,10 +37,10 @@ from trainctl.memory.traced import TracedModel, block_part
 from trainctl.options.precision import precision_of
 from trainctl.plan.settings import formats
 from trainctl.train.models.anatomy import (
-    attentions,
+    anatomy_of_built,
     require_blocks,
     skip_duplicate_blocks,
-    structure,
+    supported_attentions,
 )
 from trainctl.train.models.model import (
     TORCH_TYPES,
@@ -69,7 +69,8 @@ def trace(config: RunConfig) -> TracedModel:
             recorder = Recorder(model, skip_duplicate_blocks(model))
             _forward(model, config, recorder)
             return TracedModel(
-                anatomy=structure(model, config.model), block=_mean(recorder, config)
+                anatomy=anatomy_of_built(model, config.model),
+                block=_mean_of_blocks(recorder, config),
             )
 
 
@@ -80,8 +81,8 @@ def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> N
     tokens = torch.zeros(1, config.training.sequence_length, dtype=torch.long)
     with (
         recorder,
-        _documents_are_not_looked_for(config),
-        _experts_of_any_format(),
+        _skip_document_search(config),
+        _allow_any_expert_format(),
         torch.autocast("cpu", autocast, enabled=precision.autocast),
     ):
         model(input_ids=tokens, use_cache=False)
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self._counts = counts
         self.blocks: list[Traced] = []
         self._part: str | None = None
-        self._weights = {_storage(tensor) for tensor in model.parameters()}
+        self._weights = {_storage_id(tensor) for tensor in model.parameters()}
         # Tensors by storage key; holding the tensor keeps its key from being reused.
         self._ignored: dict[int, torch.Tensor] = {}
         self._seen: dict[int, torch.Tensor] = {}
@@ -135,7 +136,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.name() == "aten::_to_copy" and _storage(args[0]) in self._weights:
+        if func.name() == "aten::_to_copy" and _storage_id(args[0]) in self._weights:
             self._ignore(output)  # autocast's copy of a weight: counted with the weights
         if self._part is not None and func.name() in SAVED_OPERATIONS:
             results = output if isinstance(output, tuple) else (output,)
@@ -171,7 +172,7 @@ class Recorder(TorchDispatchMode):
     def _entering(self, part: str) -> Any:
         def enter(child: nn.Module, args: Any, kwargs: Any) -> None:
             # The input is a norm's output, and the closed form counts it with the norms.
-            self._owners |= {_storage(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
+            self._owners |= {_storage_id(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
             self._part = part
 
         return enter
@@ -180,7 +181,7 @@ class Recorder(TorchDispatchMode):
         self._part = "norms"
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
+        key = _storage_id(tensor)
         if self._part is not None and key not in self._ignored and key not in self._seen:
             self._seen[key] = tensor.detach()
             size = tensor.untyped_storage().nbytes()
@@ -188,11 +189,11 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def _ignore(self, tensor: torch.Tensor) -> None:
-        self._ignored[_storage(tensor)] = tensor
+        self._ignored[_storage_id(tensor)] = tensor
 
 
 @contextmanager
-def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
+def _skip_document_search(config: RunConfig) -> Iterator[None]:
     """Keep transformers from looking for packed documents, unless documents are masked.
 
     The search looks at the positions, which have no values here. In training, transformers
@@ -208,7 +209,7 @@ def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _experts_of_any_format() -> Iterator[None]:
+def _allow_any_expert_format() -> Iterator[None]:
     """Let transformers multiply experts that are not in bf16 one after the other.
 
     torch's grouped product accepts other formats on devices, but computes the shapes of fake
@@ -246,11 +247,11 @@ def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> Attent
     if model.attention is not AttentionKind.flash_attention_2:
         return model.attention
     code = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    has_sdpa = code is None or AttentionKind.sdpa.value in attentions(code)
+    has_sdpa = code is None or AttentionKind.sdpa.value in supported_attentions(code)
     return AttentionKind.sdpa if has_sdpa else AttentionKind.eager
 
 
-def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
+def _mean_of_blocks(recorder: Recorder, config: RunConfig) -> BlockActivations:
     """Return the mean of all blocks, in bytes per token.
 
     The gradients that live within a block are taken from the closed form. Without one, the
@@ -293,7 +294,7 @@ def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
     )
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     # Fake tensors have no address; this identifies the storage object.
     return int(tensor.untyped_storage()._cdata)
 

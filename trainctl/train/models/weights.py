@@ -334,13 +334,15 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, names: dict[nn.Parameter, str]) -> None:
         super().__init__()
         self.laws: Initializers = {}
-        self._known = {_storage(parameter): (name, parameter) for parameter, name in names.items()}
+        self._known = {
+            _storage_id(parameter): (name, parameter) for parameter, name in names.items()
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = _run_operation(func, args, kwargs)
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor):
-            found = self._known.get(_storage(target))
+            found = self._known.get(_storage_id(target))
             if found is not None:
                 self._note(*found, target, func, args[1:])
         return output
@@ -376,5 +378,5 @@ def _repeatable(args: tuple[Any, ...]) -> bool:
     return all(arg is None or isinstance(arg, int | float) for arg in args)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

@@ -47,7 +47,7 @@ class AdamW8bit(AdamLike):
             return {}
         if not _is_quantised(part):
             return dict.fromkeys(MOMENTS, (part.start, part.end, True))
-        first, last = _blocks(part.start, part.end)
+        first, last = _block_range(part.start, part.end)
         return {f"{moment}.scale": (first, last, True) for moment in MOMENTS}
 
     def update(
@@ -63,7 +63,7 @@ class AdamW8bit(AdamLike):
         corrections = [1 - beta**step for beta in betas]
         lr, decay = group["lr"], group["weight_decay"]
         shared = self._shared_scales(tensor, gradient, betas)
-        for part in (stretch for whole in self.parts(tensor) for stretch in _stretches(whole)):
+        for part in (stretch for whole in self.parts(tensor) for stretch in _spans(whole)):
             values, slope = part.of(weights), part.of(gradient)
             moments = [
                 self._moment(tensor, part, moment, slope, beta)
@@ -101,10 +101,10 @@ class AdamW8bit(AdamLike):
         if not _is_quantised(part):
             return self.side(tensor, part, moment)
         codes = part.of(self.elementwise(tensor, f"{moment}.codes"))
-        table = _table(moment, tensor.device)
+        table = _code_table(moment, tensor.device)
         scale = self._scale(tensor, part, moment)
-        values = dequant_with_qmap(_in_blocks(codes, part), table, scale)
-        return _out_of_blocks(values, part)
+        values = dequant_with_qmap(_to_block_rows(codes, part), table, scale)
+        return _from_block_rows(values, part)
 
     def _keep(
         self,
@@ -117,22 +117,22 @@ class AdamW8bit(AdamLike):
         if not _is_quantised(part):
             self.side(tensor, part, moment).copy_(values)
             return
-        blocks = _in_blocks(values, part)
+        blocks = _to_block_rows(values, part)
         scale = blocks.abs().amax(dim=1)
-        first, last = _blocks(part.start, part.end)
+        first, last = _block_range(part.start, part.end)
         for block in {first, last - 1}:
             if (part.name, moment, block) in shared:
                 scale[block - first] = shared[part.name, moment, block]
         scale.clamp_(min=SMALLEST_SCALE)
-        codes = quantize_8bit_with_qmap(blocks / scale[:, None], _table(moment, tensor.device))
-        part.of(self.elementwise(tensor, f"{moment}.codes")).copy_(_out_of_blocks(codes, part))
+        codes = quantize_8bit_with_qmap(blocks / scale[:, None], _code_table(moment, tensor.device))
+        part.of(self.elementwise(tensor, f"{moment}.codes")).copy_(_from_block_rows(codes, part))
         self._scale(tensor, part, moment).copy_(scale)
 
     def _scale(self, tensor: torch.Tensor, part: ParameterPart, moment: str) -> torch.Tensor:
         """Return a view of the scales of a stretch's blocks."""
         whole = next(each for each in self.parts(tensor) if each.name == part.name)
-        first, last = _blocks(part.start, part.end)
-        before, _ = _blocks(whole.start, whole.end)
+        first, last = _block_range(part.start, part.end)
+        before, _ = _block_range(whole.start, whole.end)
         return self.side(tensor, whole, f"{moment}.scale")[first - before : last - before]
 
     def _shared_scales(
@@ -147,7 +147,7 @@ class AdamW8bit(AdamLike):
             low, high = max(part.start, block * BLOCK), min(part.end, (block + 1) * BLOCK)
             if low >= high:
                 continue
-            stretch = _stretch(part, low, high)
+            stretch = _span(part, low, high)
             slope = stretch.of(gradient)
             for column, (moment, beta) in enumerate(zip(MOMENTS, betas, strict=True)):
                 values = self._moment(tensor, stretch, moment, slope, beta)
@@ -164,21 +164,21 @@ def _is_quantised(part: ParameterPart) -> bool:
     return part.shape.numel() >= SMALLEST
 
 
-def _stretches(part: ParameterPart) -> Iterator[ParameterPart]:
+def _spans(part: ParameterPart) -> Iterator[ParameterPart]:
     """Yield the part in stretches of at most `AT_ONCE` elements, cut at block borders."""
     for low in range(part.start - part.start % BLOCK, part.end, AT_ONCE):
         high = min(low + AT_ONCE, part.end)
-        yield _stretch(part, max(low, part.start), high)
+        yield _span(part, max(low, part.start), high)
 
 
-def _stretch(part: ParameterPart, start: int, end: int) -> ParameterPart:
+def _span(part: ParameterPart, start: int, end: int) -> ParameterPart:
     """Return the part limited to elements [start, end)."""
     ranges = list(part.ranges)
     ranges[part.index] = (start, end)
     return replace(part, ranges=tuple(ranges), offset=part.offset + start - part.start)
 
 
-def _blocks(start: int, end: int) -> tuple[int, int]:
+def _block_range(start: int, end: int) -> tuple[int, int]:
     """Return the range of blocks, [first, last), that covers a range of elements."""
     return start // BLOCK, -(-end // BLOCK)
 
@@ -191,9 +191,9 @@ def _cut_blocks(part: ParameterPart) -> list[int]:
     return sorted({border // BLOCK for border in borders if border % BLOCK})
 
 
-def _in_blocks(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
+def _to_block_rows(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
     """Return the part's elements on this replica as one row per block, padded with zeros."""
-    first, last = _blocks(part.start, part.end)
+    first, last = _block_range(part.start, part.end)
     if part.numel == (last - first) * BLOCK:
         return values.reshape(-1, BLOCK)
     padded = values.new_zeros((last - first) * BLOCK)
@@ -201,13 +201,13 @@ def _in_blocks(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
     return padded.view(-1, BLOCK)
 
 
-def _out_of_blocks(blocks: torch.Tensor, part: ParameterPart) -> torch.Tensor:
+def _from_block_rows(blocks: torch.Tensor, part: ParameterPart) -> torch.Tensor:
     first = part.start // BLOCK
     return blocks.view(-1)[part.start - first * BLOCK : part.end - first * BLOCK]
 
 
 @cache
-def _table(moment: str, device: torch.device) -> torch.Tensor:
+def _code_table(moment: str, device: torch.device) -> torch.Tensor:
     """Return the values of the 256 codes; those of the second moment are not negative."""
     return torch.tensor(create_dynamic_map(signed=moment == MOMENTS[0]), device=device)
 

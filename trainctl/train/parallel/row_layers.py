@@ -27,7 +27,7 @@ class RowLinear(nn.Linear):
         return F.linear(input, self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = _leave(self.product(input), self.axis, self.sequence_sharded)
+        output = _reduce_output(self.product(input), self.axis, self.sequence_sharded)
         return output if self.bias is None else output + self.bias
 
 
@@ -42,7 +42,7 @@ class RowConv1D(Conv1D):
         return x @ self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _leave(self.product(x), self.axis, self.sequence_sharded) + self.bias
+        return _reduce_output(self.product(x), self.axis, self.sequence_sharded) + self.bias
 
 
 class LoraRow(LoraLayer):
@@ -82,7 +82,7 @@ def row_class(row: nn.Module, kind: type) -> type:
     return type(kind.__name__, (adapter, kind), {})
 
 
-def _leave(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.Tensor:
+def _reduce_output(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.Tensor:
     leave = ReduceScatter if sequence_sharded else Reduce
     result: torch.Tensor = leave.apply(partial, axis)
     return result
@@ -93,14 +93,14 @@ Transformation = Callable[[torch.Tensor, Axis], torch.Tensor]
 _SEQUENCE_DIM = 1
 
 
-def sum_over(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the sum over the axis, on every rank of it."""
     result = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=axis.group)
     return result
 
 
-def gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
     """Return the ranks' tensors concatenated along `dim`, on every rank."""
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in axis.ranks]
@@ -108,12 +108,12 @@ def gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.
     return torch.cat(parts, dim=dim)
 
 
-def part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
+def split_for_rank(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
     """Return this rank's equal part along `dim`, by default of the sequence."""
     return tensor.chunk(axis.size, dim=dim)[axis.index].contiguous()
 
 
-def sum_part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
     """Return this rank's equal part, along `dim`, of the sum over the axis."""
     parts = [piece.contiguous() for piece in tensor.chunk(axis.size, dim=dim)]
     result = torch.empty_like(parts[0])
@@ -121,11 +121,11 @@ def sum_part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torc
     return result
 
 
-def _same(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _identity(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _function(there: Transformation, back: Transformation, meaning: str) -> Any:
+def _paired_function(there: Transformation, back: Transformation, meaning: str) -> Any:
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[override]
@@ -140,14 +140,24 @@ def _function(there: Transformation, back: Transformation, meaning: str) -> Any:
     return Pair
 
 
-Copy = _function(_same, sum_over, "Into a region: every rank uses the whole input.")
-Reduce = _function(sum_over, _same, "Out of a region: the ranks' partial results are summed.")
-GatherToRegion = _function(gather, sum_part, "Into a region, from parts of the sequence.")
-ReduceScatter = _function(sum_part, gather, "Out of a region, to parts of the sequence.")
-GatherWidth = _function(
-    partial(gather, dim=-1),
-    partial(sum_part, dim=-1),
+Copy = _paired_function(_identity, all_reduce, "Into a region: every rank uses the whole input.")
+Reduce = _paired_function(
+    all_reduce, _identity, "Out of a region: the ranks' partial results are summed."
+)
+GatherToRegion = _paired_function(
+    all_gather, reduce_scatter, "Into a region, from parts of the sequence."
+)
+ReduceScatter = _paired_function(
+    reduce_scatter, all_gather, "Out of a region, to parts of the sequence."
+)
+GatherWidth = _paired_function(
+    partial(all_gather, dim=-1),
+    partial(reduce_scatter, dim=-1),
     "The ranks' columns side by side, of which each goes on with a part.",
 )
-Scatter = _function(part, gather, "From the whole sequence to this rank's part.")
-GatherSequence = _function(gather, part, "From the ranks' parts to the whole sequence on each.")
+Scatter = _paired_function(
+    split_for_rank, all_gather, "From the whole sequence to this rank's part."
+)
+GatherSequence = _paired_function(
+    all_gather, split_for_rank, "From the ranks' parts to the whole sequence on each."
+)

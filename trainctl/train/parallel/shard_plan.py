@@ -108,13 +108,17 @@ class ShardPlan:
                 requested.
         """
         if not self.regions:
-            raise _refusal(model, "transformers has no plan of its matrices for tensor ranks")
+            raise _not_shardable_error(
+                model, "transformers has no plan of its matrices for tensor ranks"
+            )
         if not sequence_sharded_norms:
             return
         if any(region.is_experts for region in self.regions):
-            raise _refusal(model, "its routers need the whole sequence")
+            raise _not_shardable_error(model, "its routers need the whole sequence")
         if len({region.module.split(".")[0] for region in self.regions}) < 2:
-            raise _refusal(model, "attention or feed-forward layers need the whole sequence")
+            raise _not_shardable_error(
+                model, "attention or feed-forward layers need the whole sequence"
+            )
 
 
 def shard_plan_of(model: PreTrainedModel) -> ShardPlan:
@@ -184,24 +188,26 @@ def from_plans(model: PreTrainedModel) -> ShardPlan:
     styles = own.tensor if own and own.tensor else config.base_model_tp_plan or {}
     decoder = model.base_model
     parts = {name: getattr(decoder, name, None) for name in order}
-    blocks = _only(model, (n for n, part in parts.items() if isinstance(part, nn.ModuleList)))
+    blocks = _require_single(
+        model, (n for n, part in parts.items() if isinstance(part, nn.ModuleList))
+    )
     before, after = order[: order.index(blocks)], order[order.index(blocks) + 1 :]
     looked_up = model.get_input_embeddings()
-    embedding = _only(model, (name for name in before if parts[name] is looked_up))
+    embedding = _require_single(model, (name for name in before if parts[name] is looked_up))
     return ShardPlan(
         decoder=model.base_model_prefix,
         embedding=embedding,
         entry=tuple(name for name in before if name != embedding),
         blocks=blocks,
-        final_norm=_only(model, iter(after)),
-        head=_only(
+        final_norm=_require_single(model, iter(after)),
+        head=_require_single(
             model, (n for n, m in model.named_children() if m is model.get_output_embeddings())
         ),
-        regions=_regions(model, getattr(decoder, blocks), f"{blocks}.*.", styles),
+        regions=_find_regions(model, getattr(decoder, blocks), f"{blocks}.*.", styles),
     )
 
 
-def _regions(
+def _find_regions(
     model: PreTrainedModel, blocks: nn.ModuleList, prefix: str, styles: Mapping[str, str]
 ) -> tuple[Region, ...]:
     by_module: dict[str, dict[str, str]] = {}
@@ -210,13 +216,15 @@ def _regions(
             continue
         module, _, leaf = name.removeprefix(prefix).rpartition(".")
         if not name.startswith(prefix) or not module:
-            raise _refusal(model, f"its plan cuts {name}, outside of the blocks' modules")
+            raise _not_shardable_error(
+                model, f"its plan cuts {name}, outside of the blocks' modules"
+            )
         by_module.setdefault(module, {})[leaf] = style
     found = []
     for module, parts in by_module.items():
         block = next((block for block in blocks if has_parts(block, module, parts)), None)
         if block is not None:
-            found.append(_region(model, module, block.get_submodule(module), parts))
+            found.append(_make_region(model, module, block.get_submodule(module), parts))
     return tuple(found)
 
 
@@ -229,11 +237,11 @@ def has_parts(block: nn.Module, module: str, parts: Mapping[str, str] | tuple[st
     return all(getattr(block, part, None) is not None for part in parts)
 
 
-def _region(
+def _make_region(
     model: PreTrainedModel, path: str, module: nn.Module, parts: Mapping[str, str]
 ) -> Region:
     """Return the region that a module's styles describe, given its shapes."""
-    row = _only(model, (name for name, style in parts.items() if style in ROW))
+    row = _require_single(model, (name for name, style in parts.items() if style in ROW))
     is_experts = isinstance(getattr(module, row), nn.Parameter)
     cut = [name for name, style in parts.items() if style in COLUMN + GATHERED]
     values = (
@@ -244,10 +252,10 @@ def _region(
     strange = set(parts) - {*cut, row, *per_head}
     if strange or not columns:
         what = ", ".join(f"{path}.{name}: {parts[name]}" for name in sorted(strange)) or path
-        raise _refusal(model, f"its plan has styles that are not known here ({what})")
+        raise _not_shardable_error(model, f"its plan has styles that are not known here ({what})")
     known = {*cut, row, *per_head}
     if is_experts:
-        _all_known(model, path, module, known | {f"{row}_bias"})
+        _require_known_styles(model, path, module, known | {f"{row}_bias"})
         fused = 2 if parts[columns[0]] == "packed_colwise" else 1
         return Region(path, columns, row, fused=fused, is_experts=True)
     across: tuple[str, ...] = ()
@@ -265,9 +273,9 @@ def _region(
         fused, rest = divmod(width, getattr(module, row).in_features)
         is_uneven = getattr(module, "num_key_value_groups", 1) != 1
         if rest and not is_uneven:
-            raise _refusal(model, f"{path}.{columns[0]} has unequal parts")
+            raise _not_shardable_error(model, f"{path}.{columns[0]} has unequal parts")
         fused = 1 if is_uneven else fused
-    _all_known(model, path, module, known | set(across))
+    _require_known_styles(model, path, module, known | set(across))
     return Region(
         path,
         columns,
@@ -280,20 +288,24 @@ def _region(
     )
 
 
-def _all_known(model: PreTrainedModel, path: str, module: nn.Module, known: set[str]) -> None:
+def _require_known_styles(
+    model: PreTrainedModel, path: str, module: nn.Module, known: set[str]
+) -> None:
     """Refuse a region with a parameter that the plan does not mention."""
     for name, _ in module.named_parameters():
         if name.split(".")[0] not in known:
-            raise _refusal(model, f"its plan does not say how {path}.{name} is cut")
+            raise _not_shardable_error(model, f"its plan does not say how {path}.{name} is cut")
 
 
-def _only(model: PreTrainedModel, found: object) -> str:
+def _require_single(model: PreTrainedModel, found: object) -> str:
     names = list(found)  # type: ignore[call-overload]
     if len(names) != 1:
-        raise _refusal(model, "transformers does not say in which order its parts follow")
+        raise _not_shardable_error(
+            model, "transformers does not say in which order its parts follow"
+        )
     name: str = names[0]
     return name
 
 
-def _refusal(model: PreTrainedModel, why: str) -> TrainctlError:
+def _not_shardable_error(model: PreTrainedModel, why: str) -> TrainctlError:
     return TrainctlError(f"{model.config.model_type} cannot be cut: {why}", hint="parallelism=data")

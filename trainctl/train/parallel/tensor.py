@@ -36,9 +36,9 @@ from trainctl.train.parallel.row_layers import (
     RowConv1D,
     RowLinear,
     Scatter,
-    gather,
+    all_gather,
+    all_reduce,
     row_class,
-    sum_over,
 )
 from trainctl.train.parallel.shard_plan import has_parts, shard_plan_of
 
@@ -210,7 +210,7 @@ def vocabulary_parallel_cross_entropy(
 def gather_vocabulary(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Return the logits of the whole vocabulary on all tensor ranks, without a gradient."""
     padded = F.pad(logits.detach(), (0, vocabulary.share - vocabulary.count))
-    return gather(padded, vocabulary.axis, dim=-1)[..., : vocabulary.size]
+    return all_gather(padded, vocabulary.axis, dim=-1)[..., : vocabulary.size]
 
 
 class ExpertsWithBias(nn.Module):
@@ -386,13 +386,13 @@ class _CrossEntropy(torch.autograd.Function):
         largest = logits.max(dim=-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
         exponentials = (logits - largest[..., None]).exp_()
-        total = sum_over(exponentials.sum(dim=-1), axis)
+        total = all_reduce(exponentials.sum(dim=-1), axis)
         local = labels - vocabulary.first
         other = (local < 0) | (local >= vocabulary.count)
         local = local.masked_fill(other, 0)[..., None]
         target = logits.gather(-1, local).squeeze(-1).masked_fill(other, 0.0)
         normalisers = total.log() + largest
-        losses = normalisers - sum_over(target, axis)
+        losses = normalisers - all_reduce(target, axis)
         counts = labels != ignored
         normalisers = normalisers.masked_fill(~counts, 0.0)
         probabilities = exponentials.div_(total[..., None])
