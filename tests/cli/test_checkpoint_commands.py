@@ -22,7 +22,7 @@ from trainctl.runs.checkpoint_selection import choose_checkpoint
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
-from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.runs.status import Request, pending_requests, withdraw_request
 
 FILE_BYTES = 8 + 992 + 4 * 1500
 

@@ -27,8 +27,16 @@ from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.logs import LogFollower
 from trainctl.runs.records import EventWriter
-from trainctl.runs.requests import Request, is_requested
-from trainctl.runs.status import SchedulerJob, State, Status, read_status, write_job, write_status
+from trainctl.runs.status import (
+    Request,
+    SchedulerJob,
+    State,
+    Status,
+    is_requested,
+    read_status,
+    write_job,
+    write_status,
+)
 
 HOSTS = ("node-a", "node-b")
 HOLD = """
@@ -430,8 +438,8 @@ def test_stop_now_does_not_wait_for_ever_for_what_nothing_ends(
     container.
     """
     grace = read_plan(paths.attempt(1).plan).config.launcher.grace_seconds
-    monkeypatch.setattr("trainctl.launch.run_control._KILL_PATIENCE_SECONDS", 0.2 - grace)
-    monkeypatch.setattr("trainctl.launch.run_control._FORCE_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("trainctl.launch.stop._KILL_PATIENCE_SECONDS", 0.2 - grace)
+    monkeypatch.setattr("trainctl.launch.stop._FORCE_PATIENCE_SECONDS", 0.2)
     with held(paths, FOR_EVER):
         assert run(["runs", "stop", "--now", str(paths.root)]) == ExitCode.run_state
     assert "does not end: process" in capsys.readouterr().err

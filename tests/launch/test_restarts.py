@@ -20,8 +20,7 @@ from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.processes import RunTag
 from trainctl.runs.records import EventWriter
-from trainctl.runs.requests import Request, file_request, pending_requests
-from trainctl.runs.status import State, read_status
+from trainctl.runs.status import Request, State, file_request, pending_requests, read_status
 
 FAILED = Outcome(exit_code=137, state=State.failed, message="killed", is_transient=True)
 FINAL = Outcome(exit_code=4, state=State.failed, message="port taken")

@@ -35,7 +35,7 @@ from trainctl.launch.ssh import render
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.node_entry import encode_command
+from trainctl.runs.processes import encode_command
 from trainctl.search.assess import assess
 
 HOSTILE = "$(touch PWNED); `touch PWNED`; '\"\\ \n touch PWNED #"
@@ -117,7 +117,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
     )
     line = encode_command((sys.executable, "-c", show, HOSTILE), {"X": HOSTILE}, folder)
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainctl.runs.node_entry"],
+        [sys.executable, "-P", "-m", "trainctl.runs.processes", "exec"],
         input=line + b"what follows",
         capture_output=True,
         cwd="/",
@@ -127,7 +127,9 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == [folder.name]
     gone = encode_command(("true",), {}, tmp_path / "gone")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainctl.runs.node_entry"], input=gone, capture_output=True
+        [sys.executable, "-P", "-m", "trainctl.runs.processes", "exec"],
+        input=gone,
+        capture_output=True,
     )
     assert done.returncode == 4 and b"gone is not there: No such file" in done.stderr
 

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.requests import (
+from trainctl.runs.status import (
     Request,
     file_request,
     is_requested,

@@ -11,7 +11,7 @@ import typer
 from trainctl.cli.arguments import Json, NamedRun, Run
 from trainctl.cli.console import Meter, print_json, print_table, put, say, size_text
 from trainctl.errors import ExitCode
-from trainctl.launch.run_control import save_now
+from trainctl.launch.stop import save_now
 from trainctl.runs.checkpoint_selection import describe_checkpoints, require_another, select
 from trainctl.runs.checkpoint_selection import verify as problems_of
 from trainctl.runs.checkpoints import clean_temporary, delete

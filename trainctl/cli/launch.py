@@ -48,12 +48,18 @@ from trainctl.config.compose import Composed, recompose
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings, with_script_arguments
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, cores
-from trainctl.launch.launchers import has_scheduler, launch_function, render
+from trainctl.launch.interface import (
+    AttemptRequest,
+    LaunchRequest,
+    Outcome,
+    cores,
+    has_scheduler,
+    launch_function,
+    render,
+)
 from trainctl.launch.local import require_space
-from trainctl.launch.planning import Planned, compose, plan
+from trainctl.launch.planning import Planned, checkpoint_bytes, compose, machine_findings, plan
 from trainctl.launch.processes import start_in_background
-from trainctl.launch.readiness import checkpoint_bytes, machine_findings
 from trainctl.launch.resume import (
     PlannedResume,
     check_same_model,
@@ -62,7 +68,7 @@ from trainctl.launch.resume import (
     why_done,
 )
 from trainctl.plan.types import RunPlan
-from trainctl.runs.attempts import effective_attempt
+from trainctl.runs.attempts import changes_text, effective_attempt, ignored_config_findings
 from trainctl.runs.checkpoints import CheckpointInfo, archive_later_checkpoints
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import (
@@ -80,7 +86,6 @@ from trainctl.runs.event_descriptions import (
     still_diverged,
     still_slow,
 )
-from trainctl.runs.ignored_config import changes_text, ignored_config_findings
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import ResumePoint
 from trainctl.runs.lock import hold

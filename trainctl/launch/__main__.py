@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.interface import LaunchRequest
-from trainctl.launch.launchers import after_job, launch_function
+from trainctl.launch.interface import LaunchRequest, after_job, launch_function
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan

@@ -24,9 +24,15 @@ from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding
 from trainctl.launch.config_checks import check_kubernetes
-from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launch.interface import (
+    AttemptRequest,
+    LaunchRequest,
+    Outcome,
+    Rendered,
+    run_tool,
+    submit,
+)
 from trainctl.launch.rank_command import attempt_command, rank_variables
-from trainctl.launch.scheduler import run_tool, submit
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan

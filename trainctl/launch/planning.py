@@ -1,4 +1,4 @@
-"""Planning: from overrides to a checked plan with its budget and findings."""
+"""Planning: from overrides to a checked plan with its budget and findings; can it start here?"""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ from trainctl.data.source_lengths import preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
+from trainctl.launch.interface import check, has_scheduler, missing_tool
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace_model
 from trainctl.models.anatomy import shape_from_anatomy
 from trainctl.models.tracing import anatomy_in_child
+from trainctl.options.launcher import spec_of
 from trainctl.plan.shapes import head_dim
 from trainctl.plan.types import RunPlan
 from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
-from trainctl.runs.attempts import config_of, effective_attempt, find_attempt
+from trainctl.runs.attempts import (
+    config_of,
+    effective_attempt,
+    find_attempt,
+    ignored_config_findings,
+)
 from trainctl.runs.directory import open_run
-from trainctl.runs.ignored_config import ignored_config_findings
 from trainctl.runs.layout import RunPaths
 from trainctl.search.assess import Assessment, assess
 from trainctl.search.input_files import (
@@ -359,3 +365,41 @@ def _without_length_error(error: TrainctlError) -> TrainctlError:
     """Return the error without the finding that the run has no length."""
     found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
     return TrainctlError.from_findings(found) if found else error
+
+
+def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Finding]:
+    """Return the launcher's findings on the machines, before a run is made in or below the folder.
+
+    With `launcher=ssh` this connects to the hosts.
+    """
+    found = check(made, folder, checkpoint_bytes(planned))
+    return name_sources(planned.composed, [*missing_tool(made.config), *found])
+
+
+def checkpoint_bytes(planned: Planned) -> int | None:
+    """Return the size of a checkpoint of trainctl's own trainer; None if unknown or not its own."""
+    budget = planned.assessment.budget
+    is_ours = planned.composed.config.trains_itself
+    return budget.checkpoint_bytes if budget is not None and is_ours else None
+
+
+def can_launch(planned: Planned, folder: Path) -> tuple[bool | None, str]:
+    """Decide whether `launch` would start the plan from here, without connecting to other hosts.
+
+    Returns:
+        The verdict, None if it is too close to tell or depends on other hosts; and the reason, if
+        the verdict is not True.
+    """
+    made, budget = planned.assessment.plan, planned.assessment.budget
+    if made is None or budget is None or planned.errors:
+        return False, planned.errors[0].message
+    if made.not_yet:
+        return False, made.not_yet[0]
+    if spec_of(made.config.launcher).asks_hosts:
+        return None, "its hosts are asked when it is launched"
+    found = [each for each in machine_findings(planned, made, folder) if each.is_error]
+    if found:
+        return False, found[0].message
+    if has_scheduler(made.config):
+        return None, f"{made.config.launcher.kind} decides: it can be handed over from here"
+    return budget.fits, "" if budget.fits else "too close to tell whether a device holds it"

@@ -27,11 +27,17 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launch.attempts import run_attempts, start_program
 from trainctl.launch.config_checks import check_path, check_slurm
-from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launch.interface import (
+    AttemptRequest,
+    LaunchRequest,
+    Outcome,
+    Rendered,
+    run_tool,
+    submit,
+)
 from trainctl.launch.local import require_space
 from trainctl.launch.processes import AgentProcess
 from trainctl.launch.rank_command import attempt_command, rank_variables
-from trainctl.launch.scheduler import run_tool, submit
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan

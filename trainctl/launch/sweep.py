@@ -15,7 +15,7 @@ from trainctl.config.overrides import SweepPoint
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.launchers import check
+from trainctl.launch.interface import check
 from trainctl.launch.planning import compose
 from trainctl.launch.planning import plan as make_plan
 from trainctl.launch.processes import Process, start_in_background

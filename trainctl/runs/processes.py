@@ -7,21 +7,25 @@ not.
 `python -m trainctl.runs.processes pdeathsig SIGNAL COMMAND ...` runs a command that gets the signal
 when its parent ends: for programs that are not ours (ssh, srun, mpirun) and would outlive a
 launcher that is killed. `... terminate RUN_DIR RUN_ID [--attempt N]` ends a run's processes on this
-machine: for a node whose agent did not end in good order.
+machine: for a node whose agent did not end in good order. `... exec` executes the command that the
+first line of its stdin describes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainctl.errors import ExitCode
 from trainctl.runs.layout import RUN_ID_VARIABLE
 
 RUN_DIRECTORY_VARIABLE = "TRAINCTL_RUN_DIR"
@@ -185,7 +189,7 @@ def adopt_orphans() -> None:
 def block_sigterm() -> Iterator[None]:
     """Block a scheduler's SIGTERM, so that a rank started here cannot get it before it ignores it.
 
-    The rank inherits the signal mask, and `trainctl.runs.rank_entry` unblocks the signal.
+    The rank inherits the signal mask, and `trainctl.runs.command` unblocks the signal.
     """
     blocked = {signal.SIGTERM} if SIGTERM_SAVES_VARIABLE in os.environ else set()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -193,6 +197,34 @@ def block_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Import without garbage collection.
+
+    Each collection traverses everything imported so far, none of which is garbage: it took a sixth
+    of a rank's start. Later collections skip the imported objects, too (`gc.freeze`).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def encode_command(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bytes:
+    """Return the line on stdin from which `... exec` executes a command on another machine.
+
+    So neither arguments nor variables pass through the remote shell, and no process list shows them
+    before the command runs.
+
+    Args:
+        environment: Variables added to the remote login's.
+    """
+    record = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
+    return json.dumps(record).encode() + b"\n"
 
 
 def is_alive(pid: int) -> bool:
@@ -232,6 +264,36 @@ def _run_with_pdeathsig(death_signal: int, command: list[str]) -> None:
         os._exit(127)
 
 
+def _run_from_stdin() -> int:
+    """Execute the command in the first line of stdin; the rest of stdin is the command's.
+
+    Returns only if that fails.
+    """
+    record = json.loads(_read_line(sys.stdin.fileno()))
+    folder, argv = record["folder"], record["argv"]
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        print(f"error: the folder {folder} is not there: {error.strerror}", file=sys.stderr)
+        return int(ExitCode.environment)
+    try:
+        os.execvpe(argv[0], argv, {**os.environ, **record["environment"]})
+    except OSError as error:
+        print(f"error: cannot start {argv[0]}: {error.strerror}", file=sys.stderr)
+        return int(ExitCode.environment)
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Read a line and not a byte more: the command reads what follows."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            raise SystemExit("error: the launcher ended before it said what to start")
+        line += byte
+    return bytes(line)
+
+
 def _terminate(arguments: list[str]) -> int:
     """Return 0 if no process is left; 1 if SIGKILL did not end some, whose pids are printed."""
     import argparse
@@ -252,5 +314,7 @@ def _terminate(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "pdeathsig":
         _run_with_pdeathsig(int(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1] == "exec":
+        raise SystemExit(_run_from_stdin())
     else:
         raise SystemExit(_terminate(sys.argv[2:]))

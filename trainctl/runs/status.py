@@ -1,9 +1,13 @@
-"""State of a run's newest attempt: `status.json`, `job.json` and heartbeats.
+"""State of a run's newest attempt, and requests to it: `status.json`, `job.json`, heartbeats.
 
 The launcher writes `status.json`, and `job.json` once a scheduler has accepted the attempt. Each
 rank writes heartbeats, its phase and the time, which its node's agent reads. Their times are of the
 machine's monotonic clock, which all of its processes share and nobody can set, so a heartbeat is
 read only on the machine of its rank.
+
+Requests to the launch are files in the run's `requests/` folder. Anyone who may write there can
+make one. Rank 0 looks once a step and all ranks agree, so a request is never followed by only some
+ranks. A file is renamed into place; its name is the request.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
-from trainctl.runs.files import ensure_folder, write_json
+from trainctl.runs.files import ensure_folder, remove_stale_temporary, write_json
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 STATUS_SCHEMA = 1
@@ -207,3 +212,57 @@ def read_beat(path: Path) -> Beat | None:
         return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]), doing)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+class Request(StrEnum):
+    """Kind of request."""
+
+    checkpoint = "checkpoint"
+    """Save at the next step and continue."""
+    stop = "stop"
+    """Save at the next step and end in good order."""
+    end = "end"
+    """End at once without saving. The launcher follows it, as if it got SIGTERM."""
+
+
+def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
+    """Make a request to the launch that holds the run; repeating a pending request changes nothing.
+
+    Args:
+        reason: Reason, for a person who looks.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    ensure_folder(run.requests)
+    write_json(
+        run.requests / request.value, {"time": time.time(), "pid": os.getpid(), "reason": reason}
+    )
+
+
+def pending_requests(run: RunPaths) -> set[Request]:
+    """Return the requests that have not been followed yet. Lists one folder."""
+    try:
+        names = os.listdir(run.requests)  # noqa: PTH208  (once a step: no object for each name)
+    except OSError:
+        return set()
+    return {Request(name) for name in names if name in Request.__members__}
+
+
+def is_requested(run: RunPaths, request: Request) -> bool:
+    """Return True if the request is pending; False if the folder cannot be read."""
+    return request in pending_requests(run)
+
+
+def withdraw_earlier(run: RunPaths, moment: float) -> None:
+    """Withdraw requests made before a moment, in Unix seconds: they were for another launch."""
+    remove_stale_temporary(run.requests, before=moment)
+    for request in pending_requests(run):
+        with suppress(FileNotFoundError):
+            if (run.requests / request.value).stat().st_mtime < moment:
+                withdraw_request(run, request)
+
+
+def withdraw_request(run: RunPaths, request: Request) -> None:
+    """Withdraw a request, or mark it as followed."""
+    (run.requests / request.value).unlink(missing_ok=True)

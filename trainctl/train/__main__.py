@@ -20,11 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainctl.runs.command import FORK_FLAG
-from trainctl.runs.imports import gc_disabled
+from trainctl.runs.command import FORK_FLAG, begin, ignore_scheduler_sigterm
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.processes import die_with_parent
-from trainctl.runs.rank_entry import begin, ignore_scheduler_sigterm
+from trainctl.runs.processes import die_with_parent, gc_disabled
 from trainctl.runs.status import Heartbeat
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.plan.types import RunPlan
 from trainctl.readers.remote import print_notice
-from trainctl.runs.imports import gc_disabled
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.processes import gc_disabled
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import Heartbeat, Phase
 from trainctl.train.callbacks.context import Journal, StepState

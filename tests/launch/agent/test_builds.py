@@ -12,8 +12,8 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from trainctl.hardware.builds import is_stale_lock
-from trainctl.launch.agent import builds
-from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
+from trainctl.launch.agent import guard
+from trainctl.launch.agent.guard import BuildWatch, terminate_with_builds
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.processes import RunTag
 from trainctl.runs.status import Heartbeat, Phase
@@ -26,7 +26,7 @@ Told = list[tuple[str, bool]]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(builds, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(guard, "_LOOK_SECONDS", 0.0)
     found = tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam"
     found.mkdir(parents=True)
     return found
@@ -71,7 +71,7 @@ def test_one_that_is_there_is_told_only_if_it_is_compiled_anew(
     baton.release()
     watched.look()
     assert told == []
-    monkeypatch.setattr(builds, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(guard, "_CHECK_SECONDS", 0.0)
     assert baton.try_acquire()
     watched.look()
     time.sleep(0.01)

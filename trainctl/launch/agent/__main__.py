@@ -1,7 +1,7 @@
 """`python -m trainctl.launch.agent RUN_DIR --attempt N`: the supervisor of one node.
 
 Arguments or the environment give the number of its node and the address of the first node
-(`trainctl.launch.agent.node_identity`).
+(`trainctl.launch.agent.rendezvous`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trainctl.engines import patch_checks
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
 from trainctl.launch.agent.agent_records import AgentRecords
-from trainctl.launch.agent.builds import BuildWatch, terminate_with_builds
-from trainctl.launch.agent.guard import SignalGuard, exit_now
+from trainctl.launch.agent.guard import BuildWatch, SignalGuard, exit_now, terminate_with_builds
 from trainctl.launch.agent.hang_detection import HangDetector, HungRank
-from trainctl.launch.agent.node_identity import (
+from trainctl.launch.agent.ranks import ForkServer, RankExit, start_ranks, watch_ranks
+from trainctl.launch.agent.rendezvous import (
+    JoinWatch,
     NodeIdentity,
+    NodeRendezvous,
     exec_with_tag,
     find_node_identity,
     prepare_ranks,
     set_gloo_interface,
 )
-from trainctl.launch.agent.ranks import ForkServer, RankExit, start_ranks, watch_ranks
-from trainctl.launch.agent.rendezvous import JoinWatch, NodeRendezvous
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan

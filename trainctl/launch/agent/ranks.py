@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainctl.launch.agent.builds import terminate_with_builds
-from trainctl.launch.agent.guard import SignalGuard
+from trainctl.launch.agent.guard import SignalGuard, terminate_with_builds
 from trainctl.launch.agent.hang_detection import HangDetector, HungRank
 from trainctl.launch.agent.rendezvous import NodeRendezvous
 from trainctl.runs.command import FORK_FLAG, AttemptCommand
@@ -138,7 +137,7 @@ def _start(variables: Mapping[str, str]) -> int:
     """Start a rank as a command. Until it opens its own log, it writes to the agent's log."""
     with block_sigterm():
         started = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainctl.runs.rank_entry"],
+            [sys.executable, "-P", "-m", "trainctl.runs.command"],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -15,8 +15,7 @@ from trainctl.plan.mup import multipliers
 from trainctl.plan.schedule import Curve
 from trainctl.plan.settings import formats
 from trainctl.runs import checkpoints
-from trainctl.runs.requests import Request, pending_requests, withdraw_request
-from trainctl.runs.status import Phase
+from trainctl.runs.status import Phase, Request, pending_requests, withdraw_request
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.checkpoint.save import Saver
 from trainctl.train.models.model import TORCH_TYPES
