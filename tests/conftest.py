@@ -24,8 +24,9 @@ MUST_RUN_MARKS = ("slow", "cluster", "slurm")
 
 
 def pytest_configure() -> None:
-    """Independent of the shell: its background job ignores Ctrl-C, and so would what tests start
-    and interrupt."""
+    """Restore SIGINT: a shell's background job ignores Ctrl-C, and so would the processes of
+    tests.
+    """
     # What was measured on the machine of whoever runs the tests must not change any figure.
     os.environ["TRAINCTL_CALIBRATION_FILE"] = os.devnull
     # Read when torch is imported, so a fork of what has imported it cannot change it any more. With
@@ -73,7 +74,7 @@ def _has(item: pytest.Item, mark: str) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Torch, transformers and six thousand tests stay: garbage is looked for beside them."""
+    """Freeze torch, transformers and six thousand tests, so that garbage collection skips them."""
     gc.freeze()
 
 

@@ -1,4 +1,6 @@
-"""`scripts/check_deepspeed_files.py`: each file of a folder, beside the real DeepSpeedConfig."""
+"""Tests of `scripts/check_deepspeed_files.py`: the report of each file, and the real
+DeepSpeedConfig's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Docstrings open as the field's do, and no two public classes share a name."""
+"""Tests that docstrings do not open with fragments, and that public class names are unique."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainctl.records.log`: what programs of the user's record."""
+"""Tests of `trainctl.records.log`, which users' programs call."""
 
 from __future__ import annotations
 

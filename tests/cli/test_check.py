@@ -1,4 +1,4 @@
-"""`validate` and `estimate-memory`."""
+"""Tests of `validate` and `estimate-memory`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_short_count(number: float, text: str) -> None:
 
 
 class Closed(io.StringIO):
-    """A terminal that was closed: EIO."""
+    """Closed terminal, which fails with EIO."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,6 @@
-"""`trainctl data prepare` and `data show --dropped`: what is left out of a mixture, and why."""
+"""Tests of `trainctl data prepare` and `data show --dropped`: documents left out, and the
+reasons.
+"""
 
 from __future__ import annotations
 

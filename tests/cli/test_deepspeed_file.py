@@ -1,4 +1,4 @@
-"""`trainctl validate --deepspeed` and `trainctl config import`: what a user sees."""
+"""Tests of the output of `trainctl validate --deepspeed` and `trainctl config import`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`doctor`: what it shows, and its exit code."""
+"""Tests of `doctor`: its output and exit code."""
 
 from __future__ import annotations
 

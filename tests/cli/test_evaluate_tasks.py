@@ -1,4 +1,4 @@
-"""`trainctl evaluate --tasks`: what is refused before anything is read, and what becomes rows."""
+"""Tests of `trainctl evaluate --tasks`: early refusals, and rows of results."""
 
 from __future__ import annotations
 

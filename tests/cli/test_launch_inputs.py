@@ -1,4 +1,6 @@
-"""Data, tokenizer and weights of a launch: shown in the plan; placeholders are warned of."""
+"""Tests of data, tokenizer and weights of a launch: shown in the plan, with warnings of
+placeholders.
+"""
 
 from __future__ import annotations
 

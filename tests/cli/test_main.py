@@ -1,4 +1,4 @@
-"""The error boundary: what a user sees, on which stream, and the exit code."""
+"""Tests of the error boundary: messages, their stream, and exit codes."""
 
 from __future__ import annotations
 

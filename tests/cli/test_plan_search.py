@@ -1,4 +1,4 @@
-"""`trainctl plan`."""
+"""Tests of `trainctl plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainctl schedule show`: the curve of what would be trained."""
+"""Tests of `trainctl schedule show`: the curve that would be trained."""
 
 from __future__ import annotations
 

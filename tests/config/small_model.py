@@ -1,4 +1,4 @@
-"""A small model, as the `config.json` of a transformers directory names its sizes."""
+"""Sizes of a small model, under the names of a transformers `config.json`."""
 
 from __future__ import annotations
 

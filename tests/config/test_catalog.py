@@ -1,4 +1,4 @@
-"""The folders searched, and what is listed."""
+"""Tests of the folders searched for options, and of their listing."""
 
 from __future__ import annotations
 

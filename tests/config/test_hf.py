@@ -1,4 +1,4 @@
-"""Shapes read from transformers directories, as transformers itself writes them."""
+"""Tests of shapes read from transformers directories that transformers wrote."""
 
 from __future__ import annotations
 

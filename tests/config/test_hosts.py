@@ -1,4 +1,4 @@
-"""Hosts: names that are nothing else, hostfiles, and what is chosen of them."""
+"""Tests of host names, hostfiles, and the selection of hosts."""
 
 from __future__ import annotations
 

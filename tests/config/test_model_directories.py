@@ -1,4 +1,4 @@
-"""Tests of what a run takes from a transformers directory: weights, experts, precedence."""
+"""Tests of the settings that a transformers directory gives a run: weights, experts, precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration as a file, and the difference of two."""
+"""Tests of the configuration as a file, and of the difference between two."""
 
 from __future__ import annotations
 

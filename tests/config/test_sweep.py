@@ -1,4 +1,4 @@
-"""Expansion of sweeps: Hydra's grammar, every combination, no value changed."""
+"""Tests of the expansion of sweeps: Hydra's grammar, every combination, values unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which documents of a corpus are trained on, with planted copies."""
+"""Tests of the selection of documents for training, with planted copies."""
 
 from __future__ import annotations
 
@@ -189,11 +189,11 @@ def test_sources_give_way_to_those_before_them(tmp_path: Path) -> None:
     assert first["books"] == TEXTS[8:]
     second = of(*fraction, "data.dedup_precedence=[books]")
     assert second["books"] == [TEXTS[1], *TEXTS[8:], shared]
-    assert second["web"] == [*TEXTS[2:8], "few words"]  # what a filter took keeps no copy away
+    assert second["web"] == [*TEXTS[2:8], "few words"]  # a copy stays if a filter removed the other
 
 
 def test_a_corpus_is_another_where_other_sources_have_other_texts(tmp_path: Path) -> None:
-    """Their key of the text and their held-out share decide here, too."""
+    """Here the text key and the held-out share of the other sources decide, too."""
     lines(tmp_path / "web.jsonl", TEXTS)
     others = [text() for _ in range(20)]
     bodies = zip(others, [*TEXTS[:10], *others[10:]], strict=True)
@@ -264,7 +264,7 @@ def test_lists_and_functions_are_read_again_when_they_change(
 def test_a_function_may_give_numbers_that_are_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are within no bounds, and JSON has none of them."""
+    """They are within no bounds, and JSON cannot express them."""
     monkeypatch.syspath_prepend(str(tmp_path))
     code = "def odd(text):\n    return float(text.split()[0])\n"
     (tmp_path / "odd_scores.py").write_text(code)

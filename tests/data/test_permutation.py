@@ -1,4 +1,4 @@
-"""Permutations without memory: bijections, their inverses, and those of runs that were begun."""
+"""Tests of memoryless permutations: bijections, inverses, and those of runs of earlier versions."""
 
 import numpy as np
 from hypothesis import given

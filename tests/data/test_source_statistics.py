@@ -1,4 +1,4 @@
-"""`data stats`: documents, lengths and copies, against counting them by hand."""
+"""Tests of `data stats`: documents, lengths and copies, against counting by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets planted in every way in reach the program, and nothing that is written or shown."""
+"""Tests that secrets given in any way reach the program, and no written or printed text."""
 
 from __future__ import annotations
 

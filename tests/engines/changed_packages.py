@@ -1,4 +1,4 @@
-"""Packages that are another version by one definition: a folder to put before the real one."""
+"""Copies of packages with one changed definition, in a folder to put first on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of parameters: what is cut is what is put together again, whatever the cuts were."""
+"""Tests that shards of parameters, cut in any way, can be put together again."""
 
 from __future__ import annotations
 

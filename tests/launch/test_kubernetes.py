@@ -1,4 +1,4 @@
-"""Manifests: golden, valid by the controllers' own schemas, and inert whatever values hold."""
+"""Tests of manifests: golden files, valid by the controllers' schemas, and safe for any value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes and real signals, once the ranks are training."""
+"""Tests of real processes and real signals while the ranks train."""
 
 from __future__ import annotations
 

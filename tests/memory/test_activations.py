@@ -1,4 +1,4 @@
-"""Bytes that a block keeps, against a trace of transformers' own block."""
+"""Tests of the bytes that a block keeps, against a trace of transformers' block."""
 
 from __future__ import annotations
 
@@ -60,8 +60,11 @@ def traced_bytes_per_token(
     tiles: int = 1,
     change: Callable[[Any], Iterable[Any]] | None = None,
 ) -> float:
-    """Bytes per token that autograd saves for one block, each storage counted once; under autocast
-    to bf16 without the casts of the weights. `change` alters the block, and gives new weights."""
+    """Return the bytes per token that autograd saves for one block, each storage counted once.
+
+    Under autocast to bf16 the casts of the weights are excluded. `change` alters the block, and
+    returns new weights.
+    """
     import torch
 
     hidden, block, arguments, shared = real_block(model, attention, dtype_name)

@@ -1,4 +1,6 @@
-"""Directories of published mixtures of experts: counted as their publishers count them."""
+"""Tests that directories of published mixtures of experts have their publishers' parameter
+counts.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ SIZES = {
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No model's code is asked, and nothing is kept from before."""
+    """Trace no model's code, and start from an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_known", {})
     monkeypatch.setattr(tracing, "_ask_process", lambda *_: pytest.fail("its code was asked"))
@@ -66,7 +68,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
-    """Model sections of all directories, composed as commands do, with shipped traces."""
+    """Return model sections of all directories, composed as commands do, with shipped traces."""
     found = {}
     for name in SIZES:
         folder = directory(name, tmp_path_factory.mktemp(name))

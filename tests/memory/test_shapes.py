@@ -1,4 +1,4 @@
-"""Parameter shapes and counts, against published totals and transformers' own models."""
+"""Tests of parameter shapes and counts, against published totals and transformers' models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models traced on fake tensors: `estimate-memory --exact`."""
+"""Tests of models traced on fake tensors: `estimate-memory --exact`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_closed_form_is_what_a_trace_finds(family: str, attention: str, tmp_
     ],
 )
 def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_path: Path) -> None:
-    """Against real tensors, in a real forward pass of the whole model."""
+    """Traces are compared with real tensors in a real forward pass of the whole model."""
     import torch
     import transformers
 
@@ -149,7 +149,9 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
 
 
 def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path) -> None:
-    """Half of it all, or all of latent attention, which transformers leaves whole on each rank."""
+    """A rank keeps half of everything, or all of latent attention, which transformers does not
+    split.
+    """
     from trainctl.train.models.trace import trace
 
     latent = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32}
@@ -312,7 +314,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_and_budget_count_what_a_function_makes(
     own: Path, name: str, parameters: int, decayed: int | None, sizes: tuple[int, ...]
 ) -> None:
-    """Also of a class without transformers' blocks; found again from any other folder."""
+    """This includes a class without transformers' blocks, and a call from any other folder."""
     typed = "model.hidden_size=256"
     planned = plan(compose(["recipe=tiny", f"model.factory=mine:{name}", typed]))
     assert planned.errors == []

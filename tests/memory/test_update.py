@@ -1,4 +1,4 @@
-"""Copies that an update makes on the way, against what torch's allocator gives out; and groups."""
+"""Tests of temporary copies of an update against torch's allocator, and of groups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 
 def one_update(kind: str, compute: DataType, count: int) -> tuple[int, int]:
-    """Bytes of an update of `count` square matrices that lie in one tensor, counted and planned."""
+    """Return the bytes of an update of `count` square matrices in one tensor, measured and
+    planned.
+    """
     plan = make_plan(
         devices=1,
         accelerator=Accelerator.cpu,
@@ -95,7 +97,7 @@ def test_an_update_takes_what_the_allocator_gives_out(
 
 
 def transient(**settings: Any) -> int:
-    """Bytes of the step's copies on the one stage of Llama-3 8B."""
+    """Return the bytes of the step's copies on the only stage of Llama-3 8B."""
     plan = make_plan(LLAMA_3_8B, **settings)
     (stage,) = pipeline_stages(plan.config.model)
     return phases(plan, read_engine(plan), stage, 0)["step"].step_transient
@@ -120,7 +122,7 @@ def test_without_zero_a_rule_of_our_own_goes_tensor_by_tensor() -> None:
 
 
 def groups_of_stages(plan: Any) -> list[int]:
-    """Elements of each group over all stages, smallest first."""
+    """Return the elements of each group over all stages, smallest first."""
     engine = read_engine(plan)
     return sorted(
         group.elements

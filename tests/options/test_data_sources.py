@@ -1,4 +1,4 @@
-"""Tables and tars as sources: the documents, what is refused, and what is cut off."""
+"""Tables and tar files as sources: their documents, refusals, and truncated files."""
 
 import csv
 import gzip
@@ -369,7 +369,9 @@ def test_the_members_of_a_tar_are_the_documents(tmp_path, layout, packed):
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_tar_that_is_cut_off_anywhere_is_no_shorter_one(tmp_path_factory, data):
-    """Between two members too, where tarfile sees nothing; and within the zeros of its end."""
+    """Files are cut between members too, where tarfile notices nothing, and within the final
+    zeros.
+    """
     sizes = data.draw(st.lists(st.integers(0, 1100), min_size=1, max_size=4))
     fill = data.draw(st.sampled_from([b"a", b"\x00"]))
     raw = tar_of({f"{n}.txt": fill * size for n, size in enumerate(sizes)})

@@ -1,4 +1,6 @@
-"""The committed schema is what the script derives from the installed DeepSpeed."""
+"""Tests that the committed schema is the one that the script derives from the installed
+DeepSpeed.
+"""
 
 from __future__ import annotations
 

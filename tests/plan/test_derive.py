@@ -1,4 +1,4 @@
-"""Batch arithmetic, mesh and lengths, over all sizes rather than examples."""
+"""Tests of batch arithmetic, mesh and lengths, over all sizes instead of examples."""
 
 from __future__ import annotations
 

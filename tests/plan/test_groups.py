@@ -1,4 +1,4 @@
-"""The rule of the optimizer's parameter groups."""
+"""Tests of the optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 
 
 def random_config(draw: random.Random):
-    """Draw a configuration whose parameter groups may be cut in any way."""
+    """Draw a configuration with any partition into parameter groups."""
     patterns = ("norm", r"\.0\.", "embed|wte", "proj", "bias", "weight", "lm_head")
     return config_with(
         model__family=draw.choice(FAMILIES),

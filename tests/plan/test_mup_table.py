@@ -1,4 +1,4 @@
-"""muP in the plan: the table of factors, and what follows from it."""
+"""Tests of muP in the plan: the table of factors and its consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A setting that nobody reads in this plan is said so; the table knows every such key."""
+"""Tests that a setting without effect in a plan is reported, and that the table has every such
+key.
+"""
 
 from __future__ import annotations
 

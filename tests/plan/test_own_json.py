@@ -1,4 +1,4 @@
-"""A plan's own JSON goes through the rules over DeepSpeed's JSON."""
+"""Tests that a plan's own JSON passes the rules for DeepSpeed's JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run that a program of the user's trains."""
+"""Tests of the plan of a run of a user's program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's schema has one place in the tables of what may be passed through."""
+"""Tests that every key of DeepSpeed's schema has one place in the tables of passed-through keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys that a derived value follows from are those that its reason names."""
+"""Tests that a derived value's reason names exactly the keys that the value depends on."""
 
 from __future__ import annotations
 

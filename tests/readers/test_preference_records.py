@@ -1,4 +1,4 @@
-"""Pairs of answers in records, and what is wrong with one."""
+"""Tests of pairs of answers in records, and of messages about faulty ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A corpus in a bucket of a server that speaks S3, as everything that goes there is read."""
+"""Tests of a corpus in an S3 bucket, read in every way that trainctl reads one."""
 
 import gzip
 import io
@@ -24,7 +24,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Puts an object into the bucket `corpus`."""
+    """Function that puts an object into the bucket `corpus`."""
     variables = {
         "AWS_ACCESS_KEY_ID": "nobody",
         "AWS_SECRET_ACCESS_KEY": "nothing",

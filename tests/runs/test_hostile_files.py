@@ -1,4 +1,4 @@
-"""Damaged and hostile files of a run: named, bounded, and no other run is kept from view."""
+"""Tests of damaged and hostile files of a run: named, bounded, and without effect on other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A whole run of an adapter against PEFT's model in a plain loop of torch, on the same batches."""
+"""Test of an adapter's whole run against PEFT's model in a plain loop of torch, on the same
+batches.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ STEPS = 20
 
 
 def curve_of_peft(config: RunConfig, base: Path, run: RunPaths) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step, on the corpus of a run, from where an adapter starts."""
+    """Return loss and gradient norm of each step on a run's corpus, from the adapter's initial
+    weights.
+    """
     adapter, rule = config.adapter, config.optimizer
     layers = trainable(config).adapted
     model = peft.get_peft_model(

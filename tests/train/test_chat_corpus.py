@@ -1,4 +1,4 @@
-"""`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
+"""Tests of `data=chat`: conversations of every shape and file, packed whole, and their labels."""
 
 import json
 import re

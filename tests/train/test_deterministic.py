@@ -1,4 +1,4 @@
-"""`training.deterministic`: what torch is told on a rank, and two runs that are the same."""
+"""Tests of `training.deterministic`: torch's settings on a rank, and two identical runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One corpus in every form that a source reads: the same tokens on the same sides."""
+"""Tests of one corpus in every format that a source reads: equal tokens, for training and
+held-out.
+"""
 
 import csv
 import io

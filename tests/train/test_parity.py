@@ -1,6 +1,6 @@
-"""Every layout that a plan allows gives the curve of one process.
+"""Tests that every layout that a plan allows gives the curve of one process.
 
-The whole product is `scripts/parity.py`; here every pair of choices is had once, in few steps.
+`scripts/parity.py` trains the whole product; here every pair of choices occurs once, in few steps.
 """
 
 import functools
@@ -47,8 +47,7 @@ def legal():
 
 
 def is_wanted(combination):
-    """Whether the plan allows it, and it is not a large model other than the reference's, which
-    would take long."""
+    """Return True if the plan allows it. Large models other than llama take too long."""
     is_other = combination.large and combination.model != "llama"
     return not is_other and judge(combination).plan is not None
 
@@ -59,7 +58,7 @@ def places(combination):
 
 @functools.cache
 def quick():
-    """Pairs that need no compiler and two processes only."""
+    """Return combinations of all pairs on two processes that need no compiler."""
     return tuple(pairwise(c for c in product(model=MODELS) if is_quick(c) and is_wanted(c)))
 
 
@@ -80,7 +79,7 @@ def rest():
 
 
 def size(combination):
-    """Steps and tokens."""
+    """Return steps and tokens."""
     if combination.precision == "fp32":
         return FEW, TOKENS
     if combination.large:
@@ -91,13 +90,13 @@ def size(combination):
 def held_against(combination):
     """Return the reference combination, and the combination that measures the tolerance, if any."""
     if combination.large and combination.precision == "bf16":
-        # Enough steps of a large model would be dear; what a drive may change is less.
+        # A large model is expensive in many steps; offload to a drive can change little else.
         return replace(combination, offload=FROM_MEMORY[combination.offload]), None
     return combination.reference, combination.spread
 
 
 def assert_parity(folder, combinations, *, together=False):
-    """Train them all, then say of each that is off by how much."""
+    """Train all combinations, then report each excess difference."""
     wanted = [each for c in combinations for each in (c, *held_against(c)) if each is not None]
     curves = train_all(wanted, folder, size, together=together)
     wrong = {}
@@ -119,7 +118,7 @@ def test_quick_pairs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
+@pytest.mark.timeout(1800)  # DeepSpeed compiles offload operators at their first use
 def test_all_other_pairs(tmp_path):
     assert_parity(tmp_path, rest(), together=True)
 

@@ -1,4 +1,4 @@
-"""Counting evaluations without improvement."""
+"""Tests of counting evaluations without improvement."""
 
 import math
 

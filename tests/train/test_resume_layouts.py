@@ -1,7 +1,8 @@
-"""A run goes on with the same curve, samples and weights where the model is cut otherwise.
+"""Tests that a run resumes with the same curve, samples and weights on other model-parallel
+layouts.
 
-Tensor shards, pipeline stages, sequence parts and all of them together, there and back; what is
-exported from each is the same model.
+Tensor shards, pipeline stages, sequence parts and all of them together, there and back; exports
+from each are the same model.
 """
 
 from pathlib import Path

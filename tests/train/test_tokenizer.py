@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and a real file of the tokenizers library made on the spot."""
+"""Tests of tokenizers: bytes, and a real file of the tokenizers library."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Passages that documents share are found wherever they stand, and shorter ones are not."""
+"""Tests that shared passages are found wherever they are, and shorter ones are not."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ THRESHOLDS = (0.7, 0.8, 0.9)
 
 @dataclass(frozen=True)
 class Case:
-    """The planted corpus, measured, with its duplicates found."""
+    """Measured planted corpus with its duplicates."""
 
     planted: Planted
     corpus: MeasuredCorpus
@@ -39,12 +39,12 @@ class Case:
 
     @cached_property
     def grams(self) -> list[frozenset[tuple[str, ...]]]:
-        """5-grams of each document."""
+        """Return the 5-grams of each document."""
         return [five_grams(self.text(document)) for document in range(self.corpus.documents)]
 
     @cached_property
     def having(self) -> dict[tuple[str, ...], list[int]]:
-        """The documents that have a 5-gram."""
+        """Return the documents that have a 5-gram."""
         found = defaultdict(list)
         for document, grams in enumerate(self.grams):
             for gram in grams:

@@ -1,4 +1,4 @@
-"""The order of parts, what is done together, and how much memory there is change nothing."""
+"""Tests that the order of parts, their grouping, and available memory do not change the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Outcome = dict[tuple[str, str, int], str]
 def outcome(
     texts: dict[tuple[str, str], list[str]], *, memory: int = MEMORY, processes: int = 1
 ) -> Outcome:
-    """Why each document of a corpus goes."""
+    """Return the reason of removal of each document of a corpus."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_held_out(folder / "held_out", HELD_OUT)

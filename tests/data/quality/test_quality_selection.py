@@ -40,7 +40,7 @@ def decide(
     precedence: list[str],
     held_out: list[str] | None = None,
 ) -> dict[Document, str]:
-    """Why each document goes; it is left out of the result if it stays."""
+    """Return the reason of removal of each removed document."""
     parts = parts_of(texts, **rules.filters)
     if held_out is not None:
         write_held_out(folder / "held_out", entries(held_out))
@@ -75,7 +75,7 @@ def test_the_first_source_s_copy_stays(tmp_path: Path, first: str) -> None:
 
 
 def test_what_a_filter_removes_keeps_no_copy_from_staying(tmp_path: Path) -> None:
-    """Nor what is nearly the same: the score of the first one is too high."""
+    """Near copies stay, too: the score of the first document is too high."""
     draw = random.Random(1)
     words = list(range(200))
     near_copy = text(*changed(words, 0.01, draw)) + " longer by a few words than the first of all"

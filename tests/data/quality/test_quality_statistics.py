@@ -1,4 +1,4 @@
-"""Words, lines and the filters' numbers, beside the plainest Python that says the same."""
+"""Tests of words, lines and filter statistics against the plainest Python implementation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def share(part: float, whole: float) -> float:
 
 
 def again(items: list[str]) -> list[str]:
-    """Every occurrence after the first."""
+    """Return every occurrence after the first."""
     seen: set[str] = set()
     return [each for each in items if each in seen or seen.add(each)]  # type: ignore[func-returns-value]
 

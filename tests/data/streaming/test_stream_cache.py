@@ -1,4 +1,4 @@
-"""A corpus in a bucket, read through a small folder: by several, with faults, and killed."""
+"""Tests of a corpus in a bucket, read through a small folder: concurrent readers, faults, kills."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIDES = {"train": (IDS, ENDS), "held_out": HELD_OUT}
 
 
 def unheard(_):
-    """Nobody listens."""
+    """Ignore progress messages."""
 
 
 def cache_of(folder, place, record, *, shards=3, next_use=never, tell=unheard):
@@ -69,7 +69,7 @@ def record(tmp_path):
 
 @pytest.fixture
 def elsewhere(record, tmp_path):
-    """Folder that `record` describes."""
+    """Return the folder that `record` describes."""
     return tmp_path / "elsewhere"
 
 
@@ -187,9 +187,9 @@ def test_what_is_needed_now_is_not_removed_for_what_is_needed_later(record, else
         cache.fetch_ahead(uses)
     assert names(folder) == ["train-00000.shard", "train-00001.shard"]
     uses["train-00000.shard"] = inf
-    cache.fetch_ahead(uses)  # 0 is missing nowhere, 2 has the room of it
+    cache.fetch_ahead(uses)  # 0 is never missing, 2 takes its place
     assert names(folder) == ["train-00001.shard", "train-00002.shard"]
-    os.close(cache.opened("train-00010.shard"))  # one that is asked for takes the room of the last
+    os.close(cache.opened("train-00010.shard"))  # a requested shard replaces the last one
     assert names(folder) == ["train-00001.shard", "train-00010.shard"]
     tiny = cache_of(folder, str(elsewhere), record, shards=0.5)
     with pytest.raises(TrainctlError, match="has no room in") as refused:
@@ -215,7 +215,7 @@ def test_what_is_not_as_it_was_written_is_fetched_again_and_then_refused(
     assert tokens[4000:4010].tolist() == IDS[4000:4010].tolist()
     assert len(told) == 2 and "checksum" in told[0] and "not 2," in told[1]
     path = tmp_path / "cache" / name_of("train", 4)
-    path.write_bytes(wrong)  # by a disk that forgets
+    path.write_bytes(wrong)  # on a disk that lost the data
     (tmp_path / "cache" / "train-00005.shard").write_bytes(b"short")
     (tmp_path / "cache" / "other.shard").write_bytes(b"")
     cache(unheard).clean()
@@ -248,7 +248,8 @@ def test_what_a_killed_rank_was_fetching_is_fetched_by_another(tmp_path):
     raw = b"12345678"
     facts = ShardFacts(0, 8, zlib.crc32(raw))
     cache = ShardCache(tmp_path, 8, lambda _: facts, lambda _: [raw], never, unheard)
-    assert not cache.fetch_ahead(["a.shard", "b.shard"])  # another is at it; no room for b
+    # Another process fetches it; no space for b.
+    assert not cache.fetch_ahead(["a.shard", "b.shard"])
     assert names(tmp_path) == ["a.shard.tmp"] and cache.size() == 8
     found = []
     waits = threading.Thread(target=lambda: found.append(cache.opened("a.shard")))

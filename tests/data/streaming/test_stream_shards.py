@@ -151,7 +151,7 @@ def test_what_is_in_sight_is_what_samples_need(seed, shards, window, chunk, lag,
         real = needs(at, end - at)
         later = [shard for shard in wanted if ahead.next_use(shard)]
         assert later == [shard for shard in real if shard in later]
-        # What is not in sight is needed after all that is.
+        # A shard that is out of sight is needed after all visible ones.
         assert all(ahead.next_use(shard) is None for shard in set(real) - set(wanted))
 
 

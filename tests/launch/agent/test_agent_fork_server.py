@@ -1,6 +1,6 @@
-"""The agent's side of the process that ranks are forked from, with stand-ins for that process.
+"""Tests of the agent's side of the fork server, with stand-ins for the server.
 
-Real ones: `tests/e2e/test_forked_ranks.py`, and launches of tests that do without `preloaded`.
+`tests/e2e/test_forked_ranks.py` and launches without `preloaded` use the real one.
 """
 
 from __future__ import annotations

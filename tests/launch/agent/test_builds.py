@@ -1,4 +1,4 @@
-"""DeepSpeed's builds, as torch's own lock shows them."""
+"""Tests of the display of DeepSpeed's builds, based on torch's lock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Processes that send a run's metrics, as a launcher and `runs sync` start them, but that they are
-forks of one that has imported what they do."""
+"""Processes that send a run's metrics, as a launcher and `runs sync` start them, but forked with
+all imports done.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def following(run: RunPaths, name: str, **variables: str) -> Iterator[Forked]:
 
 
 def send(run: RunPaths, name: str, *options: str, **variables: str) -> tuple[int, str]:
-    """Send all that there is: the exit code, and what was said."""
+    """Send everything; return the exit code and the messages."""
     process = start(run, name, *options, **variables)
     said = process.communicate(timeout=SECONDS)[1]
     assert process.returncode is not None

@@ -1,4 +1,4 @@
-"""`trainctl runs sync`."""
+"""Tests of `trainctl runs sync`."""
 
 from __future__ import annotations
 

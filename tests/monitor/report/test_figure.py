@@ -1,4 +1,4 @@
-"""Charts as files."""
+"""Tests of charts as files."""
 
 from __future__ import annotations
 

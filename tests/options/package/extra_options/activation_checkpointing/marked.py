@@ -1,4 +1,4 @@
-"""Recomputes blocks from their inputs, with a mark around it in a profile."""
+"""Recomputation of blocks from their inputs, with a mark in profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running mean of the loss: a callback from outside trainctl."""
+"""Running mean of the loss: a callback outside trainctl."""
 
 from __future__ import annotations
 

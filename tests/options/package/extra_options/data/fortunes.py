@@ -1,4 +1,4 @@
-"""Texts with a line of their own between them, as `fortune` has them. A source from outside."""
+"""Texts separated by a line, as `fortune` has them: a data source outside trainctl."""
 
 from __future__ import annotations
 
