@@ -79,8 +79,9 @@ def test_hooks_are_called_in_order_on_all_ranks(tmp_path: Path) -> None:
     assert saved == [1]  # only rank 1 requested it
 
 
-def test_a_callback_ends_the_run_as_done(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", config_of({"noting": {"stop_at": HALF}}, sample_tokens=1))
+@pytest.mark.parametrize("key", ["stop_at", "stop_in_agreement"])
+def test_a_callback_ends_the_run_as_done(tmp_path: Path, key: str) -> None:
+    run = run_of(tmp_path / "run", config_of({"noting": {key: HALF}}, sample_tokens=1))
     events = list(read_events(run.events))
     assert max(curve(run)) == HALF and events[-1]["reason"] == "callback"
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [HALF]
@@ -179,6 +180,10 @@ def test_a_rewind_restores_the_state(tmp_path: Path) -> None:
         ("collects", "the callback failing uses collectives, which its spec does not allow"),
         ("agrees", "the callback failing runs on the first rank alone, and before_agreement sums"),
         ("typo", "the callback failing has a method after_steps, and there is no such hook"),
+        ("closes", "the callback failing failed in close at step 2: ValueError: it is shut"),
+        ("raises and closes", "the callback failing failed in after_step at step 2"),
+        ("saves", "the callback failing failed in before_save at step 2: ValueError: Out of range"),
+        ("records", "the callback failing failed in after_backward at step 1: TypeError: Object"),
     ],
 )
 def test_a_fault_is_named_as_its_own(tmp_path: Path, wrong: str, message: str) -> None:

@@ -83,8 +83,11 @@ class Trainer:
                     self._callbacks.call("after_step")
                     stop = self._agree()
                 self._end()
-        finally:
-            self._callbacks.close()
+        except BaseException:
+            with suppress(Exception):  # the error that came first counts
+                self._callbacks.close()
+            raise
+        self._callbacks.close()
 
     def _make_step(self) -> None:
         """Make the next step, and measure it."""

@@ -211,7 +211,7 @@ class Context(Protocol):
             TrainctlError: The spec does not have `collectives=True`.
         """
 
-    def record(self, name: str, **values: Any) -> None:
+    def record(self, name: str, /, **values: Any) -> None:
         """Write a record of this step, from the first rank: event `callback`, under `name`.
 
         Numbers among the values go to the trackers as `CALLBACK/NAME/KEY`.

@@ -75,7 +75,7 @@ class Checkpoints(Callback):
         is_last = step == self._session.plan.stop_step
         now.should_save |= (
             bool(self._requests)
-            or ((is_last or now.should_finish) and config.at_end)
+            or (is_last and config.at_end)
             or step == self._stable_end
             or (config.every_steps is not None and step % config.every_steps == 0)
             or (config.every_minutes is not None and minutes >= config.every_minutes)
@@ -83,6 +83,7 @@ class Checkpoints(Callback):
         )
 
     def before_agreement(self, context: Context) -> Sequence[float]:
+        self._now.should_save |= self._now.should_finish and self._config.at_end
         return [float(self._saver.has_failed)]
 
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,7 +199,8 @@ class RankContext:
                         place = ElementRange(each.name, each.shard, each.start, each.numel)
                         yield LocalFragment(place, each.of(values).reshape(-1), each.owned)
 
-    def record(self, name: str, **values: Any) -> None:
+    def record(self, name: str, /, **values: Any) -> None:
+        json.dumps(values)  # raises in the hook itself: what waits for the step's record is late
         fields = {"step": self._now.step, "callback": self._name, "name": name, "values": values}
         if self._now.gradients_are_there:
             self._now.early_records.append(fields)

@@ -124,7 +124,8 @@ def _check_hooks(name: str, callback: object) -> None:
             "subclass of trainctl.options.callbacks.Callback",
         )
     for method in dir(type(callback)):
-        if method.startswith(HOOK_PREFIXES) and not hasattr(Callback, method):
+        is_hook = method.startswith(HOOK_PREFIXES) and callable(getattr(callback, method, None))
+        if is_hook and not hasattr(Callback, method):
             close = nearest(method, [hook for hook in dir(Callback) if hook[0] != "_"])
             raise TrainctlError(
                 f"the callback {name} has a method {method}, and there is no such hook",

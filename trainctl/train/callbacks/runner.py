@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,8 @@ class Callbacks:
             if not _overrides(entry.callback, "before_save"):
                 continue
             with self._watched(entry, "before_save"):
-                state = dict(entry.callback.before_save())
+                # As a resume will read it; the manifest's writer would fail without a name.
+                state = json.loads(json.dumps(dict(entry.callback.before_save()), allow_nan=False))
             if entry.is_users:
                 found.setdefault(STATES, {})[entry.name] = state
             else:
@@ -112,9 +114,15 @@ class Callbacks:
                     entry.callback.after_load(states.get(entry.name, {}))
 
     def close(self) -> None:
-        """Close all callbacks, the last one first."""
-        for entry in reversed(self._entries):
-            entry.callback.close()
+        """Close all callbacks, the last one first, also those before one that fails."""
+        with ExitStack() as stack:
+            for entry in self._entries:
+                stack.callback(self._close, entry)
+
+    def _close(self, entry: CallbackEntry) -> None:
+        if _overrides(entry.callback, "close"):
+            with self._watched(entry, "close"):
+                entry.callback.close()
 
     def _bound(self, hook: str) -> Iterator[Callable[[], None]]:
         for entry, context in zip(self._entries, self._contexts, strict=True):

@@ -16,7 +16,16 @@ class FailingConfig(CallbackConfig):
 
 
 def build(keys: FailingConfig) -> Callback:
-    return {"raises": Raises, "collects": Collects, "agrees": Agrees, "typo": Typo}[keys.wrong]()
+    return {
+        "raises": Raises,
+        "collects": Collects,
+        "agrees": Agrees,
+        "typo": Typo,
+        "closes": Closes,
+        "saves": Saves,
+        "records": Records,
+        "raises and closes": RaisesAndCloses,
+    }[keys.wrong]()
 
 
 class Raises(Callback):
@@ -38,6 +47,25 @@ class Agrees(Callback):
 class Typo(Callback):
     def after_steps(self, context: Context) -> None:
         pass
+
+
+class Closes(Callback):
+    def close(self) -> None:
+        raise ValueError("it is shut")
+
+
+class RaisesAndCloses(Raises, Closes):
+    pass
+
+
+class Saves(Callback):
+    def before_save(self) -> dict[str, float]:
+        return {"best": float("inf")}
+
+
+class Records(Callback):
+    def after_backward(self, context: Context) -> None:
+        context.record("position", value=1j)
 
 
 SPEC = CallbackSpec(

@@ -17,6 +17,7 @@ class NotingConfig(CallbackConfig):
 
     save_at: int | None = option(None, "Step after which rank 1 asks for a checkpoint.")
     stop_at: int | None = option(None, "Step after which rank 1 asks to stop.")
+    stop_in_agreement: int | None = option(None, "The same, asked in before_agreement.")
 
 
 class Noting(Callback):
@@ -54,6 +55,8 @@ class Noting(Callback):
         self._note(f"on_evaluate {sorted(context.metrics)}")
 
     def before_agreement(self, context: Context) -> Sequence[float]:
+        if context.rank == 1 and context.step == self._keys.stop_in_agreement:
+            context.request_stop()
         return [1.0 + context.rank, context.step]
 
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
