@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from chat_files import write_tokenizer
+from expert_cases import mixture
 from fork_server import RanksFailed
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
@@ -106,15 +107,16 @@ def recorded(run: RunPaths) -> list[tuple[int, str, dict[str, Any]]]:
     return [(each["step"], each["name"], each["values"]) for each in found]
 
 
-def by_harness(config: RunConfig, run: RunPaths, step: int, tasks: Path) -> dict[str, Any]:
+def by_harness(
+    config: RunConfig, run: RunPaths, step: int, asked: TaskRequest, *, length: int = LENGTH
+) -> dict[str, dict[str, Any]]:
     """Return the metrics of lm-eval's own model on the export of a step."""
     from lm_eval.models.huggingface import HFLM
 
     out = run.root / f"export-{step}"
     export(config, run.checkpoints / f"step-{step:08}", out, dtype=torch.float32)
-    asked = TaskRequest(["pick", "read"], tasks)
-    model = HFLM(pretrained=str(out), device="cpu", dtype="float32", max_length=LENGTH)
-    found: dict[str, Any] = {}
+    model = HFLM(pretrained=str(out), device="cpu", dtype="float32", max_length=length)
+    found: dict[str, dict[str, Any]] = {}
     for row in rows_of_tasks(model, manager_of(asked), asked):
         found.setdefault(row["task"], {"samples": row["samples"]})[row["metric"]] = row["value"]
     return found
@@ -123,29 +125,45 @@ def by_harness(config: RunConfig, run: RunPaths, step: int, tasks: Path) -> dict
 LAYOUTS = {
     "zero0": {},
     "zero3": {"zero_stage__stage": 3},
-    "fsdp2": {"zero_stage__stage": 3, "engine__kind": "fsdp2"},
+    "fsdp2": {"zero_stage__stage": 3, "engine__kind": "fsdp2", "kernels__cross_entropy": "chunked"},
     "tensor": {"parallelism__tensor": 2},
+    "expert": {"parallelism__expert": 2},
+    "compiled": {"kernels__compile": "blocks"},
 }
+SLOW = ("expert", "compiled")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_results_are_those_of_lm_eval_and_the_curve_is_undisturbed(
     tmp_path: Path, tasks: Path, layout: str
 ) -> None:
     keys = {"tasks": ["pick", "read"], "batch_size": 3}
-    changes = LAYOUTS[layout]
-    config = config_of(tasks, keys, **changes)
+    config, without = (config_of(tasks, each, **LAYOUTS[layout]) for each in (keys, None))
+    if layout == "expert":
+        config.model = without.model = mixture(tmp_path / "model", "qwen3_moe")
     run, plain = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "plain")
     train_cases(2, [Case(tiny_plan(config, 2), run)])
-    train_cases(2, [Case(tiny_plan(config_of(tasks, None, **changes), 2), plain)])
+    train_cases(2, [Case(tiny_plan(without, 2), plain)])
     assert curve(run) == curve(plain)
     found = recorded(run)
     assert [each[:2] for each in found] == [(s, n) for s in (2, 4) for n in ("pick", "read")]
     for step in (2, 4):
         values = {name: values for at, name, values in found if at == step}
-        expected = by_harness(config, run, step, tasks)
+        expected = by_harness(config, run, step, TaskRequest(["pick", "read"], tasks))
         assert values["pick"] == expected["pick"]
         assert values["read"] == pytest.approx(expected["read"], rel=1e-5)
+
+
+def test_questions_go_through_the_chat_template_after_examples(tmp_path: Path, tasks: Path) -> None:
+    keys = {"tasks": ["pick"], "chat": True, "shots": 1, "samples": 6}
+    config = config_of(tasks, keys, sequence_length=128)
+    run = RunPaths(tmp_path / "run")
+    train_cases(1, [Case(tiny_plan(config, 1), run)])
+    for step, name, values in recorded(run):
+        asked = TaskRequest(["pick"], tasks, shots=1, limit=6, chat=True)
+        assert values == by_harness(config, run, step, asked, length=128)[name]
 
 
 def test_a_resume_neither_repeats_nor_loses_an_evaluation(tmp_path: Path, tasks: Path) -> None:
