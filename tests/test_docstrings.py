@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "trainctl"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "trainctl"
+FOLDERS = [
+    *sorted(path.relative_to(ROOT) for path in PACKAGE.iterdir() if path.is_dir()),
+    Path("scripts"),
+    Path("tests/support"),
+]
 FRAGMENT = re.compile(
     r"(Of|What|Where|Which|Whose|That|Those|These|Its|With|From|As|How|The same|Likewise|For|To|By"
     r"|In|On|At|If|When|Who|And|But|So|Until|Beside|Has|Is|Are|Does|Not)\b"
@@ -36,11 +42,11 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
                         yield name, told
 
 
-@pytest.mark.parametrize("room", sorted(path.name for path in PACKAGE.iterdir() if path.is_dir()))
-def test_docstrings_open_with_what_a_thing_is_or_does(room: str) -> None:
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_docstrings_open_with_what_a_thing_is_or_does(folder: Path) -> None:
     found = [
-        f"{path.relative_to(PACKAGE)}: {name}: {text.splitlines()[0]}"
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        f"{path.relative_to(ROOT)}: {name}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for name, text in docstrings(ast.parse(path.read_text()))
         if FRAGMENT.match(text)
     ]

@@ -56,7 +56,7 @@ class Row:
 
 
 class Failed(Exception):
-    """A loop did not run to its end; the text gives the reason."""
+    """Failure of a loop to reach its end; the text gives the reason."""
 
 
 def measure(

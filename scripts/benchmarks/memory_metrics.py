@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class NotExpressible(Exception):
-    """A row lacks information, or describes something that the estimator has no term for."""
+    """Refusal of a row that lacks information, or has a part without a term in the estimator."""
 
 
 class Metric(Enum):

@@ -39,7 +39,7 @@ from trainctl.errors import TrainctlError
 
 RECIPES = [None, *WHOLE]
 SETTINGS, REFERENCES = 80, 30
-"""Of each recipe: keys that are set, and others that refer to those: two thousand in all."""
+"""Number of keys set per recipe, and of keys that refer to them: two thousand draws in all."""
 NOT_DRAWN = (
     "recipe",
     "model.family",

@@ -1,4 +1,4 @@
-"""The allocator's snapshot of a real run, in the form that docs.pytorch.org/memory_viz reads."""
+"""GPU test that docs.pytorch.org/memory_viz can read the memory snapshot of a real run."""
 
 from __future__ import annotations
 

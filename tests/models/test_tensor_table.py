@@ -1,4 +1,4 @@
-"""A model's tensors as a short list, and back."""
+"""Tests of the compact table of a model's tensors, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/records.md, as printed, on a run that was resumed and rewound."""
+"""Tests of the commands of docs/records.md on a run that was resumed and rewound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that imports everything once and forks the ranks of each piece of work from itself.
+"""Server process that imports everything once and forks the ranks of each piece of work.
 
 Importing torch, DeepSpeed and transformers costs a rank some five seconds of processor time; a fork
 costs milliseconds, and every piece of work still has processes of its own, with nothing left in
@@ -41,7 +41,7 @@ TAIL = 4000
 
 
 class RanksFailed(AssertionError):
-    """A rank failed, or the ranks exceeded their time limit; the server goes on."""
+    """Failure of a rank, or of the time limit; the server goes on."""
 
 
 @dataclass(frozen=True)

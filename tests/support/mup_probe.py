@@ -21,7 +21,7 @@ from trainctl.train.models.mup import blocks_of, family_of
 from trainctl.train.session import Session, assemble
 
 Sizes = dict[str, dict[str, float]]
-"""By place in the model: mean absolute value of an element, and its mean absolute change."""
+"""Mean absolute value of an element and its mean absolute change, by place in the model."""
 
 
 def sizes(cases: list[Case], process: Process) -> list[Sizes]:

@@ -97,7 +97,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, order=True)
 class Combination:
-    """A choice on each axis, by name."""
+    """Choice on each axis, by name."""
 
     layout: str = "1"
     stage: str = "0"

@@ -61,7 +61,7 @@ _corpora: dict[str, Corpus] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to train in a run directory."""
+    """Plan to train in a run directory."""
 
     plan: RunPlan
     run: RunPaths

@@ -1,4 +1,4 @@
-"""A rank for the tests of supervision: `stand_in.py BEHAVIOUR`, several joined by commas.
+"""Stand-in rank for tests of supervision: `stand_in.py BEHAVIOUR`, several joined by commas.
 
 forever     write a step record every 50 ms, without end
 steps       ten steps, then end well

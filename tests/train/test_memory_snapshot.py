@@ -1,4 +1,4 @@
-"""When the allocator's snapshot is taken and how it is written, with torch's functions replaced."""
+"""Tests of the memory snapshot: its step and its file, with torch's functions replaced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Allocator:
 
     peak: int = 0
     recording: list[bool] = field(default_factory=list)
-    """Each start and stop of the history."""
+    """Record each start and stop of the history."""
     is_full: bool = False
 
     def record(self, enabled: str | None = "all", **_: Any) -> None:

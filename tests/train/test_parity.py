@@ -26,14 +26,14 @@ from parity_cases import (
 from trainctl.config.registry import new_section
 
 FEW, IN_BF16 = 4, 15
-"""Steps: rounding has to have come to something before a distance can be held against it."""
+"""Steps; in bf16 enough of them that rounding errors are measurable as the reference spread."""
 TOKENS, TOKENS_IN_BF16, TOKENS_OF_LARGE_IN_BF16 = 32, 128, 16
-"""Of a sample."""
+"""Tokens of a sample."""
 FROM_MEMORY = {"nvme-optimizer": "cpu", "nvme": "cpu-all"}
 """Offload that computes the same, without a drive."""
 
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
-"""Each family, tied and not."""
+"""Model families with tied and untied embeddings."""
 
 
 @functools.cache

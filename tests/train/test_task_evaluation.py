@@ -64,7 +64,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tasks with their data: answers of one and of several tokens, long texts."""
+    """Folder of tasks with their data: answers of one and of several tokens, long texts."""
     folder = tmp_path_factory.mktemp("tasks")
     words = ("def", "return", "class x", "import os", "self.value = 1", "for i in range")
     rows = [

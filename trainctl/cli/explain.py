@@ -56,7 +56,7 @@ def _found(words: list[str]) -> list[Meaning]:
     """Return the meaning of each word; all meanings if no word is given."""
     if not words:
         return everything()
-    # Accept the phrase `exit code 75`; `code` alone is a cause of failures.
+    # Accept the phrase `exit code 75`; `code` alone names a cause of failures.
     has_code = any(word.isdigit() for word in words)
     said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
     return [_of(word) for word in said]

@@ -260,7 +260,7 @@ class ChatTemplate:
         if len(special):
             last = first + int(special[-1]) + 1
             if not whole[places[last - 1, 1] : len(through_answer.text)].strip():
-                end = last  # white space after the turn has no loss
+                end = last  # white space after the turn is not learnt
         return first, end
 
     def _not_a_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:

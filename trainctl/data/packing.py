@@ -316,7 +316,7 @@ def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
     ends = corpus.ends(split)
     if ends is not None:
         return ends
-    tokens = corpus.tokens(split)[: split.tokens]  # a corpus made before ends were stored
+    tokens = corpus.tokens(split)[: split.tokens]  # corpora of older versions store no ends
     if corpus.end_of_document is None:
         return np.array([split.tokens][: split.tokens], dtype=np.int64)
     return ends_by_id(tokens, corpus.end_of_document)

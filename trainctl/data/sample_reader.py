@@ -138,7 +138,7 @@ class SampleReader:
 
     def _find_ends(self, rows: SampleBatch, starts: npt.NDArray[np.int64]) -> None:
         """Mark the last token of each document; none if the corpus does not know the ends."""
-        if self._ends is None:  # a corpus made before ends were stored
+        if self._ends is None:  # corpora of older versions store no ends
             if self._end_of_document is not None:
                 rows.ends[:] = rows.tokens[:, :-1] == self._end_of_document
             return

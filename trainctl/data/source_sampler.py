@@ -111,7 +111,7 @@ class FixedLengthSegment:
         place = min(done * (self._per_window(length) or samples), samples)
         rest, ratio = end - draws, self.length // length
         has_tail = rest > 0 and self.length % length == 0 and self.shuffle
-        if not self.shuffle:  # in text order the rest follows the last sample
+        if not self.shuffle:  # in text order the unused part is behind the last sample
             epoch, place = divmod(self.first + draws, self.samples)
             place = min(-(-place * self.length // length), samples)
         return FixedLengthSegment(

@@ -159,5 +159,5 @@ class _History:
             token = place * self._plan.batch.sequence_length
         for seen in self._order.occurrences(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
-            if number >= 0 and seen.counter < self._ends[number]:  # else skipped by a rewind
+            if number >= 0 and seen.counter < self._ends[number]:  # otherwise skipped by a rewind
                 yield Sighting(self._steps[number], seen.counter, seen.epoch)

@@ -125,7 +125,7 @@ def run_trainer(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> int:
     except SystemExit as end:
         if end.code in (None, 0):
             return 0
-        # The function's exit codes are not trainctl's: any other code is a failed rank.
+        # Exit codes of the user's function are not trainctl's: any other code is a failed rank.
         print(f"error: {plan.config.trainer} ended with exit code {end.code}", file=sys.stderr)
         return int(ExitCode.training_failed)
     return 0

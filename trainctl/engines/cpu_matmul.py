@@ -52,7 +52,7 @@ def widen_format(format: torch.dtype) -> torch.library.Library:
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about replacing a kernel
+        warnings.simplefilter("ignore")  # torch warns about replacing a kernel
         for product in _PRODUCTS:
             library.impl(product.__name__, _widening_kernel(product, format), "CPU")
     return library

@@ -272,7 +272,7 @@ def _foreign_origin(target: str) -> str:
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = inspect.getattr_static(found, name, None)
-        found = getattr(found, "__func__", found)  # function of a class or static method
+        found = getattr(found, "__func__", found)  # function of a class, or static method
     code = getattr(inspect.unwrap(found) if callable(found) else None, "__code__", None)
     if code is None:
         return ""

@@ -104,8 +104,9 @@ def compute_deterministically() -> None:
     (`plan.deterministic`).
     """
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # it would time algorithms and take the fastest
-    # Else torch fills each uninitialized buffer, which takes time and changes no results.
+    # Otherwise cuDNN would time algorithms and take the fastest.
+    torch.backends.cudnn.benchmark = False
+    # Otherwise torch fills each uninitialized buffer, which takes time and changes no results.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

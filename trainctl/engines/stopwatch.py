@@ -154,7 +154,7 @@ class Stopwatch:
             )
             part, slept = self._part, (now - looked) - (busy_now - busy)
             is_elsewhere = _sleeps_elsewhere(sys._current_frames().get(thread))
-            # The wait of this thread for a processor is subtracted: it does not stop the other one.
+            # Subtract this thread's wait for a CPU: it does not stop the other thread.
             was_stopped = (now - looked) - (own_now - own) > _STOPPED_SECONDS
             if part and slept > 0 and (was_stopped or (was_elsewhere and is_elsewhere)):
                 self._busy[part] += slept

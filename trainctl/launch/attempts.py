@@ -222,7 +222,7 @@ def supervise(
         assert code is not None
         records.poll()
         if stop.end_signal and not stuck:
-            clean_temporary(run)  # of a save that the signal interrupted
+            clean_temporary(run)  # from a save that the signal interrupted
         if code != 0 and not (records.failure or stop.end_signal or stop.interrupt_signal):
             _record_death(agents, records, writer, run)
         outcome = _outcome(code, stop, records, stuck)

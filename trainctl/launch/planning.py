@@ -273,7 +273,7 @@ def compose_target(
     if target is None:
         return compose(overrides, config_dir)
     if "/" in target:
-        open_run(Path(target))  # raises: it says what the directory is instead
+        open_run(Path(target))  # raises an error that says what the directory is instead
     return compose([f"recipe={target}", *overrides], config_dir)
 
 

@@ -196,7 +196,7 @@ def _build_problems(
     try:
         os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
         found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
-    except (ValueError, TypeError, TrainctlError):  # other code, reported separately
+    except (ValueError, TypeError, TrainctlError):  # other code, which is reported separately
         return []
     finally:
         os.environ.clear()

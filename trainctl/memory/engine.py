@@ -279,7 +279,7 @@ def update_copies(plan: LayoutPlan, *, uses_muon: bool) -> Update:
         if is_fused(config, plan.hardware):
             return KERNEL
         if is_ours:
-            return PLAIN  # AdamW for the other tensors, one flat tensor at a time
+            return PLAIN  # AdamW for the other tensors updates one flat tensor at a time
     elif spec.device_operator:
         return KERNEL
     return PLAIN if on_cpu else FOREACH

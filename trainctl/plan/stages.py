@@ -50,7 +50,7 @@ def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
             low = limit + 1
     counts: list[int] = []
     for stage, load in enumerate(fixed):
-        later = len(fixed) - stage - 1  # each later stage has at least one block
+        later = len(fixed) - stage - 1  # each later stage needs at least one block
         counts.append(min((low - load) // block, layers - sum(counts) - later))
     return tuple(counts)
 

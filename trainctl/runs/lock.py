@@ -151,7 +151,7 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
         is_here = current.host == socket.gethostname()
         is_dead = is_here and not is_alive(current.pid)
         # The file may name a launch that was killed on another machine, while a call of `holder`
-        # has the lock for a moment. Only a launch of this machine is known to hold it.
+        # briefly has the lock. Only a launch of this machine is known to hold it.
         patience = patience_seconds if is_dead else 0.0 if is_here else _LOOK_SECONDS
         if time.monotonic() - start >= patience:
             raise _in_use(run, current, is_dead)

@@ -48,7 +48,7 @@ class PackedRows:
             decoder = self._known[key]
             named = None if decoder is None else decoder.fields(row)
         except (ValueError, AttributeError, LookupError, TypeError, OverflowError):
-            return None  # the row is of other columns
+            return None  # the row has other columns
         return None if named is None else {"schema": 1, **event, **named}
 
     def _read(self, attempt: int, at: int) -> RowDecoder | None:

@@ -199,7 +199,7 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
     model, kind = config.model, config.kernels.cross_entropy
     logits = tokens * model.vocab_size / tensor
     product = 2 * logits * model.hidden_size / speed.wide_products
-    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are recomputed
+    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
     per_logit = constants.LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
         passes, per_logit = 3.0, constants.FUSED_LOGIT_BYTES

@@ -132,7 +132,8 @@ class Space:
                     if self.exactly:
                         values["training.gradient_accumulation_steps"] = accumulation
                     elif not self.is_fixed("training.gradient_accumulation_steps"):
-                        values["training.gradient_accumulation_steps"] = None  # derived
+                        # Derived from the batch.
+                        values["training.gradient_accumulation_steps"] = None
                     changed = with_values(self.base, values)
                     variant = time_variant(changed, self.hardware, blocks)
                     if variant is not None:

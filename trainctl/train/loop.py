@@ -117,7 +117,7 @@ class Trainer:
         )
         now.should_save = now.should_stop = now.should_finish = False
         now.saves, now.is_done = save > 0, finish > 0
-        if now.is_done and not now.end:  # a callback of another rank
+        if now.is_done and not now.end:  # a callback of another rank ended the run
             now.end = {"reason": "callback", "callback": None}
         rest = iter(sums)
         self._callbacks.after_agreement([[next(rest) for _ in own] for own in numbers])

@@ -92,7 +92,7 @@ def _recorded_losses(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expec
         if later not in curve:
             break
         record = curve[later]
-        if record.get("intervention"):  # the step was counted, and no update made
+        if record.get("intervention"):  # the step was counted, but without an update
             break
         file = run.attempt(record["attempt"]).plan
         if not file.is_file():

@@ -41,7 +41,7 @@ SPIKES = (
 )
 READY = "return document.documentElement.dataset.ready !== undefined"
 CHARTS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "memory", "parts")
-"""All that a run on CPUs has numbers for."""
+"""Charts of a run on CPUs."""
 
 
 @pytest.fixture(scope="module")

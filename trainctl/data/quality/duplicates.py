@@ -361,7 +361,8 @@ def find_identical_texts(corpus: MeasuredCorpus, scratch: Path, memory: int = ME
     for ids, counts in equal_keys(rows, corpus.documents, scratch, memory):
         rest = corpus.rows("hash", ids)[:, 1]
         group = np.repeat(np.arange(len(counts)), counts)
-        order = np.lexsort((ids, rest, group))  # by the other 64 bits, which rarely split a group
+        # Order by the other 64 bits of the hash too, which rarely split a group.
+        order = np.lexsort((ids, rest, group))
         ids, rest, group = ids[order], rest[order], group[order]
         is_first = run_starts(group, rest)
         firsts = ids[is_first][np.cumsum(is_first) - 1]

@@ -392,7 +392,7 @@ class StreamedEnds:
         return np.concatenate(found)
 
     def _place(self, value: int, side: Literal["left", "right"]) -> int:
-        # Shard k has the ends above k S, up to (k + 1) S: find the shard that has `value`.
+        # Shard k has the ends in (k S, (k + 1) S]: find the shard that has `value`.
         number = max(0, -(-value // self._tokens.shard_tokens) - 1)
         if number >= len(self._firsts) - 1:
             return len(self)

@@ -202,7 +202,8 @@ class DeepSpeedEngine(Engine):
         if batch == self._batch:
             return
         self._batch, engine = batch, self.deepspeed
-        each = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size  # DeepSpeed's count
+        # Samples of a micro-step as DeepSpeed counts them.
+        each = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
         engine.set_train_batch_size(batch.gradient_accumulation_steps * each)
         # DeepSpeed ends a step at each multiple of the accumulation steps since the start.
         engine.micro_steps = 0

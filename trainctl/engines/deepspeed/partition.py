@@ -40,7 +40,7 @@ class Partitioner:
         self._unit = None if mesh is None else model_parallel_unit(mesh)
         self._group = None if mesh is None or mesh.is_data_only else mesh.replicas.group
         self._experts = None if mesh is None else mesh.expert_replicas.group
-        self._swapper: Any = None  # swapper to NVMe, with buffers that all parameters share
+        self._swapper: Any = None  # NVMe swapper; all parameters share its buffers
         # One buffer that each parameter uses in turn, before it is partitioned.
         largest = max(each.numel() * each.element_size() for each in skeleton.parameters())
         self._whole = torch.empty(largest, dtype=torch.uint8, device=device)

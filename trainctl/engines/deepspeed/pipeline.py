@@ -135,7 +135,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _forward(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the logits on the last stage, None on the other stages."""
         self.deepspeed.reset_activation_shape()  # shape of the training batches
-        self.deepspeed.total_loss = None  # DeepSpeed adds the last stage's output to it
+        self.deepspeed.total_loss = None  # DeepSpeed adds the last stage's output to this
         _, logits = self.deepspeed.eval_batch(
             iter([self._pair(batch)]),
             return_logits=True,

@@ -115,6 +115,6 @@ def register_experts(module: nn.Module, job: Job) -> None:
             parameter.ds_zero_placement_family = _FAMILY
             # Stage 3 averages parameters of several groups in one bucket, under one group name.
             parameter.ds_zero_partition_group_name = of_experts[0]["name"]
-    # Stage 3 needs no marker and refuses it. DeepSpeed rejects one without expert parameters.
+    # Stage 3 needs no marker and refuses it. DeepSpeed refuses a marker without expert parameters.
     if of_experts and job.plan.config.zero_stage.stage < 3:
         module.add_module("expert_marker", _Marker(mesh.expert.size))

@@ -140,7 +140,7 @@ class Fsdp2Engine(Engine):
         return sums
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
-        assert norm is not None  # gradients can always be looked at
+        assert norm is not None  # gradients are always accessible
         with self.times.part("optimizer"):
             self.states.update(norm, clip_at)
             self.discard()

@@ -49,7 +49,7 @@ def mark_of(event: Event, last_step: int) -> Mark | None:
         text, cause = tell(event)
         step, time = int(event.get("step", last_step)), float(event.get("time", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # another version's, or edited: show the other marks
+        return None  # a plan of another version, or edited: show the other marks
     if not text:
         return None
     kind = event["event"]

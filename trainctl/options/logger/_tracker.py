@@ -72,8 +72,8 @@ class Tracker:
         self._run, self._client = run, client
         self._branch: int = known.get("branch", 0)
         self._number: int = known.get("points", 0)
-        # While steps come again: the tracker holds the run as it stood after `_stood` points, and
-        # steps from `_from` on are compared with it.
+        # While steps are repeated: the tracker has the run's state after `_stood` points, and steps
+        # from `_from` on are compared with it.
         self._stood: int | None = known.get("stood")
         self._from: int = known.get("from", 0)
         self._sent: dict[tuple[str, int], object] = {}

@@ -30,7 +30,7 @@ SPEC = Optimizer(
     is_ours_because="DeepSpeed's kernels are for GPUs and for states in host memory",
     host_operator="cpu_lion",
     device_operator="fused_lion",
-    update=Update(moments=((4, 0),), by_tensor=True),  # the step
+    update=Update(moments=((4, 0),), by_tensor=True),  # the update, in fp32
     width_rule=WidthRule.adam,
     deepspeed=OptimizerForm(
         type="Lion", parameters=parameters(1e-4, betas(0.9, 0.99)), is_zero_tested=True

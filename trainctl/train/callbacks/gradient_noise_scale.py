@@ -34,7 +34,7 @@ class GradientNoiseScale(Callback):
         self._noise = self._signal = self._weight = 0.0
 
     def before_step(self, context: Context) -> None:
-        self._remove_hooks()  # of a step that is tried again
+        self._remove_hooks()  # of a step that is repeated
         if context.step % self._keys.every_steps == 0:
             self._squares = []
             module = context.module

@@ -47,7 +47,7 @@ class LayerStatistics(Callback):
         self._layers, self._count = layers, layers + len(others)
 
     def before_step(self, context: Context) -> None:
-        self._clear()  # of a step that is tried again
+        self._clear()  # of a step that is repeated
         if context.step % self._keys.every_steps:
             return
         self._activations = torch.zeros(self._layers, 2, dtype=torch.float64, device=context.device)

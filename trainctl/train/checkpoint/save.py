@@ -393,7 +393,7 @@ class Saver:
     ) -> None:
         try:
             self._write(part, facts, started, stalled)
-        except BaseException as error:  # whatever it is, the loop raises it
+        except BaseException as error:  # any exception: the loop raises it
             self._error = error
 
     def _write(

@@ -120,7 +120,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         gradient: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
-        step = self.state[tensor]["step"] - 1  # adamw adds 1 itself
+        step = self.state[tensor]["step"] - 1  # torch's function adds 1 itself
         if self._fused:
             step = step.to(weights.device)
         adamw(

@@ -43,7 +43,7 @@ class Stage3(Wrapper):
         wrapper.parameter_offload.partition_all_parameters()
         for index in range(len(self.tensors)):
             with self.swapped_in(index):
-                # As at the end of an update: master weights to the model's weights, or to NVMe.
+                # As after an update: copy master weights to the model's weights, or to NVMe.
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
