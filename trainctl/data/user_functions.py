@@ -87,14 +87,18 @@ def user_code_digest() -> str:
     return sha256(b"".join(sha256(file.read_bytes()).digest() for file in own)).hexdigest()[:16]
 
 
-def in_words(error: BaseException) -> str:
-    """Describe an error of the user's code: its type, message, and the line that raised it."""
+def in_words(error: BaseException, file: str = "") -> str:
+    """Describe an error of the user's code: its type, message, and the line that raised it.
+
+    Args:
+        file: File of the user's, whose line is named if a library that it called has failed.
+    """
     text = describe_exception(error)
-    place = _place(error.__traceback__)
+    place = _place(error.__traceback__, file)
     return f"{text} ({place})" if place else text
 
 
-def _place(trace: TracebackType | None) -> str:
+def _place(trace: TracebackType | None, file: str) -> str:
     """Return file and line of the last frame outside the import machinery and this file."""
     frames = [
         frame
@@ -102,6 +106,7 @@ def _place(trace: TracebackType | None) -> str:
         if not frame.filename.startswith("<frozen") and frame.filename != __file__
     ]
     frames = [frame for frame in frames if not frame.filename.endswith("importlib/__init__.py")]
+    frames = [frame for frame in frames if frame.filename == file] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -152,11 +154,13 @@ class Callbacks:
             except TrainctlError:
                 raise
             except Exception as error:
-                traceback.print_exc()  # for the rank's log
+                # For the rank's log. Its last traceback at a margin would be the launch's message.
+                print(textwrap.indent(traceback.format_exc(), "  "), file=sys.stderr)
+                file = file_of(entry.callback)
                 raise TrainctlError(
                     f"the callback {entry.name} failed in {hook} at step {self._now.step}: "
-                    f"{in_words(error)}",
-                    hint=f"repair {file_of(entry.callback)}, or leave {entry.name} out of "
+                    f"{in_words(error, file)}",
+                    hint=f"repair {file}, or leave {entry.name} out of "
                     "`callbacks`; resume goes on from the last checkpoint",
                     exit_code=ExitCode.training_failed,
                 ) from error
