@@ -23,8 +23,7 @@ from trainctl.launch.interface import (
     Outcome,
     Rendered,
 )
-from trainctl.launch.loggers import Loggers
-from trainctl.launch.processes import AgentProcess, start_agent, start_with_pdeathsig
+from trainctl.launch.processes import AgentProcess, Loggers, start_agent, start_with_pdeathsig
 from trainctl.launch.stop import StopHandler
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint

@@ -18,10 +18,9 @@ from typing import NoReturn
 from trainctl.engines import patch_checks
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
-from trainctl.launch.agent.agent_records import AgentRecords
 from trainctl.launch.agent.guard import BuildWatch, SignalGuard, exit_now, terminate_with_builds
 from trainctl.launch.agent.hang_detection import HangDetector, HungRank
-from trainctl.launch.agent.ranks import ForkServer, RankExit, start_ranks, watch_ranks
+from trainctl.launch.agent.ranks import AgentRecords, ForkServer, RankExit, start_ranks, watch_ranks
 from trainctl.launch.agent.rendezvous import (
     JoinWatch,
     NodeIdentity,
