@@ -35,8 +35,7 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
 from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
-from trainctl.rules.deepspeed_file import CheckedFile, check_file
-from trainctl.rules.registry import JSON_RULES, check_json
+from trainctl.rules.registry import JSON_RULES, CheckedFile, check_file, check_json
 from trainctl.rules.resolve import resolve
 from trainctl.rules.rule import Enforcement
 from trainctl.search.import_json import BATCH, Imported, import_json, ranks_of

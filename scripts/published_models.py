@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 
 from published_cases import CASES, composed, resaved, traced
 
-from trainctl.models.published import FILE, shape_of
+from trainctl.models.tracing import FILE, shape_of
 
 LENGTHS = (1024, 8192)
 

@@ -23,7 +23,6 @@ from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.launch.planning import compose, compose_target, plan
 from trainctl.rules.deepspeed.case import Case, JsonContext
-from trainctl.rules.deepspeed_file import check_file, json_context
 from trainctl.rules.handbook import (
     JSON_PAGE,
     PLAN_PAGE,
@@ -32,7 +31,7 @@ from trainctl.rules.handbook import (
     Meaning,
     everything,
 )
-from trainctl.rules.registry import JSON_RULES, PLAN_RULES, check_json
+from trainctl.rules.registry import JSON_RULES, PLAN_RULES, check_file, check_json, json_context
 from trainctl.rules.rule import Rule
 
 ROOT = Path(__file__).parents[1]

@@ -24,9 +24,8 @@ MUST_RUN_MARKS = ("slow", "cluster", "slurm")
 
 
 def pytest_configure() -> None:
-    """Restore SIGINT: a shell's background job ignores Ctrl-C, and so would the processes of
-    tests.
-    """
+    """Independent of the shell: its background job ignores Ctrl-C, and so would what tests start
+    and interrupt."""
     # What was measured on the machine of whoever runs the tests must not change any figure.
     os.environ["TRAINCTL_CALIBRATION_FILE"] = os.devnull
     # Read when torch is imported, so a fork of what has imported it cannot change it any more. With
@@ -74,7 +73,7 @@ def _has(item: pytest.Item, mark: str) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze torch, transformers and six thousand tests, so that garbage collection skips them."""
+    """Torch, transformers and six thousand tests stay: garbage is looked for beside them."""
     gc.freeze()
 
 

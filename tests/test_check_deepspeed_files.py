@@ -1,6 +1,4 @@
-"""Tests of `scripts/check_deepspeed_files.py`: the report of each file, and the real
-DeepSpeedConfig's.
-"""
+"""`scripts/check_deepspeed_files.py`: each file of a folder, beside the real DeepSpeedConfig."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that generated pages are up to date, and that hand-written tables are complete."""
+"""Pages that are written by a script are up to date, and hand-written tables are complete."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_identifier_of_a_finding_is_documented() -> None:
 PAGES = sorted(
     path
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
-    if path.name != "CHANGELOG.md"  # a record of the past
+    if path.name != "CHANGELOG.md"  # what it says was true then
 )
 RUN_ELSEWHERE = {f"{Path(page).name}.md" for page in (JSON_PAGE, PLAN_PAGE, READING_PAGE)}
 """Pages whose every command is run by tests/test_explanations.py: most are meant to fail."""
@@ -59,7 +59,7 @@ OPTIONAL = re.compile(r"\[(?:[A-Z|]+|[\w.]+=\.\.\.)\](?:\.\.\.)?")
 
 
 def typed_commands(page: str) -> Iterator[list[str]]:
-    """Yield the words after `trainctl` of every command that a page shows as typed into a shell."""
+    """Words after `trainctl` of every command that a page shows as typed into a shell."""
     blocks = [*FENCED.findall(page), *INDENTED.findall(FENCED.sub("", page))]
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         text = line.strip().removeprefix("$ ")
@@ -69,9 +69,8 @@ def typed_commands(page: str) -> Iterator[list[str]]:
 
 
 def mentioned_commands(page: str) -> Iterator[list[str]]:
-    """Yield the words after `trainctl` of every mention in the text, without placeholders;
-    `ls|status` gives one mention each.
-    """
+    """Words after `trainctl` of every mention in the text, without what stands for others' words;
+    one for each of `ls|status`."""
     for text in INLINE.findall(FENCED.sub("", page)):
         text = OPTIONAL.sub("", text.replace("\\|", "|")).replace("...", "")
         text = re.sub(r"\[(--?[^\]]*)\]", r"\1", text)
@@ -91,7 +90,7 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def options_of(command: Any) -> set[str]:
-    """Return every option that a command takes."""
+    """Every option that a command takes."""
     with command.make_context("trainctl", [], resilient_parsing=True) as context:
         parameters = command.get_params(context)
     return {name for item in parameters for name in (*item.opts, *item.secondary_opts)}
@@ -104,7 +103,7 @@ def check_options(command: Any, words: list[str]) -> None:
 
 
 def check_overrides(words: list[str]) -> None:
-    """Check that overrides compose; of a key with several values, only the first."""
+    """They compose; of a key with several values, the first."""
     own = list(itertools.takewhile(lambda word: word != "--", words))
     overrides = [word for word in own if re.match(r"[~+]?[\w.]+=", word) and "=DIR" not in word]
     overrides = [re.sub(r"=([^\[{,]+),.*", r"=\1", word) for word in overrides]
@@ -119,10 +118,8 @@ def check_overrides(words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_that_is_shown_is_one(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are parsed by the real command line and composed by the real configuration; nothing
-    starts.
-    """
-    monkeypatch.chdir(ROOT / "docs" / "examples")  # pages that name scripts and functions
+    """Parsed by the real command line and composed by the real configuration; nothing starts."""
+    monkeypatch.chdir(ROOT / "docs" / "examples")  # whose scripts and functions some name
     text = page.read_text()
     for words in mentioned_commands(text):
         check_options(*command_of(words))

@@ -1,4 +1,4 @@
-"""Tests that docstrings do not open with fragments, and that public class names are unique."""
+"""Docstrings open as the field's do, and no two public classes share a name."""
 
 from __future__ import annotations
 

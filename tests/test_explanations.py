@@ -1,6 +1,4 @@
-"""Tests that every code or name that trainctl prints is explained, and that every example is
-true.
-"""
+"""Everything that trainctl says by a word is explained, and every example is true."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ def test_every_entry_says_why_what_and_what_to_do() -> None:
 
 
 def written_records() -> Iterator[tuple[str, set[str]]]:
-    """Yield each kind of record that code writes, with the literal field names."""
+    """Yield each kind of record that code writes, with the fields named there."""
     for tree in trees():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -111,7 +109,7 @@ def test_every_kind_of_record_and_field_that_is_written_is_explained() -> None:
 
 
 def pieces() -> set[tuple[str, ...]]:
-    """Return the string constants of the code; the parts of an f-string are separate."""
+    """Return the texts in the code. The parts of an f-string are separate, without its values."""
     found = set()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -150,9 +148,7 @@ def test_every_example_brings_its_rule_about_and_prints_what_is_shown() -> None:
 
 
 def test_texts_live_once() -> None:
-    """A rule's text is only in its docstring, and hand-written text of a page is not in the
-    code.
-    """
+    """A rule's text is in its docstring alone; what a page says by hand is not in the code."""
     sources = [" ".join(path.read_text().split()) for path in SOURCES]
     for each in everything():
         made = each.page in (JSON_PAGE, PLAN_PAGE)

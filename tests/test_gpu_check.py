@@ -1,4 +1,4 @@
-"""Tests that `scripts/gpu_check.py` covers what a GPU changes, and that it runs without one."""
+"""`scripts/gpu_check.py` measures what a GPU changes, and runs through where there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainctl.memory.budget import budget
 from trainctl.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))  # fields that other options share
+sys.path.append(str(ROOT / "scripts"))  # behind what else has these names
 
 from gpu_check import overrides, write_pairs  # noqa: E402
 from gpu_figures import FIGURES, Figure  # noqa: E402

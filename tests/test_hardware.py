@@ -1,7 +1,7 @@
-"""Tests of hardware: declared facts, detection, and the check before a local launch.
+"""Hardware: declared facts, detection, and the check before a local launch.
 
-Where no GPU is available, `nvidia-smi` and `rocm-smi` are stand-ins: executables on PATH that print
-what the real ones print.
+No GPU is at hand where these run, so `nvidia-smi` and `rocm-smi` are stand-ins: executables on PATH
+that print what the real ones print.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RTX = "{i}, GPU-{i}ccc-1, NVIDIA GeForce RTX 4090, 24564, 8.9"
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """Function that puts a stand-in for a vendor's tool on PATH, alone."""
+    """Puts a stand-in for a vendor's tool on PATH, alone."""
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")

@@ -1,6 +1,4 @@
-"""Tests of the import arrows between rooms, and of commands that must start without heavy
-imports.
-"""
+"""Rooms import only to the left, and what must start fast stays light."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def _room(path: Path) -> str:
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Return the dotted names of everything imported anywhere in the file, in functions too."""
+    """Dotted names of everything imported anywhere in it, in functions too."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -85,7 +83,7 @@ def test_a_room_imports_only_to_its_left(path: Path) -> None:
 
 
 def _users(package: str) -> set[str]:
-    """Return the files that import the package, relative to trainctl/."""
+    """Files that import the package, relative to trainctl/."""
     return {
         path.relative_to(PACKAGE).as_posix()
         for path in _modules()
@@ -110,9 +108,7 @@ def test_only_its_engine_imports_deepspeed() -> None:
 
 @pytest.mark.parametrize("folder", ["train", "launch/agent"])
 def test_nothing_reaches_through_an_engine_into_deepspeeds(folder: str) -> None:
-    """The test finds accesses such as `engine.deepspeed.optimizer`; `plan.deepspeed` is its
-    JSON.
-    """
+    """Such as `engine.deepspeed.optimizer`; `plan.deepspeed` is its JSON."""
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in (PACKAGE / folder).rglob("*.py")
@@ -136,7 +132,7 @@ def test_only_the_command_line_imports(package: str) -> None:
 
 
 def _loaded(arguments: list[str]) -> set[str]:
-    """Return the top-level packages in sys.modules after a run of the command line."""
+    """Top-level packages in sys.modules after the command line ran with the arguments."""
     script = (
         "import sys\n"
         "from trainctl.cli.main import run\n"

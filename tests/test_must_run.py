@@ -40,7 +40,7 @@ def test_a_skip_of_a_marked_test(must_run: bool, failing: set[str], tmp_path: Pa
 
 
 def test_a_mark_that_the_file_does_not_name_is_refused(tmp_path: Path) -> None:
-    """CI selects files by these marks and would not run the test."""
+    """CI would not find the test."""
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "marks.py").write_text("import pytest\n\nheavy = pytest.mark.slow\n")
     hidden = tmp_path / "test_hidden.py"

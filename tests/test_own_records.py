@@ -1,4 +1,4 @@
-"""Tests of `trainctl.records.log`, which users' programs call."""
+"""`trainctl.records.log`: what programs of the user's record."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trainctl.cli.main import run
 FILE = {"train_batch_size": 48, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
 Z3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 
-# Subject, JSON, command line after it, and the message.
+# What it is about, what the JSON has, the command line after it, and what is said.
 IN_A_FILE = [
     (
         "batch sizes",

@@ -1,10 +1,10 @@
-"""Tests that the README's commands run as printed and print the output that it shows.
+"""The README is true: its commands run as they are written, and print what it shows.
 
 Fenced `console` blocks are run in an empty folder, as the note in the HTML comment above says.
-None: the output under each command is compared (`TRAINCTL_UPDATE_GOLDEN=1` updates it); `output …`:
-the output is not compared; `slow`: it trains; `fine-tunes`: it trains the model in DIR on
-chat.jsonl, which the test creates; `not run: …`: it is left out. `# exit 3` after a command gives
-the expected exit code.
+None: the output under each command is compared (`TRAINCTL_UPDATE_GOLDEN=1` writes it anew);
+`output …`: the output is not compared; `slow`: it trains; `fine-tunes`: it trains the model in DIR
+on chat.jsonl, which the test makes; `not run: …`: it is left out.
+`# exit 3` after a command says that it is meant to fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block:
 
 
 def blocks(*notes: str) -> list[Block]:
-    """Return the blocks whose note starts with one of these; an empty string means no note."""
+    """Blocks whose note starts with one of these; an empty string means no note."""
     found = [Block(m["note"] or "", m["body"]) for m in BLOCK.finditer(README.read_text())]
     return [
         block
@@ -46,7 +46,7 @@ def blocks(*notes: str) -> list[Block]:
 
 
 def run(commands: list[str], folder: Path) -> str:
-    """Run the commands and return a transcript in the README's format."""
+    """Run the commands and give a transcript in the README's form."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     transcript = ""
     for command in commands:
@@ -93,13 +93,13 @@ def test_the_recipe_of_the_users_is_valid(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
 def test_commands_that_train_run(tmp_path: Path) -> None:
-    """Blocks run in turn in one folder, as for a reader who follows the page.
+    """Blocks run in turn in one folder, as for somebody who reads on.
 
     A launch that an earlier block made is not repeated.
     """
     commands = [command for block in blocks("slow") for command in block.commands]
     run(list(dict.fromkeys(commands)), tmp_path)
-    assert commands[0] == "trainctl launch recipe=tiny"  # a full run, whose model has learnt
+    assert commands[0] == "trainctl launch recipe=tiny"  # the whole run: it has learnt
     (events,) = (path for path in tmp_path.glob("runs/*/events.jsonl") if "mine" not in path.parts)
     found = [json.loads(line) for line in events.open()]
     last = [event for event in found if event["event"] == "evaluation"][-1]

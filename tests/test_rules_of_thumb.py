@@ -1,6 +1,6 @@
-"""Tests of `tests/data/rules_of_thumb.md`: the result of each rule of thumb, and of the command.
+"""`tests/data/rules_of_thumb.md`: the result of each rule of thumb, and of the command.
 
-`TRAINCTL_UPDATE_GOLDEN=1` updates the figures; look at the difference.
+`TRAINCTL_UPDATE_GOLDEN=1` writes the figures anew; look at the difference.
 """
 
 from __future__ import annotations

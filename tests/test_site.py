@@ -1,5 +1,6 @@
-"""Tests that the documentation builds without warnings, that its links resolve, and that the
-tutorial's commands do what it says.
+"""The site of the documentation builds without a warning, and its links lead somewhere.
+
+And what the tutorial says to type does what it says.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """Link targets and links of an HTML page."""
+    """HTML page's link targets and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -42,6 +43,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Called for each tag."""
         found = dict(attributes)
         self.places.add(found.get("id") or "")
         self.links |= {found.get(name) or "" for name in ("href", "src") if name in found}
@@ -69,7 +71,7 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
 
 
 def test_pages_can_be_read_by_everyone_and_ask_nobody(site: Path) -> None:
-    """Pages are opened from disk in a real browser, in light and in dark mode."""
+    """Opened from disk in a real browser, in light and in dark."""
     with browser() as window:
         for page in ("index", "tutorial", "troubleshooting/failures", "records", "cli"):
             window.open((site / f"{page}.html").as_uri())

@@ -1,7 +1,7 @@
-"""Tests of the built wheel: its contents, and training in an empty folder.
+"""The built wheel: what is inside, and that it trains in an empty folder.
 
-The wheel is installed into an empty environment, which gets the dependencies from the environment
-of the tests through a .pth file. Nothing is downloaded, and the checkout is not on its path.
+The wheel is installed into an empty environment, which reads the dependencies from the environment
+of the tests through a .pth file: nothing is downloaded, and the checkout is not on its path.
 """
 
 from __future__ import annotations

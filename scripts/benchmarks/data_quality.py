@@ -26,14 +26,13 @@ import numpy as np
 
 from trainctl.config.registry import function_of, load, names
 from trainctl.data.permutation import mix
-from trainctl.data.quality import minhash
+from trainctl.data.quality import measurement
 from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import MeasuredCorpus, PartToMeasure
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts, near_pairs, shared_passages
-from trainctl.data.quality.measure import WantedColumns, measure, text_hashes
-from trainctl.data.quality.minhash import anchors
+from trainctl.data.quality.measurement import WantedColumns, anchors, measure, text_hashes
 from trainctl.data.quality.selection import Contamination, Rules
 
 PARTS = 4
@@ -113,22 +112,22 @@ def _timed(function: Callable[[DocumentBatch], object], texts: list[str]) -> flo
 
 
 def _near(batch: DocumentBatch) -> None:
-    values, counts = minhash.ngram_sets(batch)
-    minhash.signatures(values, counts)
-    minhash.sketches(values, counts)
+    values, counts = measurement.ngram_sets(batch)
+    measurement.signatures(values, counts)
+    measurement.sketches(values, counts)
 
 
 def _plainly(batch: DocumentBatch) -> None:
-    drawn = mix(np.arange(2 * minhash.HASHES, dtype=np.uint64))
-    odd, added = drawn[: minhash.HASHES] | np.uint64(1), drawn[minhash.HASHES :]
+    drawn = mix(np.arange(2 * measurement.HASHES, dtype=np.uint64))
+    odd, added = drawn[: measurement.HASHES] | np.uint64(1), drawn[measurement.HASHES :]
     for text in batch.lowered:
         words = [zlib.crc32(word.encode()) for word in re.findall(r"\w+", text)]
         hashes = np.array(words, dtype=np.uint64)
-        size = len(hashes) - minhash.WORDS + 1
+        size = len(hashes) - measurement.WORDS + 1
         if size < 1:
             continue
         grams = mix(hashes[:size])
-        for place in range(1, minhash.WORDS):
+        for place in range(1, measurement.WORDS):
             grams = mix(grams ^ hashes[place : place + size])
         grams = np.unique(grams)
         ((grams[:, None] * odd + added) >> np.uint64(16)).min(0)

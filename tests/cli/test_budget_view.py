@@ -1,4 +1,4 @@
-"""Tests of the budget's table: golden files, and properties of its bars."""
+"""The budget's table: golden files, and properties of its bars."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_budget(sizes: list[int], *, capacity: int, fits: bool | None) -> dict[s
 
 
 def everything() -> dict[str, Any]:
-    """Return a budget of two stages, host and NVMe memory and a note, larger than the device."""
+    """Two stages, host and NVMe memory, a note, larger than the device."""
     sizes = [int(part * GIB) for part in (3.25, 3.25, 0, 0, 8.5, 2, 1.5, 0.8, 0, 0.4, 1)]
     budget = make_budget(sizes, capacity=16 * GIB, fits=False)
     worst = budget["stages"][0]

@@ -1,4 +1,4 @@
-"""Tests of `validate` and `estimate-memory`."""
+"""`validate` and `estimate-memory`."""
 
 from __future__ import annotations
 

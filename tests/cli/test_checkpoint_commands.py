@@ -1,4 +1,4 @@
-"""Tests of `checkpoint ls|verify|rm|now` and the choice of a checkpoint, without training."""
+"""`checkpoint ls|verify|rm|now` and the choice of a checkpoint, on small folders: no training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def steps(paths: RunPaths) -> list[int]:
 def test_ls_shows_sizes_metrics_marks_and_damage(
     paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (checkpoints.temporary_path(paths, 40)).mkdir()  # being written: not listed yet
+    (checkpoints.temporary_path(paths, 40)).mkdir()  # being written: not there yet
     (paths.checkpoints / "step-00000010" / "rank-00000.safetensors").write_bytes(b"cut")
     assert run(["checkpoint", "ls"]) == 0  # the newest run
     captured = capsys.readouterr()
@@ -127,8 +127,7 @@ def test_rm_refuses_the_last_intact_one(
     assert run(remove) == ExitCode.run_state
     assert "step-00000020 is the last intact checkpoint" in capsys.readouterr().err
     assert steps(paths) == [10, 20, 30]
-    # Damaged: may be removed.
-    assert run(["checkpoint", "rm", str(paths.root), "30", "--json"]) == 0
+    assert run(["checkpoint", "rm", str(paths.root), "30", "--json"]) == 0  # damaged: may go
     assert len(read_json(capsys)["removed"]) == 1
     assert run([*remove, "--force"]) == 0
     assert steps(paths) == [] and list(paths.checkpoints.iterdir()) == []
@@ -144,7 +143,7 @@ def test_rm_keeps_out_of_a_training_run(
 
 
 class holding:
-    """Hold the run's lock in another process, as a launch does, once entered."""
+    """The run's lock, held by another process as a launch does, ready when entered."""
 
     def __init__(self, paths: RunPaths) -> None:
         script = (

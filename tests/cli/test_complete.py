@@ -1,4 +1,4 @@
-"""Tests of completion as bash and fish request it; bash itself is run."""
+"""Completion, as bash and fish ask for it; bash itself is run."""
 
 from __future__ import annotations
 

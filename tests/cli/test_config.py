@@ -1,4 +1,4 @@
-"""Tests of `config show`, `deepspeed`, `why` and `diff`, on recipes and on runs."""
+"""`config show`, `deepspeed`, `why` and `diff`, on recipes and on runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_run_is_shown_as_its_last_attempt_has_it_and_edits_are_named(
         output(capsys, "diff", run_directory, run_directory, "--json", *first[1:])
     )
     assert (change["key"], change["left"], change["right"]) == ("optimizer.lr", 1e-4, 2e-4)
-    # config.yaml is no longer read, so edits to it are reported.
+    # Nobody reads config.yaml any more, so whoever edited it is told.
     text = paths.config.read_text()
     paths.config.write_text(text.replace("lr: 0.0001", "lr: 0.5"))
     for arguments in (["show", run_directory], ["why", "optimizer.lr", run_directory]):
@@ -230,7 +230,7 @@ def test_diff_knows_what_a_null_stands_for(
             "training:\n  global_batch_size: null\n"
             f"  gradient_accumulation_steps: {steps}\n"
         )
-    # tiny derives an accumulation of 2 from a global batch of 16, so the values are equal.
+    # tiny derives an accumulation of 2 from a global batch of 16: the same thing.
     rows = json.loads(output(capsys, "diff", "tiny", "same", "--json"))
     assert [row["key"] for row in rows] == ["recipe"]
     text = output(capsys, "diff", "tiny", "other")
@@ -266,7 +266,7 @@ def test_diff_of_json_files_is_by_what_deepspeed_makes_of_them(
         ]
 
     assert differences(rendered) == []
-    # Equal values in other spellings: a default omitted or written, case, an empty section.
+    # Written otherwise, and the same: a default left out or written out, case, an empty section.
     del rendered["fp16"], rendered["wall_clock_breakdown"]
     rendered["optimizer"]["type"] = "adamw"
     rendered["gradient_clipping"] = 1

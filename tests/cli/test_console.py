@@ -52,7 +52,7 @@ def test_short_count(number: float, text: str) -> None:
 
 
 class Closed(io.StringIO):
-    """Closed terminal, which fails with EIO."""
+    """A terminal that was closed: EIO."""
 
     def isatty(self) -> bool:
         return True

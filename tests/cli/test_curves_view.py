@@ -1,4 +1,4 @@
-"""Tests of `trainctl runs follow`: curves in a terminal, lines elsewhere."""
+"""`trainctl runs follow`: curves in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_evaluation_without_a_loss_is_none(run: RunPaths) -> None:
     history.read()
     assert any("held-out loss" in line for line in picture(history, summarise(run), 80, 24))
     history.evaluations = GrowingColumns()
-    history.evaluations.append({"step": 300.0, "time": 0.0})  # logged by a user's program
+    history.evaluations.append({"step": 300.0, "time": 0.0})  # of a program of the user's
     assert not any("nan" in line for line in picture(history, summarise(run), 80, 24)[-2:])
 
 

@@ -1,6 +1,4 @@
-"""Tests of `trainctl data prepare` and `data show --dropped`: documents left out, and the
-reasons.
-"""
+"""`trainctl data prepare` and `data show --dropped`: what is left out of a mixture, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `trainctl data plan`: a run's use of its sources, as a table and as JSON."""
+"""`trainctl data plan`: what a run will see of its sources, as a table and as JSON."""
 
 from __future__ import annotations
 

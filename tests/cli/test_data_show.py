@@ -1,4 +1,4 @@
-"""Tests of `trainctl data show` of a recipe: its future samples, before there is a run."""
+"""`trainctl data show` of a recipe: what its samples will be, before there is a run."""
 
 from __future__ import annotations
 

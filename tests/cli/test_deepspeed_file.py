@@ -1,4 +1,4 @@
-"""Tests of the output of `trainctl validate --deepspeed` and `trainctl config import`."""
+"""`trainctl validate --deepspeed` and `trainctl config import`: what a user sees."""
 
 from __future__ import annotations
 

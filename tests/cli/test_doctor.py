@@ -1,4 +1,4 @@
-"""Tests of `doctor`: its output and exit code."""
+"""`doctor`: what it shows, and its exit code."""
 
 from __future__ import annotations
 

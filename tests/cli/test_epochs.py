@@ -1,4 +1,4 @@
-"""Tests of `training.epochs`: a plan counts passes over a corpus that was measured."""
+"""`training.epochs`: a plan counts passes over a corpus that somebody has read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_launch_reads_the_corpus_and_others_plan_without_it(
     assert run(["validate", *overrides]) == 0
     said = capsys.readouterr().err
     assert "warning[TC067]" in said and "not been read here yet: 1000 stand for it" in said
-    assert run(["estimate-memory", *overrides]) == 0  # which no length affects
+    assert run(["estimate-memory", *overrides]) == 0  # which no length changes
     assert "TC067" not in capsys.readouterr().err
     assert run(["launch", *overrides, "--dry-run"]) == 0
     shown = capsys.readouterr()
@@ -63,7 +63,7 @@ def test_launch_reads_the_corpus_and_others_plan_without_it(
     assert planned(capsys, "schedule", "show", *overrides)["total_steps"] == steps
     assert run(["config", "why", "training.epoch_tokens", *overrides]) == 0
     assert "2250" in (said := capsys.readouterr().out) and "counted in the corpus" in said
-    typed = [*overrides, "training.epoch_tokens=1025"]  # counted by another process: 16 samples
+    typed = [*overrides, "training.epoch_tokens=1025"]  # counted by somebody else: 16 samples
     assert planned(capsys, "schedule", "show", *typed)["total_steps"] == 4
 
 

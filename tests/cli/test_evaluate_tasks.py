@@ -1,4 +1,4 @@
-"""Tests of `trainctl evaluate --tasks`: early refusals, and rows of results."""
+"""`trainctl evaluate --tasks`: what is refused before anything is read, and what becomes rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of resuming with another schedule: refusals, messages, and what is left behind."""
+"""Resuming with another schedule: what is refused, what is said, and what is left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WSD = [
 
 @pytest.fixture(autouse=True)
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the numbers of attempts started in a new folder; none really runs."""
+    """Numbers of the attempts that were started in a new folder; none really runs."""
     monkeypatch.chdir(tmp_path)
     numbers: list[int] = []
 
@@ -89,7 +89,7 @@ def test_within_the_decay_it_is_refused_with_the_step_to_go_back_to(
     assert "from step 80 or before" in error
     assert f"trainctl resume {paths.root} --step 80 with the same overrides" in error
     assert started == [1]
-    # A dry run succeeds, and changes no file.
+    # A dry run goes through, and leaves everything where it is.
     again = ["resume", "runs/a", "training.steps=300", "--step", "80"]
     assert run([*again, "--dry-run"]) == 0
     assert [info.step for info in checkpoints.list_checkpoints(paths)] == [80, step]
@@ -118,7 +118,7 @@ def test_the_decay_itself_goes_on(started: list[int], capsys: pytest.CaptureFixt
 
 
 def test_the_plan_of_the_attempt_that_saved_it_counts(started: list[int]) -> None:
-    """Attempt 2 was planned longer and never saved: step 90 is in the decay of attempt 1."""
+    """Attempt 2 would have been longer and never saved: 90 is in the decay of attempt 1."""
     paths = launched()
     save(paths, 50)
     assert run(["resume", "runs/a", "training.steps=300"]) == 0

@@ -1,4 +1,4 @@
-"""Tests of `launch` and `resume`: refusals, output, and one run from start to end."""
+"""`launch` and `resume`: what is refused, what is shown, and one run from start to end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the numbers of started attempts, none of which really runs."""
+    """Numbers of the attempts that were started, none of which really runs."""
     numbers: list[int] = []
 
     def record(launch: LaunchRequest) -> Outcome:
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     error = capsys.readouterr().err
     assert "what would fit:" in error
     assert "offload" in error
-    # With --force it reaches the next obstacle: this machine has no such device.
+    # Forced, it goes on to the next obstacle: this machine has no such device.
     assert run([*arguments, "--force"]) == ExitCode.environment
     assert "this machine has no cuda device" in capsys.readouterr().err
     assert started == []
@@ -158,7 +158,7 @@ def test_checkpoints_that_are_gone_are_not_begun_anew_in_silence(
 
 
 def failed_at_start(paths: RunPaths, attempt: int) -> None:
-    """Write the records of an attempt whose first rank ended before its first step."""
+    """Records of an attempt whose first rank ended before its first step."""
     with EventWriter(paths.events, attempt) as events:
         events.write("launch", host="h", pid=1, ranks=2)
         where = {"rank": 0, "node": 0, "host": "h", "pid": 7, "log": "", "log_tail": []}
@@ -185,7 +185,7 @@ def test_what_failed_at_its_start_does_not_stick(
     assert "changed since attempt 1: optimizer.lr: 0.003 -> 0.0001" in error
     config = read_plan(paths.attempt(3).plan).config
     assert config.model.attention.value == "sdpa" and config.optimizer.lr == 1e-4
-    # A failed attempt's is available on request; every command agrees on which.
+    # The failed one's is there for who asks for it; every command has the same notion.
     assert run(["resume", "--attempt", "2"]) == 0
     config = read_plan(paths.attempt(4).plan).config
     assert config.model.attention.value == "eager" and config.optimizer.lr == 0.003

@@ -1,6 +1,4 @@
-"""Tests of data, tokenizer and weights of a launch: shown in the plan, with warnings of
-placeholders.
-"""
+"""Data, tokenizer and weights of a launch: shown in the plan; placeholders are warned of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the error boundary: messages, their stream, and exit codes."""
+"""The error boundary: what a user sees, on which stream, and the exit code."""
 
 from __future__ import annotations
 

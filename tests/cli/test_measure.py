@@ -1,4 +1,4 @@
-"""Tests of `estimate-memory --measure`: real steps on real processes."""
+"""`estimate-memory --measure`: real steps on real processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_two_steps_are_measured_and_what_they_tell_is_kept(
     report = json.loads(capsys.readouterr().out)
     parts = {row["part"]: row for row in report["phases"]}
     assert list(parts) == ["load", "forward", "backward", "optimizer"]
-    # A process with torch loaded, and the memory of a tiny model.
+    # A process with torch loaded, and what a tiny model adds to it.
     assert all(2**27 < row["measured_bytes"] < 2**32 for row in parts.values())
     assert parts["backward"]["measured_bytes"] > parts["load"]["measured_bytes"]
     kept = read_calibration("cpu")
@@ -44,7 +44,7 @@ def test_two_steps_are_measured_and_what_they_tell_is_kept(
     assert run([*arguments, "--json"]) == 0
     later = json.loads(capsys.readouterr().out)
     assert later["components"]["runtime"] == kept.runtime_bytes_in_group
-    # No part of the run is left.
+    # Nothing of the run is left.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
 
@@ -74,7 +74,7 @@ def test_the_run_ends_with_the_command(tmp_path: Path, number: signal.Signals) -
 
 
 def _working_in(folder: Path) -> list[str]:
-    """Return the command lines of processes that name the folder."""
+    """Command lines of the processes that name the folder."""
     lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
     return [line for line in lines if f"{folder}/" in line]
 

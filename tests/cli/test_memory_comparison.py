@@ -1,4 +1,4 @@
-"""Tests of `estimate-memory` of several configurations, and of its chart."""
+"""`estimate-memory` of several configurations, and its chart."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_chart_shows_each_configuration_phase_and_part(
     assert run([*LARGE, "zero_stage=2,3", "--plot", "memory.html"]) == 0
     assert capsys.readouterr().err == "wrote memory.html\n"
     page = (tmp_path / "memory.html").read_text()
-    # matplotlib draws text as shapes, and names the text in a comment.
+    # matplotlib draws text as shapes, and says in a comment which text it was.
     for text in ("zero_stage=2", "zero_stage=3", "optimizer states", "capacity", "load", "fits"):
         assert f"<!-- {text} -->" in page, text
 

@@ -1,6 +1,4 @@
-"""Tests of the process behind `export`, `sample` and `evaluate`: answers, its end, and the
-command's.
-"""
+"""The process that `export`, `sample` and `evaluate` start: its answers, its end, and ours."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def test_a_bug_shows_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
-    """The real process is caught while it reads a plan from a fifo that gets no data."""
+    """The real process is caught while it reads a plan that never comes: its file is a fifo."""
     run = tmp_path / "run"
     (run / "attempts" / "1").mkdir(parents=True)
     os.mkfifo(run / "attempts" / "1" / "plan.json")

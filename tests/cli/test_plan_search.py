@@ -1,4 +1,4 @@
-"""Tests of `trainctl plan`."""
+"""`trainctl plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that plan and budget of a launch fit a screen."""
+"""Plan and budget of a launch fit a screen."""
 
 from __future__ import annotations
 

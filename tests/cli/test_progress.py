@@ -56,7 +56,7 @@ def test_utilisation_is_shown_where_the_peak_is_known() -> None:
 
 @pytest.mark.parametrize("other", [{"a": 1}, [], "x", None, True])
 def test_a_record_of_another_form_keeps_no_other_from_view(other: Any) -> None:
-    """Hand-edited records and those of other versions are named once the record can be read."""
+    """Changed by hand, or written by another version: read after the fact it is named."""
     evaluation = {"event": "evaluation", "step": 2, "loss": 2.5, "sources": {"a": 1.0}}
     for event in (step(1, mfu=0.4, values={"f1": 0.5}), evaluation):
         for name in event.keys() - {"event"}:
@@ -248,11 +248,8 @@ os._exit(6)
 
 
 def in_a_terminal(kind: str, *awaited: str) -> tuple[int, str]:
-    """Return exit code and output of a display in a terminal of 40 columns.
-
-    The terminal waits for the expected text after each record; without one it is closed after the
-    second.
-    """
+    """Exit code and output of a display in a terminal of 40 columns, once it shows what is awaited
+    after each of the records; without anything awaited it is closed after the second one."""
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     process = subprocess.Popen(
@@ -297,7 +294,7 @@ def test_steps_stay_above_the_line_that_is_drawn_anew() -> None:
 
 
 class Terminal(io.StringIO):
-    """Terminal whose width is set from outside."""
+    """One whose width is set from outside."""
 
     columns = 40
 

@@ -1,4 +1,4 @@
-"""Tests of `trainctl recipes`."""
+"""`trainctl recipes`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_a_recipe_fits_exactly_where_launch_does_not_refuse_it(
 ) -> None:
     """Both commands make the same checks: missing GPUs, a full disk, a missing `sbatch`."""
     name = {"a GPU": "125m", "space": "tiny", "sbatch": "70b-zero3-nodes"}[without]
-    monkeypatch.setattr("trainctl.hardware.detect.query_tool", lambda _: "")  # no devices
+    monkeypatch.setattr("trainctl.hardware.detect.query_tool", lambda _: "")  # no cards
     if without == "space":
         usage = shutil.disk_usage(".")._replace(free=1)
         monkeypatch.setattr("trainctl.launch.local.shutil.disk_usage", lambda _: usage)
     if without == "sbatch":
         monkeypatch.setenv("PATH", ".")
     assert run(["launch", f"recipe={name}"]) == 4
-    assert not Path("runs").exists()  # no run without a first step remains
+    assert not Path("runs").exists()  # no run without a first step is left behind
     refused = capsys.readouterr().err
     assert run(["recipes", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}

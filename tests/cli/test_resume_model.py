@@ -1,4 +1,4 @@
-"""Tests that a resume with another model or optimizer is refused before an attempt is created."""
+"""A resume is of the same model and optimizer, or refused before an attempt is made of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainctl.runs.status import State
 
 @pytest.fixture(autouse=True)
 def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace launches by ones that end successfully at once."""
+    """Whatever is launched ends well at once."""
     monkeypatch.chdir(tmp_path)
 
     def record(*_: Any, **__: Any) -> Outcome:

@@ -1,6 +1,4 @@
-"""Tests of `runs ls|status|logs|stop|rm|attach` by the directory alone; a lock stands for a
-launch.
-"""
+"""`runs ls|status|logs|stop|rm|attach` by the directory alone; a lock stands in for a launch."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 
 @contextmanager
 def held(paths: RunPaths, program: str = HOLD) -> Iterator[None]:
-    """Process that holds the run's lock until it is asked to end."""
+    """Another process holds the run, and ends when it is asked to."""
     command = [sys.executable, "-c", program, str(paths.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -185,7 +183,7 @@ def test_ls_is_not_kept_from_a_run_by_what_lies_beside_it(
         other = make_run(tmp_path / "runs" / f"no-{name}")
         shutil.rmtree(other.root / name, ignore_errors=True)
         (other.root / name).unlink(missing_ok=True)
-        (other.root / name).symlink_to(name)  # a loop of links: every access fails
+        (other.root / name).symlink_to(name)  # a loop: no look at it succeeds
     for number, content in enumerate(HALF_WRITTEN):
         other = make_run(tmp_path / "runs" / f"half-{number}")
         for path in (other.record, other.status, other.events, other.attempt(1).plan, other.lock):
@@ -244,7 +242,7 @@ def test_status_and_logs_name_the_first_failure(
         "==> rank 3 on node-b",
     ]
     assert "\x1b" not in out
-    # This includes a run without a terminal, whose launcher showed them to nobody.
+    # Also of a run without a terminal, whose launcher showed them to nobody.
     assert "step 7/50 loss 1.0000 lr 1.0e-03 10 tokens/s\n" in out
     assert run(["runs", "logs", str(paths.root), "--rank", "2", "--lines", "2"]) == 0
     out = capsys.readouterr().out
@@ -378,7 +376,7 @@ def test_stop_takes_a_queued_job_from_its_queue(
     assert (tmp_path / "called").read_text() == "-- 4711\n"
     assert "stopped, cancelled before it started" in capsys.readouterr().out
     assert not is_requested(queued, Request.stop)
-    # Cancelled by hand, and no longer known to Slurm.
+    # Cancelled by hand, and forgotten by Slurm since.
     refusal = "scancel: error: Kill job error on job id 4711: Invalid job id specified"
     (tmp_path / "scancel").write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
     before = read_status(queued)

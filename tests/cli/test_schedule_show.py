@@ -1,4 +1,4 @@
-"""Tests of `trainctl schedule show`: the curve that would be trained."""
+"""`trainctl schedule show`: the curve of what would be trained."""
 
 from __future__ import annotations
 

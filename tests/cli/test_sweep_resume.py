@@ -1,4 +1,4 @@
-"""Tests of `sweep FOLDER --resume`: runs started, resumed and left alone. Nothing really runs."""
+"""`sweep FOLDER --resume`: what is started, resumed and left alone. Nothing really runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SWEEP = ("recipe=tiny", "training.steps=6", "optimizer.lr=1e-5,1e-4,1e-3,1e-2,1e
 
 @pytest.fixture
 def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Record run and attempt of each queued launch."""
+    """Run and attempt of each that was given to the queue."""
     monkeypatch.chdir(tmp_path)
     found: list[tuple[str, int]] = []
 
@@ -61,8 +61,8 @@ def test_it_starts_what_is_new_resumes_what_was_cut_and_leaves_the_rest(
     runs = [open_run(Path("s", str(index))) for index in range(6)]
     ended(runs[0], State.finished, 0)
     ended(runs[1], State.failed, 137, cause="killed")
-    ended(runs[2], State.failed, 6, cause="reported")  # such as a non-finite loss
-    shutil.rmtree(runs[3].root)  # removed by `trainctl runs rm`, so that it is repeated
+    ended(runs[2], State.failed, 6, cause="reported")  # a loss that is not finite, say
+    shutil.rmtree(runs[3].root)  # `trainctl runs rm`, to have it done again
     ended(runs[4], State.stopped, 130)
     queued.clear()
     capsys.readouterr()
@@ -78,7 +78,7 @@ def test_it_starts_what_is_new_resumes_what_was_cut_and_leaves_the_rest(
     assert queued == [("1", 2), ("3", 1), ("4", 2), ("5", 1)]
     rates = [read_plan(paths.attempt(1).plan).config.optimizer.lr for paths in runs]
     assert rates == [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1]
-    # Killed again before any of these began: the existing attempts are started unchanged.
+    # Killed again before any of these began: the attempts that were made are started as they are.
     queued.clear()
     assert run(["sweep", "s", "--resume"]) == 0
     assert queued == [("1", 2), ("3", 1), ("4", 2), ("5", 1)]

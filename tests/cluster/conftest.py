@@ -8,7 +8,7 @@ from hosts import Cluster, missing
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Cluster of two hosts and the launcher's; nothing of them is left after the tests."""
+    """Two hosts and the launcher's; nothing of them is left, whatever the tests do."""
     reason = missing()
     if reason:
         pytest.skip(reason)

@@ -1,8 +1,7 @@
-"""Several hosts on one machine, each a network, PID, mount and host-name namespace with its sshd.
+"""Several hosts on one machine: each a network, PID, mount and host-name namespace with its sshd.
 
-A host's first process is its sshd, so when that is killed the kernel ends all other processes of
-the host. All hosts share the file system, as hosts with network storage do; `Host.mount` changes
-one host's view.
+A host's first process is its sshd, so when that is killed the kernel ends all that ran there. All
+hosts share the file system, as hosts with network storage do; `Host.mount` changes one's view.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "nsenter", "setpriv", "unshare")
 
 
 def missing() -> str:
-    """Return the reason why hosts are impossible here; empty if they are possible."""
+    """Why there can be no hosts here; empty if there can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     lacking = [name for name in NEEDED if shutil.which(name) is None]
@@ -36,7 +35,7 @@ def run(*argv: object) -> str:
 
 
 class Host:
-    """Host of the cluster."""
+    """One of them."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.name = f"n{number}"
@@ -94,13 +93,11 @@ class Host:
         )
 
     def set_link(self, state: str) -> None:
-        """Set the network link to `up` or `down`."""
+        """`up`, or `down`: the cable is cut."""
         run("ip", "link", "set", self.link, state)
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of the host's processes by pid as seen from here, without
-        sshd's.
-        """
+        """Command lines by pid, seen from here, of what runs on the host, without its sshd's."""
         found = {}
         space = Path(f"/proc/{self.pid}/ns/pid").readlink()
         for process in Path("/proc").iterdir():
@@ -138,12 +135,12 @@ class Host:
 
 
 class Cluster:
-    """Cluster of hosts n0 (where the launcher runs), n1, n2 ... on one bridge."""
+    """Hosts n0 (where the launcher runs), n1, n2 ... on one bridge."""
 
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        # Unique to this process, so that two test runs on one machine do not collide.
+        # Of this process, so that two test runs on one machine do not meet.
         self.prefix = f"tc{os.getpid():x}v"
         self.bridge = f"{self.prefix}br"
         self.network = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 256}"
@@ -197,7 +194,7 @@ class Cluster:
         )
 
     def trainctl(self, *arguments: object, cwd: Path, code: int = 0, **variables: str) -> str:
-        """Run `trainctl ARGUMENTS` on the launcher's host to its end, and return the output."""
+        """`trainctl ARGUMENTS` on the launcher's host, to its end; what it printed."""
         process = self.start(sys.executable, "-m", "trainctl", *arguments, cwd=cwd, **variables)
         out, err = process.communicate(timeout=240)
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
@@ -209,7 +206,7 @@ class Cluster:
         return {host.name: found for host in self.hosts if (found := host.processes())}
 
     def assert_clean(self, seconds: float = 10.0) -> float:
-        """Wait until nothing is left on any host, and return the time that this took."""
+        """Wait until nothing is left on any host; how long that took."""
         start = time.monotonic()
         while left := self.left():
             assert time.monotonic() - start < seconds, left
@@ -279,7 +276,7 @@ def inner(process: subprocess.Popen[str], seconds: float = 10.0) -> int:
 def wait(
     process: subprocess.Popen[str], condition: Callable[[], Any], seconds: float = 120.0
 ) -> None:
-    """Wait until a condition is true, while a process lives."""
+    """Wait for something to come true while a process lives."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()

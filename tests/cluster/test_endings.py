@@ -1,4 +1,4 @@
-"""Tests of launches over real hosts whose ranks, agents, nodes or launcher end: nothing is left."""
+"""Launches over real hosts whose ranks, agents, nodes or launcher end: nothing is left on any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 
 
 class Launch:
-    """Launch of stand-in ranks from the cluster's first host."""
+    """A launch of stand-in ranks from the cluster's first host."""
 
     def __init__(self, cluster: Cluster, folder: Path, behaviour: str, **launcher: Any) -> None:
         plan = make_plan(
@@ -63,7 +63,7 @@ class Launch:
 
 @pytest.fixture
 def launch(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """Function that starts launches; none outlives the test."""
+    """Starts launches; none outlives the test."""
     started: list[Launch] = []
 
     def start(behaviour: str, **launcher: Any) -> Launch:
@@ -153,7 +153,7 @@ def test_a_run_beside_it_is_left_alone(cluster: Cluster, launch: Callable[..., L
 def test_a_lost_node_without_the_others_leave_to_go_on_is_waited_for(
     cluster: Cluster, launch: Callable[..., Launch]
 ) -> None:
-    """The node comes back, and the run starts again on both."""
+    """It comes back, and the run starts again on both."""
     running = launch("forever,gloo", max_restarts=1, node_wait_seconds=90.0, preflight_seconds=15.0)
     n2 = cluster.nodes[1]
     try:

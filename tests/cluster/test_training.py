@@ -1,4 +1,4 @@
-"""Tests of training across real hosts: equal losses, a lost node, and nothing left on any host."""
+"""Training across real hosts: the same losses, a node that is lost, and nothing left on any."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_two_hosts_train_as_one_does_and_carry_hostile_values(
 def test_a_program_of_the_user_s_trains_on_two_hosts_and_its_failure_is_told(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The program's arguments arrive unchanged, and shell syntax in them is not executed."""
+    """Words of its own arrive as they are typed; those of a shell execute nothing."""
     shutil.copy(REPOSITORY / "docs/examples/deepspeed_script.py", tmp_path / "own.py")
     own = ("launch", "script=own.py", "recipe=tiny", *over_ssh(cluster, "2x1xcpu"))
     said = cluster.trainctl(*own, "--run-dir", "run", "--", "--steps", "3", cwd=tmp_path)
@@ -127,7 +127,7 @@ def test_a_node_that_is_cut_off_is_left_behind_and_its_samples_are_not(
         wait(launch, lambda: run.exists() and len(events(run, "step")) >= 10)
         n2.set_link("down")
         cut = time.monotonic()
-        # A node that does not hear from its launcher ends by itself.
+        # A node that hears its launcher no more ends by itself.
         while n2.processes():
             assert time.monotonic() - cut < 40, n2.processes()
             time.sleep(0.1)
@@ -146,7 +146,7 @@ def test_a_node_that_is_cut_off_is_left_behind_and_its_samples_are_not(
     assert sorted(steps) == list(range(1, 61))
     for step, event in steps.items():
         assert event["samples"] == [(step - 1) * 8, step * 8]
-    # Steps that were repeated on fewer nodes have the same loss.
+    # Steps that were done twice, on two nodes and on one, have the same loss.
     twice = [e for e in events(run, "step") if e["attempt"] == 1 and e["step"] > restart["step"]]
     assert twice
     for event in twice:

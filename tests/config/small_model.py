@@ -1,4 +1,4 @@
-"""Sizes of a small model, under the names of a transformers `config.json`."""
+"""A small model, as the `config.json` of a transformers directory names its sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that files of unbounded expansion and huge values are refused within a limit of CPU
-time.
-"""
+"""Files that unfold without bounds, and values of a billion: refused in time, by processor time."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ START = "defaults: [tiny, _self_]\n"
 
 
 def aliases(form: str) -> str:
-    """Return nine levels of YAML aliases, each ten times the one before."""
+    """Nine levels, each ten times the one before."""
     lines = [f"a0: &a0 {form.format(TEN)}"]
     lines += [f"a{n}: &a{n} {form.format(','.join([f'*a{n - 1}'] * 10))}" for n in range(1, 9)]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Tests of the folders searched for options, and of their listing."""
+"""The folders searched, and what is listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of composition: values, provenance, the user's own folders, and all problems at once."""
+"""Composition: values, provenance, the user's own folders, and every problem at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[[str, str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Write a user's file into the current folder, whose name has a comma and spaces."""
+    """Write a file of the user's, in a current folder whose name has a comma and spaces."""
     here = tmp_path / "a folder, mine='x'"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -429,7 +429,7 @@ def test_the_current_folder_is_searched(write: Write) -> None:
 
 
 def test_files_that_change_between_two_compositions_are_ordered_anew(write: Write) -> None:
-    """Hydra's order is cached until one of its inputs changes."""
+    """Hydra's order is kept for as long as all that it was made from is the same."""
     write("recipes/mine.yaml", "defaults: [tiny, _self_]\n")
     assert compose(["recipe=mine"]).config.optimizer.kind == "adamw"
     write("recipes/mine.yaml", "defaults: [tiny, {override /optimizer: lion}, _self_]\n")
@@ -609,7 +609,7 @@ def test_all_problems_of_a_command_line_and_of_its_files_are_told_together(write
         ("optimizer", "TC110", "write optimizer=OPTION"),
         ("training.steps", "TC110", "write training.steps=VALUE"),
         ("hardware=99999999999xh100-80g", "TC103", "100000"),
-        ("model.num_layers=9999999999999", "TC103", "10000"),  # an endless list of tensor names
+        ("model.num_layers=9999999999999", "TC103", "10000"),  # names of tensors without end
         ("training.batch_ramp=5", "TC102", "[{until_steps: 500, global_batch_size: 64}]"),
         ("training.batch_ramp=[5]", "TC102", "[{until_steps: 500, global_batch_size: 64}]"),
         ("training.batch_ramp={until_steps: 5}", "TC102", "write it as [{until_steps: 5}]"),

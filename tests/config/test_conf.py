@@ -1,6 +1,4 @@
-"""Tests of the shipped options: all load, every line has a comment, shapes are the published
-ones.
-"""
+"""The shipped options: all load, all lines are commented, shapes are the published ones."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_a_model_has_as_many_parameters_as_published(name: str) -> None:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Count a decoder's parameters by hand from its architecture."""
+    """Parameters of a decoder, counted by hand from its architecture."""
     hidden, layers, width = model.hidden_size, model.num_layers, model.intermediate_size
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
     if model.family == "gpt2":
@@ -119,8 +117,8 @@ def test_peak_rates_name_their_source_and_are_dense(name: str) -> None:
     rates = {item: _peak(hardware, item.name) for item in DataType}
     path = shipped_root() / "conf" / "hardware" / f"{name}.yaml"
     assert any(rates.values()) is any("Peak rates: " in line for line in leading_comment(path))
-    # Half the width at most doubles the rate (a figure with sparsity would be fourfold); fp32 has
-    # no matrix unit of its own.
+    # Each halving of the width at most doubles the rate (a figure with sparsity would be fourfold);
+    # fp32 has no matrix unit to itself.
     bf16, fp8 = rates[DataType.bf16], rates[DataType.fp8]
     assert bf16 is None or bf16 == rates[DataType.fp16]
     assert bf16 is None or fp8 is None or fp8 == pytest.approx(2 * bf16, rel=1e-3)
@@ -141,5 +139,5 @@ def test_hardware_is_counted_one_unless_written_otherwise(name: str) -> None:
     gigabytes = name.rpartition("-")[2].removesuffix("g")
     if gigabytes.isdigit():
         assert hardware.device_memory_bytes is not None
-        # Drivers report nearly the nominal size; ECC and firmware reserve a part.
+        # What a driver reports lies near the nominal size; ECC and firmware take a share.
         assert 0.93 < hardware.device_memory_bytes / (int(gigabytes) * 2**30) <= 1.0

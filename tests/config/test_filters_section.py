@@ -1,4 +1,4 @@
-"""Tests of `data.filters`: one section per filter name, set by files and overrides."""
+"""`data.filters`: a section for each filter by its name, set by files and overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random input gives a configuration or a TrainctlError, and never a traceback."""
+"""Whatever is typed or written, a configuration or a TrainctlError comes out: never a traceback."""
 
 from __future__ import annotations
 

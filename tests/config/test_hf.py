@@ -1,4 +1,4 @@
-"""Tests of shapes read from transformers directories that transformers wrote."""
+"""Shapes read from transformers directories, as transformers itself writes them."""
 
 from __future__ import annotations
 

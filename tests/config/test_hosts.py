@@ -1,4 +1,4 @@
-"""Tests of host names, hostfiles, and the selection of hosts."""
+"""Hosts: names that are nothing else, hostfiles, and what is chosen of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tests that composition equals Hydra's own `compose`, over every recipe and two thousand random
-overrides, and that each file is read once.
+"""Composition is Hydra's: the same files and overrides give the values that Hydra's own `compose`
+gives, over every recipe and two thousand random overrides; and each file is read once.
 
-One rule differs (decision 19): an option chosen on the command line replaces its whole section. The
-expected value is then Hydra's composition of that option alone.
+One rule is ours (decision 19): an option chosen on the command line replaces its whole section.
+Hydra is asked for that too: for the section as the option alone makes it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SIGNS = ("", "", "+", "++")
 
 @contextmanager
 def hydras(users: Path | None = None) -> Iterator[None]:
-    """Start Hydra over the folders that trainctl searches, the user's first."""
+    """Hydra over the folders that trainctl searches, the user's first."""
     root = shipped_root()
     places = [users / "conf", users / "recipes"] if users else []
     paths = [f"file://{path}" for path in (*places, root / "conf", root / "recipes")]
@@ -82,7 +82,7 @@ def hydra_compose(defaults: Sequence[Any], overrides: Sequence[str]) -> DictConf
 
 
 def hydra_choices(recipe: str) -> dict[str, str | None]:
-    """Return the option that Hydra itself chooses in each group of a recipe."""
+    """Option of each group that a recipe comes to by Hydra's own reading."""
     hydra_compose([recipe], [])
     loader = GlobalHydra.instance().config_loader()
     listed = loader.compute_defaults_list("_asked", [], RunMode.RUN)
@@ -130,7 +130,7 @@ def as_override(value: Any) -> str:
 
 
 def values_of(leaf: Leaf, dice: random.Random) -> Iterator[Any]:
-    """Return the values that the key may take, the likely ones first."""
+    """Values that the key may take, the likely ones first."""
     for kind in (leaf.hint, *get_args(leaf.hint)):
         if isinstance(kind, type) and issubclass(kind, Enum):
             yield dice.choice(list(kind)).value
@@ -150,7 +150,7 @@ def drawn(leaf: Leaf, dice: random.Random) -> Any:
 
 
 def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
-    """Draw overrides without their prefixes: values of single keys, then references to these keys.
+    """Draw overrides without their signs: values of single keys, then references to these keys.
 
     The kinds in `around` decide which keys there are.
     """
@@ -178,7 +178,7 @@ def _takes(leaf: Leaf, value: Any) -> bool:
 
 
 def draw_choices(dice: random.Random) -> dict[str, str]:
-    """Draw options of up to four groups."""
+    """Options of up to four groups."""
     folders = search_folders()
     groups = dice.sample([group for group in GROUPS if group != "model"], dice.randint(0, 4))
     return {group: dice.choice(option_names(folders, group)) for group in groups}
@@ -250,9 +250,7 @@ def test_what_hydra_takes_and_we_refuse_is_refused_in_words(override: str) -> No
 
 
 def draw_folder(dice: random.Random, folder: Path) -> list[str]:
-    """Write options that extend options and recipes that extend recipes; return the recipes'
-    names.
-    """
+    """Options that extend options and recipes that extend recipes; the recipes' names."""
     groups = ("optimizer", "schedule", "data", "checkpoint")
     own: dict[str, str] = {}
     for group in groups:
@@ -286,7 +284,7 @@ def draw_folder(dice: random.Random, folder: Path) -> list[str]:
 
 def _body(dice: random.Random, section: str, indent: str) -> list[str]:
     inside = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{section}.")]
-    # Keys that every kind has, except the kind itself.
+    # Keys that every kind has, but for the one that says the kind.
     plain = [
         leaf
         for leaf in inside

@@ -1,4 +1,4 @@
-"""Tests of the JSON reader: line numbers of keys, and error messages."""
+"""The JSON reader: lines of keys, and what is wrong with a text."""
 
 from __future__ import annotations
 
@@ -125,6 +125,6 @@ def test_any_text_gives_a_document_or_a_finding(text):
     except ValueError:
         assert document.findings
     else:
-        # Half of a surrogate pair is no character, and becomes a replacement character.
+        # Half of a pair of escapes is no character, and becomes a replacement for one.
         if isinstance(value, dict) and document.is_readable and "\\ud" not in text:
             assert document.value == value

@@ -1,4 +1,4 @@
-"""The JSON Schemas, checked by an independent validator: shipped files are legal, typos are not."""
+"""The JSON Schemas, by a validator that is not ours: what is shipped is legal, typos are not."""
 
 from __future__ import annotations
 

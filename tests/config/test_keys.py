@@ -1,4 +1,4 @@
-"""Tests of types, ranges and suggestions of keys."""
+"""Types, ranges and suggestions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_range_names_the_nearest_legal_value(value: float, least: float, most:
         ("checkpoint.keep", "", "give a whole number"),
         ("model.num_layers", "3k", "write 3000"),
         ("model.num_layers", "3M", "give a whole number"),  # out of range
-        ("optimizer.lr", "3m", "give a number, such as 0.1 or 1e-4"),  # not three million
+        ("optimizer.lr", "3m", "give a number, such as 0.1 or 1e-4"),  # no three million
         ("hardware.network_gb_per_second", "50G", "give a number, in GB/s, or null"),
         ("gradients.adaptive_percentile", "5k", "give a number, in percent"),
         ("optimizer.lr", "high", "give a number, such as 0.1 or 1e-4"),

@@ -1,4 +1,4 @@
-"""Tests of sections with kinds: each kind has its own keys only."""
+"""Sections whose options are units: the keys of each kind, and of no other."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_key_that_chooses_need_not_be_called_kind():
 
 
 def test_a_file_may_say_what_a_key_of_another_kind_is_by_default(tmp_path, monkeypatch):
-    """Files of versions in which all kinds had all keys contain such defaults."""
+    """Files written when all kinds had all keys contain such defaults."""
     (tmp_path / "conf" / "activation_checkpointing").mkdir(parents=True)
     option = tmp_path / "conf" / "activation_checkpointing" / "mine.yaml"
     option.write_text("mode: none\noffload_to_cpu: false\nevery_kth_block: 1\n")

@@ -1,4 +1,4 @@
-"""Tests of the settings that a transformers directory gives a run: weights, experts, precedence."""
+"""Tests of what a run takes from a transformers directory: weights, experts, precedence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from small_model import SHAPE
 
 from trainctl.config.compose import Composed, compose, compose_leniently
 from trainctl.errors import TrainctlError
-from trainctl.models.hub import fetch_weights
+from trainctl.models.directory import fetch_weights
 from trainctl.plan.settings import auxiliary_loss
 
 pytestmark = pytest.mark.usefixtures("nothing_is_traced")

@@ -46,7 +46,7 @@ def test_a_script_with_all_that_it_imports(tmp_path: Path) -> None:
     config.script = str(tmp_path / "own.py")
     expected = EXPECTED | {"own.py", "helper.py", "late/deep/module.py"}
     assert found(config, tmp_path) == expected
-    # The script finds its modules from any working directory.
+    # It looks beside itself, wherever it is started.
     assert set(user_code_files(config, Path("/"))) == {tmp_path / name for name in expected}
 
 
@@ -55,7 +55,7 @@ def test_modules_of_functions_and_their_packages(tmp_path: Path) -> None:
     config = RunConfig()
     config.model.factory = "pkg.inner.work:model"
     config.data.factory = "unused:text"
-    config.trainer = "json:dumps"  # an installed package
+    config.trainer = "json:dumps"  # installed
     assert found(config, tmp_path) == EXPECTED | {"unused.py"}
 
 

@@ -1,4 +1,4 @@
-"""Tests of secrets: names that denote one, their refusal, and what is shown of them."""
+"""Secrets: which names stand for them, how they are refused, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CANARY = "canary-9f3a"
 )
 def test_names_of_secrets_are_known(name: str) -> None:
     assert is_secret_name(name) and not is_plain_variable(name, ["*"])
-    assert is_plain_variable(name, [name])  # an exact name is deliberate
+    assert is_plain_variable(name, [name])  # who names it exactly means it
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_names_that_only_look_alike_are_none(name: str) -> None:
         f"launcher.environment={{HF_TOKEN: {CANARY}}}",
         f"launcher.environment={{HF_TOKEN: {CANARY}, B: '${{oc.env:HOME}}'}}",
         f"launcher.environment.ANYTHING={CANARY}",
-        f"launcher.environment.HF_TOKEN={CANARY} )",  # not an override in Hydra's grammar
+        f"launcher.environment.HF_TOKEN={CANARY} )",  # no override by its grammar
         f"launcher.environment.HF_TOKEN:{CANARY}",
         f"launcher.environment=HF_TOKEN:{CANARY}",
         f"launcher.environment.HF_TOKEN=${{oc.env:NOT_SET,{CANARY}}}",

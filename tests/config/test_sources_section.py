@@ -1,4 +1,4 @@
-"""Tests of `data.sources`: one section per source, of any kind, set by files and overrides."""
+"""`data.sources`: a section for each source, of whatever kind, set by files and overrides."""
 
 from __future__ import annotations
 

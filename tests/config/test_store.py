@@ -1,4 +1,4 @@
-"""Tests of the configuration as a file, and of the difference between two."""
+"""The configuration as a file, and the difference of two."""
 
 from __future__ import annotations
 

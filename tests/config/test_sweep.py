@@ -1,4 +1,4 @@
-"""Tests of the expansion of sweeps: Hydra's grammar, every combination, values unchanged."""
+"""Expansion of sweeps: Hydra's grammar, every combination, no value changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how the user's script and functions are inspected without running them."""
+"""The user's script and functions, as far as they are looked at without running them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainctl.config.user_code import (
     user_code_files,
     with_script_arguments,
 )
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_a_function_is_found_without_importing_it(
 
 @pytest.mark.filterwarnings("error")
 def test_what_python_warns_of_is_not_said_here(folder: Path) -> None:
-    """Since Python 3.12 the warning about an escape sequence is printed by default."""
+    """Since Python 3.12 that of an escape sequence is printed by default."""
     (folder / "escapes.py").write_text("DIGITS = '\\d+'\nimport beside\n")
     (folder / "beside.py").write_text("")
     assert [rule for rule, _, _ in findings("trainer=escapes:gone")] == ["TC117"]

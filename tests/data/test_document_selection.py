@@ -1,4 +1,4 @@
-"""Tests of the selection of documents for training, with planted copies."""
+"""Tests of which documents of a corpus are trained on, with planted copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainctl.data import document_selection, tasks
 from trainctl.data.corpus import CorpusBuilder, build_corpus
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.dropped_documents import examples_of
-from trainctl.data.quality import measure
+from trainctl.data.quality import measurement
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE
@@ -119,7 +119,7 @@ def test_another_threshold_reads_no_text(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise AssertionError("a text is read")
 
-    monkeypatch.setattr(measure, "batches", refuse)
+    monkeypatch.setattr(measurement, "batches", refuse)
     monkeypatch.setattr(document_selection, "read_documents", refuse)
     again = config(file, **{**keys, "dedup_threshold": 0.95})
     assert reasons(build_corpus(again, ByteTokenizer())) == {"gopher_quality.min_words": 1}
@@ -189,11 +189,11 @@ def test_sources_give_way_to_those_before_them(tmp_path: Path) -> None:
     assert first["books"] == TEXTS[8:]
     second = of(*fraction, "data.dedup_precedence=[books]")
     assert second["books"] == [TEXTS[1], *TEXTS[8:], shared]
-    assert second["web"] == [*TEXTS[2:8], "few words"]  # a copy stays if a filter removed the other
+    assert second["web"] == [*TEXTS[2:8], "few words"]  # what a filter took keeps no copy away
 
 
 def test_a_corpus_is_another_where_other_sources_have_other_texts(tmp_path: Path) -> None:
-    """Here the text key and the held-out share of the other sources decide, too."""
+    """Their key of the text and their held-out share decide here, too."""
     lines(tmp_path / "web.jsonl", TEXTS)
     others = [text() for _ in range(20)]
     bodies = zip(others, [*TEXTS[:10], *others[10:]], strict=True)
@@ -250,7 +250,7 @@ def test_lists_and_functions_are_read_again_when_they_change(
     listed.write_text("apple\n")
     assert len(documents(build_corpus(asked, ByteTokenizer()))) == 2
     listed.write_text("apple\npear\n")
-    measure.function_of("filter", "words")  # loaded
+    measurement.function_of("filter", "words")  # loaded
     from trainctl.data.quality import statistics
 
     statistics._hashed.cache_clear()
@@ -264,7 +264,7 @@ def test_lists_and_functions_are_read_again_when_they_change(
 def test_a_function_may_give_numbers_that_are_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are within no bounds, and JSON cannot express them."""
+    """They are within no bounds, and JSON has none of them."""
     monkeypatch.syspath_prepend(str(tmp_path))
     code = "def odd(text):\n    return float(text.split()[0])\n"
     (tmp_path / "odd_scores.py").write_text(code)

@@ -1,4 +1,4 @@
-"""Tests of fill-in-the-middle: a document is the same on every reading, and keeps its length."""
+"""Fill-in-the-middle: the same document wherever it is read, of the same length."""
 
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 
 
 def text_of(lengths):
-    """Return documents of rising numbers, each with its end token, except empty ones."""
+    """Documents of numbers that rise, each with its end, but for empty ones."""
     documents, at = [], 0
     for length in lengths:
         documents.append([*range(at, at + length - 1), END] if length else [])
@@ -47,7 +47,7 @@ def test_a_document_keeps_its_length_and_its_parts(lengths, epoch):
     whole = read(ALL, text, ends, 0, len(text), epoch)
     for document, (begin, end) in zip(documents, pairwise([0, *ends.tolist()]), strict=True):
         found = whole[int(begin) : int(end)]
-        if len(document) < 5:  # nothing would remain beside the sentinels
+        if len(document) < 5:  # nothing would be left beside the sentinels
             assert found == document
             continue
         assert found[0] == PREFIX and found[-1] == END and len(found) == len(document)
@@ -59,7 +59,7 @@ def test_a_document_keeps_its_length_and_its_parts(lengths, epoch):
             found[suffix + 1 : middle],
             found[middle + 1 : -1],
         )
-        # PSM puts the prefix first; SPM puts it before the middle, which continues it.
+        # PSM has the prefix first; SPM has it before the middle, which goes on from it.
         body = document[:-4]
         together = before + after + of_suffix
         assert together == body and (not before or suffix > 1)

@@ -1,4 +1,4 @@
-"""Tests of properties of a mixture's order, on plans drawn at random."""
+"""The order of a mixture: its properties, on plans drawn at random."""
 
 import time
 from fractions import Fraction
@@ -11,7 +11,7 @@ from plain_order import sample_indices
 
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.data.source_sampler import SINGLE_SOURCE
-from trainctl.plan.sample_order import samples_in
+from trainctl.plan.mixture import samples_in
 
 SHARD = 64
 MOST = 500
@@ -20,7 +20,7 @@ MOST = 500
 
 @st.composite
 def plans(draw, lengths=(4,), windows=(None, 1, 3), stages=3):
-    """Return a strategy of arguments of an order of sources and stages, and samples to look at."""
+    """Arguments of an order of some sources and stages, and samples to look at."""
     names = draw(st.lists(st.text("abcxyz", min_size=1, max_size=3), min_size=1, unique=True))[:5]
     sources = [
         OrderedSource(name, draw(st.integers(33, 900)), draw(st.sampled_from(windows)))
@@ -106,7 +106,7 @@ def assert_no_token_twice(plan, **others):
             for at in mine[found.epoch[mine] == epoch]:
                 length = order.stages[found.stage[at]].length
                 begin = found.index[at] * length
-                assert begin + length < source.tokens  # the last token has a label
+                assert begin + length < source.tokens  # there is a label for the last
                 used[begin : begin + length] += 1
             assert used.max(initial=0) <= 1
 

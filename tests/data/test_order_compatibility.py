@@ -1,4 +1,4 @@
-"""Tests that a run continues with another plan only if the samples drawn so far stay the same."""
+"""A run goes on with another plan only where that leaves what was drawn as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of best-fit packing: every token once, no cut in documents that fit, few bins."""
+"""Best-fit packing: every token once, no document cut that fits, few bins."""
 
 import time
 
@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 
 
 def one_by_one(lengths, length):
-    """Pack by best-fit decreasing in its plain form, with a sorted list of free space."""
+    """Best-fit decreasing as it is written down: the rooms that are left, sorted."""
     rooms = []
     for size in sorted(lengths, reverse=True):
         fits = [room for room in rooms if room >= size]
@@ -42,16 +42,16 @@ def test_every_token_is_in_one_bin_and_no_document_is_cut_that_fits(lengths, len
     assert (seen == 1).all()
     for end, size in zip(ends.tolist(), lengths, strict=True):
         assert not 0 < size <= length or (end - size, end) in whole
-    # Longer documents are cut into whole samples and a rest.
+    # Those that are cut are cut into whole samples and a rest.
     assert len(whole) == sum(-(-size // length) for size in lengths)
-    # The algorithm is best-fit and no variation of it.
+    # No other rule is at work than the one that has the name.
     rooms = [length - sum(bins.pieces(number)[1]) for number in range(len(bins))]
     assert sorted(rooms) == one_by_one(pieces.lengths.tolist(), length)
 
 
 def test_a_token_that_was_left_out_is_in_no_bin():
     ends, learnt = np.array([4, 12, 22]), np.zeros(22, dtype=bool)
-    learnt[[3, 11, 13]] = True  # the second has no label in its beginning
+    learnt[[3, 11, 13]] = True  # the second has nothing to learn in its beginning
     found = conversation_pieces(ends, 6, LossMask(learnt.astype("<u2") << 15), cuts=True)
     bins = pack(found.pieces, 6)
     assert found.counts["cut"] == found.counts["dropped_nothing_left"] == 1
@@ -70,7 +70,7 @@ def test_it_is_a_function_of_the_lengths(lengths, length):
 
 @pytest.mark.parametrize("length", [2048, 8192])
 def test_of_documents_as_they_are_little_is_lost(length):
-    """Lengths are lognormal, as those of web pages: the fill is within 1 % of the optimum."""
+    """Lognormal lengths, as those of web pages: the fill is the best there can be within 1 %."""
     lengths = np.random.default_rng(0).lognormal(6.2, 1.3, 300_000).astype(np.int64) + 1
     began = time.process_time()
     bins = pack(document_pieces(np.cumsum(lengths), length), length)

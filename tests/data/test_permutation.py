@@ -1,4 +1,4 @@
-"""Tests of memoryless permutations: bijections, inverses, and those of runs of earlier versions."""
+"""Permutations without memory: bijections, their inverses, and those of runs that were begun."""
 
 import numpy as np
 from hypothesis import given

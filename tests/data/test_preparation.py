@@ -1,4 +1,4 @@
-"""Tests of preparation that is killed, interrupted, or shared: nothing is lost and nothing left."""
+"""Preparation that is killed, interrupted, and done by many: nothing is lost and nothing left."""
 
 import json
 import os
@@ -82,9 +82,8 @@ def test_killed_at_any_moment_it_is_finished_as_if_undisturbed(texts, tmp_path, 
     """Preparations are killed at random moments, then one finishes at once: nobody waits for the
     lease of a dead process.
     """
-    # Only processes are killed here, so the disk keeps its writes.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    cache = tmp_path / "cache"  # the corpus records its path, so all have one name
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # processes die here, and no disk
+    cache = tmp_path / "cache"  # the corpus says where it is, so all have one name
     began = time.monotonic()
     prepare_in(cache, texts)
     longest = time.monotonic() - began
@@ -100,7 +99,7 @@ def test_killed_at_any_moment_it_is_finished_as_if_undisturbed(texts, tmp_path, 
             before = finished(cache)
             prepare_in(cache, texts)
             assert everything(cache) == expected
-            assert finished(cache).items() >= before.items()  # the files are still the same
+            assert finished(cache).items() >= before.items()  # the same files still
             cache.rename(tmp_path / f"done {tries}")
         pid = forked(cache, texts)
         time.sleep(chance.uniform(0, longest))
@@ -109,11 +108,11 @@ def test_killed_at_any_moment_it_is_finished_as_if_undisturbed(texts, tmp_path, 
         kills += was_killed
         if was_killed:
             stages.add((len(finished(cache)), len(everything(cache))))
-        # The duration varies on a machine with other load.
+        # How long it takes is another matter each time, on a machine with other work.
         longest *= 1.15 if was_killed else 0.7
     prepare_in(cache, texts)
     assert everything(cache) == expected
-    assert len(stages) > min(5, KILLS // 2)  # progress: finished tasks and existing files
+    assert len(stages) > min(5, KILLS // 2)  # how far it was: tasks done, and files there
 
 
 def test_several_processes_make_what_one_makes(texts, tmp_path):
@@ -172,9 +171,7 @@ def children_of(pid):
     ],
 )
 def test_the_command_leaves_no_process_and_goes_on(tmp_path, number):
-    """It is interrupted while its workers are within a long text; then another corpus is
-    prepared.
-    """
+    """While its workers are in the middle of a long text; then it is asked for another one."""
     folder = tmp_path / "texts"
     folder.mkdir()
     line = json.dumps({"text": "some words of it " * 20}) + "\n"
@@ -260,7 +257,7 @@ def test_other_nodes_tokenize_and_the_first_puts_together(texts, tmp_path, monke
     corpus = build_corpus(config.data, ByteTokenizer(), progress=calls.append)
     assert corpus.train.documents > 0 and not calls
     (texts / "a" / "01.txt").write_bytes(b"\xff")
-    assist_preparation(tiny_plan(config, 1))  # the first node reports the error
+    assist_preparation(tiny_plan(config, 1))  # the first node says what is wrong
 
 
 def test_two_at_once_share_the_work(texts, tmp_path):

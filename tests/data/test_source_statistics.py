@@ -1,4 +1,4 @@
-"""Tests of `data stats`: documents, lengths and copies, against counting by hand."""
+"""`data stats`: documents, lengths and copies, against counting them by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that shares hold at every prefix, not only at the end."""
+"""Shares hold at every prefix, not only in the end."""
 
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ quotas = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(sum).map(t
 
 
 def assert_within_one(source, shares):
-    """Check in integers that |drawn x Q - m x q| < Q at every prefix m."""
+    """Exactly, in whole numbers: |drawn x Q - m x q| < Q at every prefix m."""
     total = sum(shares)
     drawn = (source[:, None] == np.arange(len(shares))).cumsum(0)
     wanted = np.arange(1, len(source) + 1)[:, None] * np.array(shares)
@@ -48,7 +48,7 @@ def test_a_source_without_a_share_changes_no_turn(shares, data):
 
 
 def test_small_shares_among_many_do_not_come_first():
-    """Nested splits would draw all small shares first, and be off by 49 draws."""
+    """Nested splits would draw all small shares first, and be 49 draws off."""
     shares = (*[1] * 99, 99)
     assert_within_one(schedule_of(shares).source, shares)
 

@@ -1,4 +1,4 @@
-"""Tests of the token store: bit-for-bit equal corpora, and reused parts."""
+"""The store: the corpus that it gives is that of before, bit for bit, and what it takes back."""
 
 import gzip
 import json
@@ -20,10 +20,9 @@ from trainctl.data.cache_files import cache_folder
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, CorpusBuilder, build_corpus
 from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
-from trainctl.data.progress import PreparationProgress, format_duration
 from trainctl.data.store import TokenStore
 from trainctl.data.task_workers import run_tasks
-from trainctl.data.tasks import Claims
+from trainctl.data.tasks import Claims, PreparationProgress, format_duration
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE
@@ -102,7 +101,7 @@ def texts(tmp_path, monkeypatch):
     make_texts(folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk has other writers
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk has other things to do
     return folder
 
 
@@ -142,7 +141,7 @@ def test_a_corpus_tells_where_its_documents_came_from(texts, monkeypatch, name):
 @pytest.mark.parametrize("size", [tasks.TASK_BYTES, 20_000])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_corpus_is_that_of_before(texts, monkeypatch, tmp_path, name, size):
-    """The division into tasks does not matter: files and messages about bad text are equal too."""
+    """However it is divided: the files too, and what is said of bad text."""
     monkeypatch.setattr(tasks, "TASK_BYTES", size)
     config = section(name)
     corpus = build_corpus(config, ByteTokenizer())
@@ -277,7 +276,7 @@ def test_a_damaged_part_is_made_again(texts, monkeypatch, file, damage):
     told: list[str] = []
     assert build_corpus(section(name), ByteTokenizer(), notify=told.append) == corpus
     assert everything() == before
-    if file == "part.json" and not told:  # gone: it is an unfinished part
+    if file == "part.json" and not told:  # gone: it is a part that was never finished
         return
     assert "is damaged" in told[0] and "tokenizing its text again" in told[0]
 
@@ -399,7 +398,7 @@ def test_documents_are_told_apart_without_an_id_for_their_end(texts, tmp_path):
     assert {row * 512 + at for row, at in starts if at} == {
         end for end in ends if end < 8 * 512 and end % 512
     }
-    # Stored ends equal those found by searching for the end token.
+    # With an id for the end they tell what looking for the id tells.
     old = corpora[0].as_without_ends()
     scanned = PackedDataset(old, old.train, sequence_length=512, mask_documents=True)
     for name in ("input_ids", "labels", "position_ids", "document_ids"):

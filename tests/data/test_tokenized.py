@@ -1,4 +1,4 @@
-"""Tests of pre-tokenized corpora: the same ids and ends in each format, and refusals."""
+"""Corpora that others have tokenized: the same ids and ends in each form, and what is refused."""
 
 import gzip
 import struct
@@ -54,7 +54,7 @@ def test_every_form_has_the_same_ids_and_ends(tmp_path, make, given_type, dtype)
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_the_documents_are(tmp_path_factory, documents, sequences):
-    """This includes empty documents, and documents of several sequences."""
+    """Empty ones too, and documents of several sequences."""
     folder = tmp_path_factory.mktemp("forms")
     ends = np.cumsum([len(document) for document in documents]).tolist()
     if ends[-1] == 0:

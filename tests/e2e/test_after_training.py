@@ -55,9 +55,9 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
         (3, True),
         (4, False),
     ]
-    assert rows[1]["bytes"] < rows[2]["bytes"] / 2.5  # one of AdamW's three tensors
+    assert rows[1]["bytes"] < rows[2]["bytes"] / 2.5  # of AdamW's three tensors one
 
-    # A damaged newest checkpoint is skipped for the one before it, with a message.
+    # A damaged newest one is not used: the one before it is, and that is said.
     damaged = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
@@ -85,7 +85,7 @@ def test_checkpoint_now_saves_while_the_run_trains(tmp_path):
         assert info.step == saved["step"] and str(info.path) == saved["path"]
         assert "intact" in trainctl("checkpoint", "verify", "run", cwd=tmp_path)
         last = events(run, "step")[-1]["step"]
-        while events(run, "step")[-1]["step"] < last + 3:  # the run continues
+        while events(run, "step")[-1]["step"] < last + 3:  # it goes on
             assert time.monotonic() < deadline and launch.poll() is None
             time.sleep(0.1)
         assert "in use" in trainctl("checkpoint", "rm", "run", str(info.step), cwd=tmp_path, code=5)

@@ -1,4 +1,4 @@
-"""Tests that no process of trainctl imports modules from the current folder."""
+"""Modules that lie in the current folder are imported by no process of trainctl's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commands import TINY, finish, start, trainctl
 
 from trainctl.cli.commands import COMMANDS
 from trainctl.data.quality.columns import PartToMeasure
-from trainctl.data.quality.measure import WantedColumns, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure_all
 
 PACKAGE = Path(__file__).parents[2] / "trainctl"
 
@@ -93,9 +93,7 @@ def test_python_dash_m_trainctl_imports_nothing_from_the_folder(hostile: Path) -
 
 @pytest.mark.slow
 def test_no_process_of_a_run_imports_from_the_folder(hostile: Path) -> None:
-    """Covered are agent, fork server, ranks, followers, alerts, tracing, and commands after
-    training.
-    """
+    """Agent, server of forks, ranks, followers, alerts, tracing, and what comes after."""
     cache = {"XDG_CACHE_HOME": str(hostile.parent / "cache")}
     trainctl(
         "launch", *TINY, "training.steps=2", "logging.to=[tensorboard]", "--run-dir", "run",
@@ -110,7 +108,7 @@ def test_no_process_of_a_run_imports_from_the_folder(hostile: Path) -> None:
 
 
 def test_every_python_that_is_started_ignores_the_folder() -> None:
-    """In every command `-P` precedes `-m` or `-c`: here, on other hosts, and by a scheduler."""
+    """Here, on other hosts, by a scheduler: `-m` and `-c` stand behind `-P` in every command."""
     seen, wrong = 0, []
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""Test of a finished run with a stable phase, extended by the commands that its messages name."""
+"""A run with a stable phase, finished, and made longer by the commands that its messages name."""
 
 import re
 import shlex

@@ -1,7 +1,7 @@
-"""Tests of real signals to real runs: nothing is left, the exit code is right, and a resume works.
+"""Real signals to real runs: nothing is left, the exit code tells, and resume goes on.
 
-Other tests of supervision use stand-in ranks; here the whole command is hit, while it starts and
-while it trains.
+Trainctl's own tests of supervision use stand-in ranks; here the whole command is struck, while it
+starts and while it trains.
 """
 
 import json
@@ -63,9 +63,7 @@ def wait(condition, seconds=120):
 
 
 def strike(name, launcher, run):
-    """Send the signal; check the exit code, the absence of a traceback, and that nothing is
-    left.
-    """
+    """Strike, and expect the exit code, no traceback, and that nothing is left."""
     number, code = STRIKES[name]
     os.kill(target(name, launcher, run), number)
     found, out, err = finish(launcher, timeout=20)
@@ -97,7 +95,7 @@ def test_interrupted_and_terminated_while_training(tmp_path, launcher, preloaded
     trainctl("resume", "run", stop, cwd=tmp_path, **preloaded_server.environment)
     steps = curve(run)
     assert list(steps) == list(range(1, last + 1))
-    for before in (first, second):  # repeated steps gave the same result
+    for before in (first, second):  # what was done again came out the same
         assert {step: steps[step] for step in before} == before
     status = json.loads(RunPaths(run).status.read_text())
     assert status["state"] == "finished" and status["attempt"] == 3
@@ -108,10 +106,9 @@ def test_interrupted_and_terminated_while_training(tmp_path, launcher, preloaded
     [("rank", 3.0), ("agent", 1.0), ("launcher", 0.0), ("interrupt", 1.0), ("terminate", 3.0)],
 )
 def test_struck_during_start_up(tmp_path, launcher, name, after_seconds):
-    """`after_seconds` counts from the moment that the run directory's first attempt has its agent.
+    """`after_seconds` from the moment that the run directory's first attempt has its agent.
 
-    Each signal is sent once; `tests/launch/test_start_up.py` tries more moments, with stand-in
-    ranks.
+    Each of them once; more moments, with stand-in ranks: `tests/launch/test_start_up.py`.
     """
     run = tmp_path / "run"
     wait(lambda: (run / "run.json").is_file() and live_processes(run))

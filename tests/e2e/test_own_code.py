@@ -1,4 +1,4 @@
-"""Tests of users' programs and functions by the real command: a stand-in and the examples."""
+"""Programs and functions of the user's, by the real command: a stand-in and the examples."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def facts(run, rank):
 
 @pytest.mark.slow
 def test_a_script_is_started_again_as_it_was(tmp_path):
-    """Arguments, variables and folder names with shell syntax arrive unchanged."""
+    """Values that a shell would execute arrive as they are: words, variables, names of folders."""
     work, run = tmp_path / f"work {HOSTILE}", tmp_path / f"run {HOSTILE}"
     work.mkdir()
     (work / "own.py").write_text(SCRIPT)
@@ -76,7 +76,7 @@ def test_a_script_is_started_again_as_it_was(tmp_path):
         assert f"rank {rank} says hello" in attempt.rank_log(rank).read_text()
     assert json.loads(RunPaths(run).status.read_text())["state"] == "finished"
 
-    # From another folder, with nothing but the run's name: no checkpoint is required.
+    # From another folder, with nothing but the run's name: no checkpoint is asked for.
     said = trainctl("resume", str(run), cwd=tmp_path)
     assert "starting own.py" in said and "configuration: unchanged" in said
     again = facts(run, 1)
@@ -95,7 +95,7 @@ def test_a_script_that_fails_has_its_code_in_the_report_and_may_be_restarted(tmp
     )  # fmt: skip
     assert "ended with exit code 3" in said and "what went wrong" in said
     failures = events(run, "failure")
-    # Without trainctl's checkpoints progress is unknown, so all restarts are used.
+    # Without checkpoints of ours nobody knows of progress, so all restarts are used.
     assert [f["exit_code"] for f in failures] == [3] * 3
     assert {f["rank"] for f in failures} == {1}
     assert "launcher.max_restarts=2 is used up" in said
@@ -106,7 +106,7 @@ def test_a_script_that_fails_has_its_code_in_the_report_and_may_be_restarted(tmp
 def test_sigterm_reaches_a_script_and_nothing_is_left(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     run = tmp_path / "run"
-    # Trainctl's own ranks would have been ended long before: no heartbeat is required here.
+    # Times that would have trainctl's own ranks ended long before: no heartbeat is demanded.
     typed = ["launcher.heartbeat_seconds=0.2", "launcher.slow_phase_seconds=0.2"]
     launch = start(
         "launch", "script=own.py", "recipe=tiny", *typed, "launcher.stop_grace_seconds=60",
@@ -120,7 +120,7 @@ def test_sigterm_reaches_a_script_and_nothing_is_left(tmp_path):
             assert time.monotonic() < deadline and launch.poll() is None
             time.sleep(0.05)
         time.sleep(1.5)
-        # An agent, two ranks, a child of each, and the process that sends the metrics.
+        # An agent, two ranks, a child of each, and what sends the metrics.
         assert len(live_processes(run)) == 6
         launch.send_signal(signal.SIGTERM)
     finally:

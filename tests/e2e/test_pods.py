@@ -34,7 +34,7 @@ OVERRIDES = (
 
 
 def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[str]]:
-    """Start both pods, the first one last: the other has to wait for it."""
+    """Both pods, the first one last: the other has to wait for it."""
     pods = []
     for node in (1, 0):
         environment = {
@@ -85,8 +85,7 @@ def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
                 # An eviction: SIGTERM to the pod's first process, here the second node's agent.
                 pods[0].send_signal(signal.SIGTERM)
                 assert pods[1].wait(120) == 75, pods[1].communicate()[0]
-                # Both pods are on one machine here: when the first one ends, it may also end the
-                # other's processes.
+                # Both pods are on one machine here: the first one, at its end, may sweep the other.
                 assert pods[0].wait(120) in (0, 128 + signal.SIGTERM)
             finally:
                 for pod in pods:

@@ -1,4 +1,4 @@
-"""Tests of common kinds of public scripts, unchanged: started, stopped, and started again."""
+"""Scripts of the kinds that are public, unchanged: started, stopped, and started again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def logs(run: Path, attempt: int) -> list[str]:
 
 
 def stop_once(launched, run: Path, there: Path) -> None:
-    """Send SIGTERM to the launch as soon as one of the script's files exists."""
+    """Send SIGTERM to the launch as soon as a file of the script's is there."""
     deadline = time.monotonic() + 240
     try:
         while not there.exists():
@@ -85,7 +85,7 @@ def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None
     )  # fmt: skip
     one, other = logs(run, 1)
     assert "DEEPSPEED: 2 processes" in one and "DEEPSPEED: 2 processes" in other
-    # Two micro-batches a step, as in the plan but not in the script.
+    # Two micro-batches a step, as the plan has it and the script does not say.
     assert "DeepSpeed config has 2. Using DeepSpeed's value" in one
     assert list(weights(one)) == [1, 2, 3] and weights(one) == weights(other)
 

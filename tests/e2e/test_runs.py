@@ -1,4 +1,4 @@
-"""Tests of whole runs by the real command: train, stop, resume, and the run directory's files."""
+"""Whole runs by the real command: train, stop, resume, and what is left in the run directory."""
 
 import json
 
@@ -66,14 +66,13 @@ def test_text_too_short_for_a_sample_is_found_before_there_is_a_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # DeepSpeed compiles offload operators at their first use
+@pytest.mark.timeout(1500)  # DeepSpeed compiles what offload needs when it is first used
 def test_the_recipe_for_nvme_trains_when_shrunk(tmp_path):
     """The other recipes are trained in `tests/recipes/test_recipes_train.py`."""
     trainctl(
         "launch", "recipe=7b-zero3-nvme", "model=tiny-llama", "launcher=local", "hardware=1xcpu",
         f"offload.nvme_path={tmp_path}", "training.steps=3", "training.tokens=null",
-        # Few tokens, because bf16 is slow on a CPU.
-        "training.sequence_length=32", "training.global_batch_size=2",
+        "training.sequence_length=32", "training.global_batch_size=2",  # bf16: few tokens
         "training.micro_batch_size=1", "training.gradient_accumulation_steps=null",
         "training.evaluation_samples=4",
         "schedule.warmup_steps=1", "data=stdlib", "data.max_bytes=1000000", "tokenizer=byte",

@@ -1,4 +1,4 @@
-"""Tests that secrets given in any way reach the program, and no written or printed text."""
+"""Secrets planted in every way in reach the program, and nothing that is written or shown."""
 
 from __future__ import annotations
 

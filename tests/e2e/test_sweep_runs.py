@@ -1,4 +1,4 @@
-"""Tests of a sweep and a detached run, by the real commands on this machine."""
+"""A sweep and a detached run, by the real commands on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = (*TINY, "hardware.devices_per_node=1", "training.evaluation_samples=2")
 
 def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> None:
     arguments = ("sweep", *SMALL, "optimizer.lr=1e-5,1e-2", "training.steps=5")
-    # It is killed before anything is saved, and resumes from its folder alone.
+    # It is killed before anything is saved, and goes on by its folder alone.
     killed = start(*arguments, "--sweep-dir", "s", cwd=tmp_path)
     first = tmp_path / "s" / "0"
     deadline = time.monotonic() + 120
@@ -43,7 +43,7 @@ def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> No
     talk = trainctl("sweep", "s", "--resume", cwd=tmp_path)
     assert "0: leave (finished)" in talk and "1: leave (finished)" in talk
     assert "nothing to do" in talk
-    # Refusals come before anything starts.
+    # What is refused is refused before anything starts.
     out = trainctl(
         "sweep", *SMALL, "optimizer.lr=1e-5,-1", "--sweep-dir", "t", cwd=tmp_path, code=2
     )
@@ -65,7 +65,7 @@ def test_a_detached_run_is_followed_and_stopped(
     deadline = time.monotonic() + 120
     while not curve(run) and time.monotonic() < deadline:
         time.sleep(0.2)
-    # Of two trainers in one directory the second is refused, and the first continues.
+    # Two trainers in one directory: the second is refused, the first goes on.
     before = len(curve(run))
     for second in (("resume", "r"), ("launch", *endless, "--run-dir", "r", "--resume", "auto")):
         refused = trainctl(*second, cwd=tmp_path, code=5, **quick)
@@ -96,7 +96,7 @@ def test_a_detached_run_is_followed_and_stopped(
 
 
 def live_launchers(run: Path) -> set[int]:
-    """Return the processes of `python -m trainctl.launch` on the run."""
+    """Processes of `python -m trainctl.launch` on the run."""
     wanted = [b"trainctl.launch", os.fsencode(run)]
     found = set()
     for process in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Copies of packages with one changed definition, in a folder to put first on the path."""
+"""Packages that are another version by one definition: a folder to put before the real one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Products of narrow types on a CPU without instructions for them.
+"""Products of narrow matrices on a processor without instructions for them.
 
-Run in a process of their own: registered kernels cannot be removed.
+In a process of its own: the kernels stay where they are registered.
 """
 
 import subprocess

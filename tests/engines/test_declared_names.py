@@ -1,7 +1,7 @@
-"""Tests that changes to other packages, and uses of their private names, are declared in a table.
+"""Nothing is changed in other packages, or used of their inside, that no table declares.
 
-The tests read the text of every file of the package: private names, overridden methods of other
-packages' classes, attributes set on their objects, and `__class__`.
+By the text of every file of the package: private names, methods of other packages' classes that a
+subclass of ours takes the place of, attributes that are set on what is not ours, and `__class__`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ PUBLIC = {
     "num_key_value_heads",
     "nx",
     "use_cache",
-    # tokenizers documents this.
+    # tokenizers documents it.
     "encode_special_tokens",
-    # Python documents this.
+    # Python's.
     "__code__",
     "__doc__",
     "__func__",
@@ -77,7 +77,7 @@ def _trees() -> dict[Path, ast.Module]:
 
 @functools.cache
 def _ours() -> set[str]:
-    """Return every name that some file of the package defines."""
+    """Every name that some file of the package gives to something of its own."""
     names: set[str] = set()
     for node in (node for tree in _trees().values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -100,9 +100,7 @@ def _is_private(name: str) -> bool:
 
 
 def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Return the names that a file imports from the packages, each with its module and name
-    there.
-    """
+    """Names that a file has from one of the packages, each with the module and the name there."""
     found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -115,7 +113,7 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
 
 
 def _inside(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield lines and names of everything that has to be declared."""
+    """Lines and names of everything that has to be declared."""
     imported = _imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

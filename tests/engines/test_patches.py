@@ -1,8 +1,7 @@
-"""Tests that trainctl's assumptions about other packages hold, and that it refuses to run
-otherwise.
+"""Tests that our assumptions about other packages hold, and that nothing runs where they do not.
 
-One definition each of DeepSpeed, transformers and torch gets another signature: in the processes of
-the command, of the node agent that every launcher starts, and of a rank.
+One definition each of DeepSpeed, transformers and torch gets another signature: in the processes
+of the command, of the node agent that every launcher starts, and of a rank.
 """
 
 from __future__ import annotations
@@ -237,7 +236,7 @@ def test_doctor_and_launch_name_what_has_changed(changed: Path, tmp_path: Path) 
 
 
 def _prepared(folder: Path) -> RunPaths:
-    """Create a run whose first attempt is about to start, as launchers hand it to their agents."""
+    """Create a run whose first attempt is about to start, as launchers leave it to their agents."""
     plan = tiny_plan(tiny_config(steps=2), 1)
     run = create_run(plan.config, run_dir=folder / "run")
     attempt = new_attempt(run, plan)

@@ -1,4 +1,4 @@
-"""Tests of peak memory by the part of a step, and of the step."""
+"""Peaks by the part of a step, and of the step."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ class Metered(PhaseMemory):
     used = high = BEFORE
 
     def use(self, more: int) -> None:
-        """Allocate memory and free it."""
+        """Take memory and give it back."""
         self.high = max(self.high, self.used + more)
 
     def _peak(self) -> int:

@@ -1,4 +1,4 @@
-"""Tests that shards of parameters, cut in any way, can be put together again."""
+"""Shards of parameters: what is cut is what is put together again, whatever the cuts were."""
 
 from __future__ import annotations
 

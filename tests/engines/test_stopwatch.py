@@ -40,7 +40,7 @@ def test_a_part_that_fails_is_counted() -> None:
 
 
 def test_waiting_for_a_processor_is_busy_and_sleep_is_not() -> None:
-    """Peers of a rank whose CPU is used by another process must see it as slow."""
+    """Peers of a rank whose processor is used by something else must see it as slow."""
     mine = os.sched_getaffinity(0)
     one = min(mine)
     greedy = f"import os\nos.sched_setaffinity(0, {{{one}}})\nprint(flush=True)\nwhile True: pass"
@@ -103,7 +103,7 @@ def test_the_time_in_which_a_process_is_stopped_is_its_own() -> None:
 
 
 class Device:
-    """Simulated device that numbers its work and passes events in order, up to a given time."""
+    """A device that is as far as it is told: it numbers its work, and passes events in order."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -129,7 +129,7 @@ class DeviceEvent:
         return self.at <= self.device.done
 
     def elapsed_time(self, end: DeviceEvent) -> float:
-        """Return one millisecond for each event in between."""
+        """Milliseconds: one between events that follow each other."""
         assert self.query() and end.query()
         return float(end.at - self.at)
 

@@ -1,4 +1,4 @@
-"""An undisturbed run to compare with, and a run to hit by faults."""
+"""One undisturbed run that every struck one is compared with, and a run to strike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from struck import CONFIG, STEPS, Curve, Struck
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, preloaded_server: PreloadedServer
 ) -> Curve:
-    """Loss and gradient norm of every step of the undisturbed run."""
+    """Loss and gradient norm of every step of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("undisturbed")
     trainctl("launch", *CONFIG, "--run-dir", "run", cwd=folder, **preloaded_server.environment)
     steps = curve(folder / "run")
@@ -25,7 +25,7 @@ def undisturbed(
 
 @pytest.fixture
 def struck(tmp_path: Path, preloaded_server: PreloadedServer) -> Iterator[Struck]:
-    """Run to hit by faults. None of its processes outlives the test."""
+    """Run to strike. None of its processes outlives the test."""
     run = Struck(tmp_path, preloaded_server.environment)
     yield run
     run.close()

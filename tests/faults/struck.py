@@ -1,4 +1,4 @@
-"""Run that is hit by fault after fault, and the conditions that must hold after each."""
+"""A run that is struck again and again, and what must hold after each blow."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Struck:
         return launcher
 
     def finish(self, launcher: subprocess.Popen[str], code: int, *messages: str) -> str:
-        """Check exit code and messages, and that no process is left five seconds later."""
+        """Expect an exit code and messages, and that nothing is left five seconds later."""
         found, out, err = finish(launcher)
         said = out + err
         assert found == code, f"exit code {found}, not {code}\n{said}"
@@ -70,9 +70,7 @@ class Struck:
         return said
 
     def complete(self, undisturbed: Curve, *overrides: str) -> None:
-        """Resume to the end and compare every loss and norm with the undisturbed run, bit for
-        bit.
-        """
+        """Resume to the end: every loss and norm is that of the undisturbed run, bit for bit."""
         self.finish(self.launch(*overrides, **self.preloaded), 0)
         assert self.curve == undisturbed
 
@@ -89,11 +87,11 @@ class Struck:
 
     @property
     def saved(self) -> list[int]:
-        """Return the steps of the intact checkpoints."""
+        """Steps of the checkpoints that count."""
         return [info.step for info in list_checkpoints(self.paths)]
 
     def is_clean(self) -> bool:
-        """Return True if no process carries the run's id and the run is unlocked."""
+        """Whether no process carries the run's id and the run is free."""
         return not live_processes(self.root) and holder(self.paths) is None
 
     def status(self) -> dict[str, Any]:
@@ -114,7 +112,7 @@ class Struck:
         self.wait(lambda: self.root.exists() and self.steps_done >= step)
 
     def rank(self, rank: int) -> int:
-        """Return the pid of a training rank."""
+        """Pid of a rank that trains."""
         return int(self.wait(lambda: self._find("trainctl.train", f"rank-{rank}.log"), 20))
 
     def agent(self) -> int:

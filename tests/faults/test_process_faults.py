@@ -1,7 +1,7 @@
-"""`kill -9` of every process of a run, a process that stops answering, and requests to stop.
+"""`kill -9` of every process of a run, one that stops answering, and requests to stop.
 
-The faults of a test hit one run in turn, each after the resume from the one before. At its end
-every loss has to equal that of the undisturbed run.
+The faults of a test strike one run in turn, each after the resume from the one before: at its end
+every loss has to be that of the run that nothing happened to.
 """
 
 import os
@@ -56,15 +56,13 @@ def test_kill_9_of_a_rank_of_the_agent_and_of_the_launcher(struck, undisturbed):
 
 
 def is_between_saves(struck):
-    """Return True if the rank is in a step without a save after it: a save may be silent for
-    longer.
-    """
+    """Whether the rank is in a step that no save follows: in a save it may be silent for longer."""
     beat = read_beat(struck.paths.attempt(1).heartbeat(1))
     return beat is not None and beat.phase is Phase.step and beat.step % SAVES_EVERY in range(1, 6)
 
 
 def test_a_stopped_rank_needs_nobody_where_restarts_are_allowed(struck, undisturbed):
-    """`test_soak.py` has the same for a killed rank."""
+    """Nor does a killed one: `test_soak.py`."""
     launcher = struck.launch(*CONFIG, "launcher.max_restarts=2", "launcher.heartbeat_seconds=3")
     struck.wait_for_step(15)
     rank = struck.rank(1)
@@ -99,12 +97,11 @@ def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
     assert struck.events("end")[-1]["reason"] == "stop_requested"
     assert not list(struck.paths.requests.iterdir())
 
-    # The time limit has passed when the ranks start: one step, a save, the scheduler's exit code.
+    # The limit is over when the ranks are up: one step, a save, the code for the scheduler.
     done = struck.steps_done
     launcher = struck.launch("training.time_limit_minutes=0.005", **struck.preloaded)
     said = struck.finish(launcher, 75, "the time limit")
     assert struck.saved[-1] == struck.steps_done == done + 1, said
 
-    # tests/launch/test_supervise.py tests a second SIGTERM and the end of the grace period, with
-    # stand-ins.
+    # A second SIGTERM, and a grace that ends: tests/launch/test_supervise.py, with stand-ins.
     struck.complete(undisturbed, "training.time_limit_minutes=null")

@@ -1,4 +1,4 @@
-"""Kills inside a save, a full disk, and damaged checkpoints and pointers."""
+"""Kills inside a save, a disk that is full, and checkpoints and pointers that were damaged."""
 
 import os
 import resource
@@ -28,7 +28,7 @@ COMMITTED = ("pointer", "rotation")
 
 
 def test_kill_9_in_each_phase_of_a_save(struck, undisturbed):
-    """Each phase in turn hits the same run, at the second save after its resume."""
+    """Each phase in turn strikes the same run, at the second save after its resume."""
     overrides = (*CONFIG, "checkpoint.keep=1")
     saved = 0
     for phase, rank, is_behind in PHASES:
@@ -61,8 +61,8 @@ def small_disk(struck):
 
 
 def fill(path, *, leaving):
-    """Write the file until its disk has only `left` bytes free."""
-    # The run may be quicker. Unbuffered, because closing a buffer would write, and fail, again.
+    """Write the file until its disk has so many bytes left."""
+    # The run may be quicker. Without a buffer, whose rest would fail again when it is closed.
     with suppress(OSError), path.open("wb", buffering=0) as stream:
         stream.write(bytes(shutil.disk_usage(path.parent).free - leaving))
 
@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_and_a_file_that_cannot_grow(struck, undisturbed, sm
     assert not list(struck.paths.checkpoints.glob(".*.tmp")), "the failed save is cleared away"
     filler.unlink()
 
-    # Neither ranks nor agent can report the reason: their logs are on that disk too.
+    # Neither ranks nor agent can say what happened: their logs are on that disk too.
     done = struck.steps_done
     launcher = struck.launch("checkpoint.keep=3", **struck.preloaded)
     struck.wait_for_step(done + 12)
@@ -90,7 +90,7 @@ def test_a_disk_that_is_full_and_a_file_that_cannot_grow(struck, undisturbed, sm
     assert "No space left on device" in said or "disk full" in said
     filler.unlink()
 
-    # A write that fails half way although there seemed to be space (a quota, ulimit -f).
+    # A write that fails half way, where the space seemed to be there (a quota, ulimit -f).
     done = struck.steps_done
     launcher = struck.launch()
     struck.wait_for_step(done + 3)

@@ -1,7 +1,7 @@
-"""Kills at seeded random times in one run, whose result must be that of an undisturbed run.
+"""Kills at seeded random times in one run, which ends as if nothing had happened.
 
-CI makes two of them, of a rank in a save and of the agent; `TRAINCTL_SOAK_KILLS=30 python -m pytest
-tests/faults/test_soak.py` makes more.
+Two of them in CI, of a rank in a save and of the agent;
+`TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
 """
 
 import os
@@ -36,9 +36,7 @@ SOAK = (
 
 
 def final_state(root):
-    """Return every tensor of the last checkpoint (master weights, optimizer states) by file and
-    name.
-    """
+    """Every tensor of the last checkpoint (master weights, optimizer states) by file and name."""
     folder = RunPaths(root).checkpoints / checkpoint_name(STEPS)
     files = [entry["name"] for entry in read_manifest(folder)["files"]]
     return {
@@ -54,7 +52,7 @@ def uncommitted(struck):
 
 
 class Killer:
-    """Killer of processes at seeded random times; counts the kills inside a save."""
+    """Strikes the run at seeded random times, and counts the blows that fell inside a save."""
 
     def __init__(self, struck, seed):
         self.struck = struck
@@ -77,8 +75,7 @@ class Killer:
             "agent": struck.agent,
             "launcher": lambda: self.launcher.pid,
         }[victim]()
-        # Counted in steps, so that the progress between kills does not depend on the machine's
-        # speed.
+        # Counted in steps, so that a slow machine gets as far between two kills as a fast one.
         self.wait_for_steps(self.draw.randrange(MOST_STEPS_BETWEEN))
         time.sleep(self.draw.uniform(0, 0.05))
         if moment == "save":
@@ -88,7 +85,7 @@ class Killer:
         if victim == "launcher":
             struck.finish(self.launcher, -signal.SIGKILL)
         else:
-            # Ranks killed within a save leave a partial checkpoint until the restart.
+            # Ranks that were killed in the middle of a save leave it half done until the restart.
             struck.wait(lambda: len(struck.events("failure")) > self.failures)
         self.failures = len(struck.events("failure"))
         self.in_saves += bool(uncommitted(struck))

@@ -1,4 +1,4 @@
-"""GPU tests of a launch: utilisation, device times, memory within the plan's range, a profile."""
+"""A launch on a GPU: utilisation, device times, memory within the plan's range, a profile."""
 
 from __future__ import annotations
 

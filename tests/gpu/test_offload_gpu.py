@@ -1,4 +1,4 @@
-"""GPU tests of offload and quantised communication, by the real command on one device."""
+"""Offload and quantised communication that only a GPU has, by the real command on one device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_zenflow_learns_and_resumes_with_its_weights(tmp_path: Path, stage: int)
         "optimizer.gradient_clipping=0",
         "training.gradient_accumulation_steps=1",
     )
-    # With an update at each step ZenFlow is AdamW, in bf16 where the columns are updated.
+    # With an update at each step it is AdamW, in bf16 where the columns are updated.
     reference = train(tmp_path, "plain", *options[:2], *options[4:])
     each = train(tmp_path, "each", *options, "offload.zenflow_update_interval=1")
     for one, two in zip(reference[:7], each, strict=False):

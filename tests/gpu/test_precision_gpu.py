@@ -1,4 +1,4 @@
-"""GPU tests of number formats that a CPU cannot compute, by the real command on one device."""
+"""Number formats that only a GPU computes in, by the real command on one device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests of the checks of this machine: each finds its fault, and is silent without it.
+"""Checks of this machine: each finds what is wrong, and says nothing where nothing is.
 
 Compilers, files and limits are real: PATH, environment and resource limits are changed around the
-checks. Vendors' tools and packages that are not available here are stand-ins.
+checks. Vendors' tools and packages that cannot be had here are stand-ins.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_folder_of_a_logger_s_name_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trackers create folders of their own names in the working directory."""
+    """Trackers make folders of their own names where they are started."""
     (tmp_path / "no_such_tracker").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
@@ -286,7 +286,7 @@ def test_packages_that_every_process_compiles(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(packages, "SLOW_TO_COMPILE", {"torch": "torch/__init__.py"})
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", variable)
-    if mode == 0o555 and os.geteuid() == 0:  # root may write everywhere and is told so
+    if mode == 0o555 and os.geteuid() == 0:  # who may write everywhere is told so
         monkeypatch.setattr(packages.os, "access", lambda *_: False)
     source.parent.chmod(mode)
     try:
@@ -400,7 +400,7 @@ def test_ninja_must_be_a_program_that_ranks_find(
     assert (
         only(builds.compiler_is_installed(config("offload=cpu"), CPU)).hint == "pip install ninja"
     )
-    # The environment's tool is found although the environment is not activated.
+    # That of the environment is found although the environment is not activated.
     ninja = python.with_name("ninja")
     ninja.write_text("")
     ninja.chmod(0o755)
@@ -420,8 +420,7 @@ def test_the_lock_of_a_killed_build_is_found(
         assert list(builds.no_stale_build_locks(wants, CPU)) == []  # torch holds it while it builds
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
         try:
-            # A process is building there.
-            assert list(builds.no_stale_build_locks(wants, CPU)) == []
+            assert list(builds.no_stale_build_locks(wants, CPU)) == []  # somebody works there
         finally:
             builder.kill()
     (finding,) = builds.no_stale_build_locks(wants, CPU)

@@ -23,7 +23,7 @@ def launch_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloade
 
 @pytest.fixture
 def launches(tmp_path: Path, launch_server: PreloadedServer) -> Iterator[Launches]:
-    """Maker of runs and launches; none of their processes outlives the test."""
+    """Makes runs and launches; whatever a test does, none of their processes outlives it."""
     launches = Launches(tmp_path, launch_server)
     yield launches
     launches.close()

@@ -1,4 +1,4 @@
-"""Tests of manifests: golden files, valid by the controllers' schemas, and safe for any value."""
+"""Manifests: golden, valid by the controllers' own schemas, and inert whatever values hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a launch with metrics processes: it never waits for them, nor fails because of them."""
+"""A launch and the processes that send its metrics: it never waits for them, nor fails for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainctl.runs.status import State
 
 
 def sender(launch: Launch) -> int | None:
-    """Return the pid of the process that feeds the logger."""
+    """Pid of the process that sends to the logger."""
     pids = [
         pid for pid, line in carriers(launch.identity).items() if "trainctl.monitor.loggers" in line
     ]
@@ -32,7 +32,7 @@ def steps(launch: Launch) -> list[int]:
 
 
 def check_end(launch: Launch) -> str:
-    """Check that the launch succeeded and left nothing; return its output."""
+    """It ended well and left nothing; what was said."""
     code, talk = launch.end(60)
     assert code == 0, talk
     assert launch.status().state is State.finished

@@ -1,4 +1,4 @@
-"""Tests of ranks that are measured before they train, and that are bound to CPUs."""
+"""Ranks that are measured before they train, and that run on processors of their own."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_the_kernels_lists() -> None:
 
 
 def make_machine(root: Path) -> None:
-    """Create a machine of two sockets with two cores of two threads, numbered as Intel's machines
-    are.
-    """
+    """Two sockets of two cores of two threads, numbered as Intel's machines are."""
     for node, cpus in enumerate(("0-1,4-5", "2-3,6-7")):
         folder = root / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)

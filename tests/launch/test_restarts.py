@@ -30,9 +30,8 @@ DONE = Outcome(exit_code=0, state=State.finished)
 def play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, *attempts: tuple[Outcome, int]
 ) -> tuple[Outcome, list[int], list[dict[str, Any]]]:
-    """Return outcome, attempt numbers and restart records, for attempts that end in the given ways
-    with the given newest checkpoints.
-    """
+    """Outcome, numbers of the attempts and restart records, for attempts that end so, each with
+    that newest checkpoint."""
     plan = make_plan(max_restarts=most)
     run = create_run(plan.config, root=tmp_path, folder=tmp_path)
     saved, numbers, records = 0, [], []
@@ -114,7 +113,7 @@ def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
     [(["step"], True), ([], False), (["step", "failure"], False), (["step", "end"], False)],
 )
 def test_a_step_counts_from_the_moment_of_its_record(tmp_path, kinds, saves):
-    """The file was not read since it was written, as within 50 ms of the first step."""
+    """Nobody has looked into the file since it was written, as within 50 ms of the first step."""
     plan = make_plan()
     run = create_run(plan.config, root=tmp_path, folder=tmp_path)
     with EventWriter(run.events, 1) as events:
@@ -155,7 +154,7 @@ def test_a_step_that_once_hung_does_not_end_every_later_launch():
 
 
 class Agents:
-    """Agents that end after three polls; the run's status cannot be replaced before the second."""
+    """Agents that end after three looks; the run's status cannot be replaced until the second."""
 
     margin_seconds = 1.0
     returncode = 0

@@ -237,9 +237,7 @@ def test_why_a_host_gave_no_answer(stderr: str, code: int | None, rule: str) -> 
 
 @pytest.fixture
 def remote_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Function that puts an `ssh` into PATH, which runs its last argument here after given shell
-    lines.
-    """
+    """Puts an `ssh` into PATH that runs its last word here, after some lines of a shell."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""Tests of kills while a launch is starting: no moment may leave a process behind."""
+"""Kills while a launch is still starting: no instant may leave a process behind."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def terminate(launch: Launch) -> None:
 
 
 def check(launches: Launches, launch: Launch, strike: Callable[[Launch], None]) -> None:
-    """Send the signal; check for a clean machine within five seconds, a failure's exit code, and a
-    resume.
-    """
+    """Strike, expect a clean machine within five seconds, a failure's exit code, and a resume."""
     strike(launch)
     took = launch.seconds_to_clean(time.monotonic())
     code, talk = launch.end()

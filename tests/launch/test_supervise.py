@@ -1,4 +1,4 @@
-"""Tests of real processes and real signals while the ranks train."""
+"""Real processes and real signals, once the ranks are training."""
 
 from __future__ import annotations
 

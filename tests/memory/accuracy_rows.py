@@ -1,4 +1,4 @@
-"""Rows for tests of `scripts/benchmarks/memory_accuracy.py`, and its results."""
+"""Rows made up for tests of `scripts/benchmarks/memory_accuracy.py`, and what it makes of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def columns() -> list[str]:
 
 
 def rows(accuracy: Any, folder: Path, *texts: dict[str, str]) -> Any:
-    """Read rows through a file, as a user's rows."""
+    """Rows by way of a file, as anyone's would be."""
     path, names = folder / "rows.csv", columns()
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.plan.stages import blocks_of_stages
+from trainctl.plan.derive import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh, RunPlan
 from trainctl.search.speed import with_values
 

@@ -1,6 +1,4 @@
-"""Tests of the estimator against published measurements:
-`scripts/benchmarks/memory_accuracy.py`.
-"""
+"""The estimator against published measurements: `scripts/benchmarks/memory_accuracy.py`."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def test_published_measurements_are_met(accuracy: Any) -> None:
 
 
 def test_other_frameworks_are_met_or_have_a_reason(accuracy: Any) -> None:
-    """Megatron-LM, torchtitan, Lightning: their code was read with the rows known, and nothing was
-    fitted.
-    """
+    """Megatron-LM, torchtitan, Lightning; read with the rows at hand, and nothing fitted."""
     found = accuracy.report(accuracy.read_rows(DATA / "memory_frameworks.csv"))
     errors = [item.error("trainctl") for item in found.scored]
     assert len(errors) == 36
@@ -51,7 +47,7 @@ def test_other_frameworks_are_met_or_have_a_reason(accuracy: Any) -> None:
 
 
 def test_adapters_are_met_or_have_a_reason(accuracy: Any) -> None:
-    """litgpt's LoRA and one full training; the terms were derived with these rows known."""
+    """litgpt's LoRA (and a full run of its); the terms were derived with these rows at hand."""
     found = accuracy.report(accuracy.read_rows(DATA / "memory_adapters.csv"))
     errors = [item.error("trainctl") for item in found.scored]
     assert len(errors) == 13

@@ -1,7 +1,7 @@
-"""Tests of new rows: each becomes a plan, or is listed with the reason why not.
+"""Rows that nobody wrote yet: each becomes a plan, or is named with the reason why not.
 
-`scripts/benchmarks/memory_accuracy.py` accepts any CSV with the columns of the published
-measurements, which have free text. A figure compared with the wrong one is worse than none.
+`scripts/benchmarks/memory_accuracy.py` takes any CSV with the columns of the published
+measurements, whose texts are free. A figure compared with the wrong one is worse than none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the bytes that a block keeps, against a trace of transformers' block."""
+"""Bytes that a block keeps, against a trace of transformers' own block."""
 
 from __future__ import annotations
 
@@ -60,11 +60,8 @@ def traced_bytes_per_token(
     tiles: int = 1,
     change: Callable[[Any], Iterable[Any]] | None = None,
 ) -> float:
-    """Return the bytes per token that autograd saves for one block, each storage counted once.
-
-    Under autocast to bf16 the casts of the weights are excluded. `change` alters the block, and
-    returns new weights.
-    """
+    """Bytes per token that autograd saves for one block, each storage counted once; under autocast
+    to bf16 without the casts of the weights. `change` alters the block, and gives new weights."""
     import torch
 
     hidden, block, arguments, shared = real_block(model, attention, dtype_name)

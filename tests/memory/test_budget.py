@@ -1,4 +1,4 @@
-"""Tests of the whole budget: JSON, verdict, monotony, and degenerate plans."""
+"""The whole budget: its JSON, whether a plan fits, monotony, and degenerate plans."""
 
 from __future__ import annotations
 
@@ -128,9 +128,7 @@ def test_checkpoints_kept_count_the_one_being_written_and_the_best() -> None:
 
 
 def test_weights_alone_are_counted_beside_the_checkpoints() -> None:
-    """2 bytes a parameter in bf16; in 10 steps every third saves three, or as many as are kept and
-    one.
-    """
+    """2 bytes a parameter in bf16; in 10 steps every 3 three of them, or those kept and one."""
     memory = budget(make_plan(LLAMA_3_8B))
     assert memory.weights_only_bytes == memory.weights_only_kept_bytes == 0
     alone = budget(make_plan(LLAMA_3_8B, checkpoint__weights_only_every_steps=3))

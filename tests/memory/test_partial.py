@@ -1,4 +1,4 @@
-"""Tests of the budget of partial training: states, activations, buckets and checkpoints."""
+"""The budget where not all of a model trains: states, activations, buckets and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def stages_of(plan: RunPlan) -> tuple[Stage, ...]:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_frozen_weights_have_nothing_beside_them(zero: int) -> None:
-    """With eight replicas: 2 bytes per weight, divided by eight at ZeRO 3; 12 per trained weight,
-    sharded from ZeRO 1 on.
-    """
+    """Eight replicas: 2 bytes of each weight, an eighth at ZeRO 3; 12 of what trains, shared from
+    ZeRO 1 on."""
     plan = make_plan(LLAMA_3_8B, zero_stage__stage=zero, **LORA)
     (stage,) = stages_of(plan)
     held = resident_components(read_engine(plan), stage, 0)

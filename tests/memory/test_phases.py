@@ -1,4 +1,4 @@
-"""Tests of states and phases against DeepSpeed's published measurements and the ZeRO paper."""
+"""States and phases against DeepSpeed's published measurements and the ZeRO paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_stage(plan: RunPlan) -> Stage:
 
 
 def moments(plan: RunPlan, stage: Stage | None = None) -> dict[str, Components]:
-    """Return phases without runtime, so that all memory is tensors."""
+    """Phases without any runtime, so that all is tensors."""
     return phases(plan, read_engine(plan), stage or one_stage(plan), 0)
 
 

@@ -1,6 +1,4 @@
-"""Tests that directories of published mixtures of experts have their publishers' parameter
-counts.
-"""
+"""Directories of published mixtures of experts: counted as their publishers count them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from trainctl.config.compose import compose_leniently
 from trainctl.config.schema import ModelConfig
 from trainctl.models import tracing
 from trainctl.models.anatomy import Role, parse_anatomy
-from trainctl.models.published import DEFAULTS, IGNORED, published_name, shape_of, table
+from trainctl.models.tracing import DEFAULTS, IGNORED, published_name, shape_of, table
 from trainctl.plan.flops import flops_per_token
 from trainctl.plan.shapes import count_parameters
 
@@ -60,7 +58,7 @@ SIZES = {
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Trace no model's code, and start from an empty cache."""
+    """No model's code is asked, and nothing is kept from before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_known", {})
     monkeypatch.setattr(tracing, "_ask_process", lambda *_: pytest.fail("its code was asked"))
@@ -68,7 +66,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
-    """Return model sections of all directories, composed as commands do, with shipped traces."""
+    """Model sections of all directories, composed as commands do, with shipped traces."""
     found = {}
     for name in SIZES:
         folder = directory(name, tmp_path_factory.mktemp(name))

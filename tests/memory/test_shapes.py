@@ -1,4 +1,4 @@
-"""Tests of parameter shapes and counts, against published totals and transformers' models."""
+"""Parameter shapes and counts, against published totals and transformers' own models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainctl.config.schema import ModelConfig, ParallelismConfig, PipelineParti
 from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.model import LAYER_NORM, SHAPE, Family, Region, llama
 from trainctl.plan import shapes
-from trainctl.plan.stages import blocks_of_stages
+from trainctl.plan.derive import blocks_of_stages
 
 LLAMA_32_1B = ModelConfig(
     vocab_size=128_256,

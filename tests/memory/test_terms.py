@@ -1,4 +1,4 @@
-"""Tests of single terms of the budget, each by its response to changes of the plan."""
+"""Single terms of the budget, each by what changes when the plan does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD = 4096 * 128_256
 
 
 def moments(**settings: Any) -> list[dict[str, Components]]:
-    """Return phases of each pipeline stage, without runtime."""
+    """Phases of each pipeline stage, without runtime."""
     plan = make_plan(LLAMA_3_8B, **settings)
     held = pipeline_stages(
         plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks
@@ -177,9 +177,7 @@ def test_the_allocator_holds_no_more_than_the_device_has() -> None:
 
 
 def test_weights_ahead_are_gathered_up_to_the_limit() -> None:
-    """The limit holds for any prefetch size; without prefetch, only weights that are soon reused
-    stay.
-    """
+    """However few are asked for at a time; without asking, only those that are used again soon."""
     common = {"zero_stage__stage": 3, "zero_stage__param_persistence_threshold": 0}
     tensor = 4096 * 14_336
     for prefetch in (1_000_000, 50_000_000):
@@ -196,9 +194,7 @@ def test_weights_ahead_are_gathered_up_to_the_limit() -> None:
 
 
 def test_an_average_of_the_weights_lies_where_the_master_weights_do() -> None:
-    """It takes four bytes a parameter and is partitioned with the master weights, on device, host
-    and disk.
-    """
+    """Four bytes a parameter, partitioned with them, on device, host and disk."""
     parameters = 8_030_261_248
     for stage in (1, 3):
         settings: dict[str, Any] = {"devices": 8, "zero_stage__stage": stage}

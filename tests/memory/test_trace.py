@@ -1,4 +1,4 @@
-"""Tests of models traced on fake tensors: `estimate-memory --exact`."""
+"""Models traced on fake tensors: `estimate-memory --exact`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainctl.hardware import Hardware
 from trainctl.launch.planning import plan
 from trainctl.memory.activations import block_activations
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
-from trainctl.plan.groups import parameter_groups
+from trainctl.plan.optimizers import parameter_groups
 from trainctl.plan.shapes import count_parameters
 from trainctl.rules.resolve import resolve
 from trainctl.train.models.anatomy import anatomy
@@ -104,7 +104,7 @@ def test_the_closed_form_is_what_a_trace_finds(family: str, attention: str, tmp_
     ],
 )
 def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_path: Path) -> None:
-    """Traces are compared with real tensors in a real forward pass of the whole model."""
+    """Against real tensors, in a real forward pass of the whole model."""
     import torch
     import transformers
 
@@ -149,9 +149,7 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
 
 
 def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path) -> None:
-    """A rank keeps half of everything, or all of latent attention, which transformers does not
-    split.
-    """
+    """Half of it all, or all of latent attention, which transformers leaves whole on each rank."""
     from trainctl.train.models.trace import trace
 
     latent = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32}
@@ -314,7 +312,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_and_budget_count_what_a_function_makes(
     own: Path, name: str, parameters: int, decayed: int | None, sizes: tuple[int, ...]
 ) -> None:
-    """This includes a class without transformers' blocks, and a call from any other folder."""
+    """Also of a class without transformers' blocks; found again from any other folder."""
     typed = "model.hidden_size=256"
     planned = plan(compose(["recipe=tiny", f"model.factory=mine:{name}", typed]))
     assert planned.errors == []

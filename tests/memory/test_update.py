@@ -1,4 +1,4 @@
-"""Tests of temporary copies of an update against torch's allocator, and of groups."""
+"""Copies that an update makes on the way, against what torch's allocator gives out; and groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainctl.memory.engine import Group, read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import pipeline_stages
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
-from trainctl.plan.groups import parameter_groups
+from trainctl.plan.optimizers import parameter_groups
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.optimizers.partitioned import ParameterPart
 
@@ -42,9 +42,7 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 
 def one_update(kind: str, compute: DataType, count: int) -> tuple[int, int]:
-    """Return the bytes of an update of `count` square matrices in one tensor, measured and
-    planned.
-    """
+    """Bytes of an update of `count` square matrices that lie in one tensor, counted and planned."""
     plan = make_plan(
         devices=1,
         accelerator=Accelerator.cpu,
@@ -97,7 +95,7 @@ def test_an_update_takes_what_the_allocator_gives_out(
 
 
 def transient(**settings: Any) -> int:
-    """Return the bytes of the step's copies on the only stage of Llama-3 8B."""
+    """Bytes of the step's copies on the one stage of Llama-3 8B."""
     plan = make_plan(LLAMA_3_8B, **settings)
     (stage,) = pipeline_stages(plan.config.model)
     return phases(plan, read_engine(plan), stage, 0)["step"].step_transient
@@ -122,7 +120,7 @@ def test_without_zero_a_rule_of_our_own_goes_tensor_by_tensor() -> None:
 
 
 def groups_of_stages(plan: Any) -> list[int]:
-    """Return the elements of each group over all stages, smallest first."""
+    """Elements of each group over all stages, smallest first."""
     engine = read_engine(plan)
     return sorted(
         group.elements

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainctl.errors import TrainctlError
-from trainctl.models.tensor_table import from_table, to_table
+from trainctl.models.tensors import from_table, to_table
 
 TENSORS = [
     ("model.embed_tokens.weight", "10x4 embedding"),

@@ -1,4 +1,4 @@
-"""Tests of a real mpirun on two nodes; a local shell stands in for the remote one."""
+"""A real mpirun: two nodes, whose remote shell is stood in for by a local one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = "$(touch pwned) `touch pwned` 'q\" ;touch pwned"
 TWO_NODES = (*TINY, "hardware=2x1xcpu", "launcher=mpi", "training.evaluation_samples=0")
 
 FLAVORS = {
-    # mpirun's remote shell gets `HOST COMMAND...`, as ssh does, and passes it to a real shell.
+    # mpirun's remote shell gets `HOST COMMAND...`, as ssh would, and gives it to a real shell.
     "openmpi": ("mpirun.openmpi", ["--allow-run-as-root", "--mca", "plm_rsh_agent", "{rsh}"]),
     "mpich": ("mpirun.mpich", ["-launcher", "ssh", "-launcher-exec", "{rsh}"]),
 }
@@ -64,7 +64,7 @@ def prepare(flavor: str, folder: Path, port: int) -> list[str]:
 def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_told(
     tmp_path: Path, port: int
 ) -> None:
-    """The program's arguments arrive unchanged, and shell syntax in them is not executed."""
+    """Words of its own arrive as they are typed; those of a shell execute nothing."""
     overrides = prepare("openmpi", tmp_path, port)
     shutil.copy(EXAMPLE, tmp_path / "own.py")
     own = ("launch", "script=own.py", "recipe=tiny", "hardware=2x1xcpu", "launcher=mpi", *overrides)

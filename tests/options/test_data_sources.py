@@ -1,4 +1,4 @@
-"""Tables and tar files as sources: their documents, refusals, and truncated files."""
+"""Tables and tars as sources: the documents, what is refused, and what is cut off."""
 
 import csv
 import gzip
@@ -25,7 +25,7 @@ from trainctl.readers.documents import Reader
 from trainctl.readers.files import find_files, split_files
 from trainctl.readers.stream import Damaged
 from trainctl.readers.tables import NoColumn, read_in_process
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 TEXTS = ["first", "", 'two\nlines, and a "quote"', "Ωmega \U0001f600", "x" * 200_000, "last"] * 3
 
@@ -369,9 +369,7 @@ def test_the_members_of_a_tar_are_the_documents(tmp_path, layout, packed):
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_tar_that_is_cut_off_anywhere_is_no_shorter_one(tmp_path_factory, data):
-    """Files are cut between members too, where tarfile notices nothing, and within the final
-    zeros.
-    """
+    """Between two members too, where tarfile sees nothing; and within the zeros of its end."""
     sizes = data.draw(st.lists(st.integers(0, 1100), min_size=1, max_size=4))
     fill = data.draw(st.sampled_from([b"a", b"\x00"]))
     raw = tar_of({f"{n}.txt": fill * size for n, size in enumerate(sizes)})

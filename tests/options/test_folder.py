@@ -1,4 +1,4 @@
-"""Options of a user's folder: they run only where somebody has trusted them."""
+"""Options that a folder of the user's brings: they run only where someone said that they may."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def callback(folder: Path) -> Path:
 
 @pytest.fixture
 def trainctl(folder: Path):
-    """Run the command beside the folder and return its result."""
+    """Run the command beside the folder; its result."""
 
     def run(*arguments: str, expect: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -200,7 +200,7 @@ def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:
 
 
 def test_a_sweep_that_goes_on_has_to_be_trusted_again(trainctl, folder: Path) -> None:
-    """A sweep records the folder that it was created with; here none of its runs was created."""
+    """It knows the folder that it was made with; here none of its runs was made."""
     overrides = [*CHOSEN, "optimizer.lr=1e-3,1e-4"]
     new_sweep(folder.parent / "sweep", overrides, expand_sweep(overrides), folder)
     refused = trainctl("sweep", "sweep", "--resume", "--dry-run", expect=2)

@@ -1,4 +1,4 @@
-"""Options of an installed third-party package: one Python file and one YAML file each."""
+"""Options that a package from outside brings: one Python file and one YAML file each."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Command:
-    """Command line in a folder, in the environment that has the package."""
+    """The command, in a folder, where the package is installed."""
 
     installed: Path
     folder: Path
 
     def __call__(self, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run the command, check the exit code, and return the result."""
+        """Run it and expect the exit code; its result."""
         path = os.pathsep.join(filter(None, [str(self.installed), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, "-m", "trainctl", *arguments],
@@ -347,7 +347,7 @@ def test_a_directory_is_of_a_family_from_outside(trainctl, tmp_path: Path) -> No
     chosen = ("config", "show", "recipe=tiny", "model=hf", "model.path=published")
     shown = trainctl(*chosen).stdout
     assert "family: granite" in shown and "residual_multiplier: 0.22" in shown
-    assert "attention_multiplier: 1.0" in shown  # transformers' default where the file has none
+    assert "attention_multiplier: 1.0" in shown  # what transformers takes where the file has none
     file.write_text(json.dumps({**said, "attention_bias": True}))
     assert "family: hf" in trainctl(*chosen).stdout
 
@@ -392,7 +392,7 @@ def test_a_mode_and_a_number_format_are_in_the_budget(trainctl) -> None:
 
 
 def test_a_number_format_is_trained_with(trained: Trained) -> None:
-    """The format is bf16 with an extra rounding, which the curve shows."""
+    """It is bf16 and something more, which the curve shows."""
     trained.trainctl("launch", *OWN, "precision=bf16", "--run-dir", "plain")
     plain = steps(trained.run.parent / "plain")
     assert list(plain) == [1, 2, 3, 4] and plain != steps(trained.whole)

@@ -1,9 +1,9 @@
-"""Process that loads DeepSpeed JSONs, each at the world size that it is for.
+"""Run as a process: loads DeepSpeed JSONs at the world size that each is for.
 
-Reads a list of cases from standard input and writes the installed DeepSpeed's reading of each. The
-process group is torch's fake one: this process is rank 0 of a world without other ranks, so that
-the batch check of a 64-rank config runs on one core. The mpu is the one that the trainer passes:
-DeepSpeed's own pipeline grid, or trainctl's mesh.
+Reads a list of cases from standard input and writes, for each, what the installed DeepSpeed made of
+it. The process group is torch's fake one: this process is rank 0 of a world without other ranks, so
+that the batch check of a 64-rank config runs on one core. The mpu is what the trainer hands it:
+DeepSpeed's own pipeline grid, or else our mesh.
 """
 
 import json
@@ -27,12 +27,12 @@ from trainctl.engines.deepspeed.process_groups import model_parallel_unit
 from trainctl.engines.process import join_mesh
 from trainctl.plan.types import Mesh
 
-# DeepSpeed would first compile its shared-memory all-reduce; nothing is communicated here.
+# Its shared-memory all-reduce would be compiled first; nothing is communicated here.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def layout(mesh: dict[str, int]) -> object | None:
-    """Return the mpu that `deepspeed.initialize` gets or creates for this mesh."""
+    """Return the mpu that `deepspeed.initialize` is given, or makes, for this mesh."""
     if mesh["pipeline"] > 1:
         topology = PipeModelDataParallelTopology(
             num_pp=mesh["pipeline"], num_mp=mesh["tensor"], num_dp=mesh["data"]
@@ -72,7 +72,7 @@ def load(case: dict) -> dict:
             "zero_stage": int(config.zero_optimization_stage),
             "optimizer": optimizer_of(config),
         }
-    except Exception as error:  # the test compares DeepSpeed's message
+    except Exception as error:  # the test compares what DeepSpeed said
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         groups._release_process_group_references()
@@ -81,5 +81,5 @@ def load(case: dict) -> dict:
 
 
 if __name__ == "__main__":
-    sys.stdout, answers = sys.stderr, sys.stdout  # DeepSpeed prints to stdout
+    sys.stdout, answers = sys.stderr, sys.stdout  # DeepSpeed prints
     json.dump([load(case) for case in json.load(sys.stdin)], answers)

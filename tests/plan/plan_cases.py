@@ -27,7 +27,7 @@ def config_with(**changes: Any) -> RunConfig:
 
 
 def gpus(devices: int = 8, nodes: int = 1, **facts: Any) -> Hardware:
-    """Return declared GPUs."""
+    """Declared GPUs."""
     prefix = f"{nodes}x{devices}x" if nodes > 1 else f"{devices}x"
     return Hardware(
         name=f"{prefix}h100-80g",

@@ -1,6 +1,4 @@
-"""Tests of the rendered JSON: golden files, and the installed DeepSpeed's reading at its world
-size.
-"""
+"""The rendered JSON: golden files, and what the installed DeepSpeed makes of it at its size."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ def plan_of(name):
 
 
 def optimizer_plan(kind):
-    """Plan a user's program with this optimizer, because trainctl's trainer builds some of them
-    itself.
-    """
+    """Plan a user's program with this optimizer: trainctl's own trainer builds some itself."""
     config = config_with(optimizer__kind=kind, zero_stage__stage=1, script="train.py")
     return resolve(config, gpus(2)).plan
 
@@ -101,13 +97,13 @@ def case_of(plan, *, mpu=True):
 
 @pytest.fixture(scope="module")
 def loaded():
-    """Load every case, optimizer and recipe by DeepSpeed in one process."""
+    """DeepSpeed's reading of every case, optimizer and recipe, from one process."""
     plans = {name: plan_of(name) for name in CASES}
     plans |= {kind: optimizer_plan(kind) for kind in names("optimizer")}
     for name in WHOLE:
         config = compose([f"recipe={name}"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
-        if plan is not None:  # the recipe's own test gives the reason
+        if plan is not None:  # else the recipe's own test says why
             plans[f"recipe {name}"] = plan
     cases = {name: case_of(plan) for name, plan in plans.items()}
     cases["tensor without mpu"] = case_of(plans["tensor-2"], mpu=False)

@@ -1,6 +1,4 @@
-"""Tests that the committed schema is the one that the script derives from the installed
-DeepSpeed.
-"""
+"""The committed schema is what the script derives from the installed DeepSpeed."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def test_every_key_lies_in_a_section_and_every_replacement_exists():
 
 
 def test_defaults_are_legal_values_of_their_keys():
-    from trainctl.rules.deepspeed.values import outside, read
+    from trainctl.rules.deepspeed.case import outside, read
 
     for key in load().keys.values():
         if key.default is not None and not key.is_section:

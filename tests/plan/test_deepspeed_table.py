@@ -48,7 +48,7 @@ def any_value(key: str) -> st.SearchStrategy[Any]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> RunConfig:
-    """Return a strategy of configs that DeepSpeed accepts: offload comes with its ZeRO stage."""
+    """Configs that DeepSpeed would take: what is offloaded has its stage."""
     changes = {key: draw(any_value(key)) for key in dict.fromkeys(SOURCES.values())}
     stage = draw(st.integers(0, 3))
     compute = draw(st.sampled_from(["fp32", "bf16", "fp16"]))

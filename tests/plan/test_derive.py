@@ -1,4 +1,4 @@
-"""Tests of batch arithmetic, mesh and lengths, over all sizes instead of examples."""
+"""Batch arithmetic, mesh and lengths, over all sizes rather than examples."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from trainctl.plan.derive import (
     derive_stop_step,
     derive_total_steps,
     derive_warmup_steps,
+    divisors,
+    nearest_divisors,
 )
-from trainctl.plan.nearest import divisors, nearest_divisors
 from trainctl.plan.types import Batches
 from trainctl.rules.resolve import resolve
 

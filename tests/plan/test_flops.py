@@ -1,4 +1,4 @@
-"""Tests of model FLOPs against torch's count for transformers' models, and by hand."""
+"""Model FLOPs, against what torch counts in transformers' own models, and by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SHAPES = st.builds(
 
 
 def counted(model: ModelConfig, samples: int, length: int) -> int:
-    """Count the FLOPs of the matrix products of one forward and backward pass."""
+    """FLOPs of the matrix products of one forward and backward pass."""
     config = transformers_config(model)
     built = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     ids = torch.zeros(samples, length, dtype=torch.long)
@@ -95,7 +95,7 @@ def test_a_window_bounds_the_keys() -> None:
 
 
 def test_recomputation_is_no_progress() -> None:
-    """The utilisation of a run that recomputes counts the same FLOPs in a longer time."""
+    """Utilisation of a run that recomputes counts the same FLOPs in a longer time."""
     assert utilisation(6e15, 10.0, devices=4, peak_tflops=300.0) == pytest.approx(0.5)
     assert utilisation(6e15, 12.5, devices=4, peak_tflops=300.0) == pytest.approx(0.4)
     assert utilisation(6e15, 10.0, devices=4, peak_tflops=None) is None
@@ -109,7 +109,7 @@ def test_frozen_weights_save_their_gradients() -> None:
     whole = flops_per_token(config.model, 64)
     matrices, products = multiplied_weights(config.model), attention_products(config.model, 64)
     assert of() == whole
-    assert of(training__freeze=["embeddings"]) == whole  # embeddings are looked up
+    assert of(training__freeze=["embeddings"]) == whole  # they are looked up
     head = config.model.vocab_size * config.model.hidden_size
     assert of(training__freeze=["head"]) == whole - 2 * head
     inside = matrices - head

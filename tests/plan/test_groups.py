@@ -1,4 +1,4 @@
-"""Tests of the optimizer's parameter groups."""
+"""The rule of the optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plan_cases import config_with, cpus
 
 from trainctl.cli.plan_view import plan_lines
 from trainctl.config.registry import names
-from trainctl.plan.groups import group_of, parameter_groups
+from trainctl.plan.optimizers import group_of, parameter_groups
 from trainctl.plan.shapes import all_tensors, count_parameters
 from trainctl.rules.resolve import resolve
 
@@ -17,7 +17,7 @@ FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 
 
 def random_config(draw: random.Random):
-    """Draw a configuration with any partition into parameter groups."""
+    """Draw a configuration whose parameter groups may be cut in any way."""
     patterns = ("norm", r"\.0\.", "embed|wte", "proj", "bias", "weight", "lm_head")
     return config_with(
         model__family=draw.choice(FAMILIES),

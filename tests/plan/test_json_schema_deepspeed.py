@@ -1,4 +1,4 @@
-"""Tests of the JSON Schema of DeepSpeed's JSON: rendered JSONs are legal at every key."""
+"""The JSON Schema of DeepSpeed's JSON: what we render is legal, at every key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of stages in steps and counters, with weights as exact fractions and without texts."""
+"""Stages in steps and counters, weights as exact fractions: without a text."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_tokens_and_epochs_come_first_and_weights_share_what_they_leave():
 
 
 def staged():
-    """Return 24 samples a step of 64 tokens to step 5, 48 of 32 to step 7, then 24 of 64 again."""
+    """24 samples a step of 64 tokens to step 5, 48 of 32 to step 7, then 24 of 64 again."""
     config = config_with(
         training__sequence_length=64,
         training__global_batch_size=24,

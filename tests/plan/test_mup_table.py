@@ -1,4 +1,4 @@
-"""Tests of muP in the plan: the table of factors and its consequences."""
+"""muP in the plan: the table of factors, and what follows from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from plan_cases import config_with, cpus
 from trainctl.config.registry import specs
 from trainctl.options.model import families
 from trainctl.plan import mup
-from trainctl.plan.groups import parameter_groups
 from trainctl.plan.mup import TensorKind
+from trainctl.plan.optimizers import parameter_groups
 from trainctl.rules.resolve import resolve
 
 FAMILIES = [spec.name for spec in families() if spec.has_mup]

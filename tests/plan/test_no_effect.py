@@ -1,6 +1,4 @@
-"""Tests that a setting without effect in a plan is reported, and that the table has every such
-key.
-"""
+"""A setting that nobody reads in this plan is said so; the table knows every such key."""
 
 from __future__ import annotations
 

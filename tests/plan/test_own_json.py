@@ -1,4 +1,4 @@
-"""Tests that a plan's own JSON passes the rules for DeepSpeed's JSON."""
+"""A plan's own JSON goes through the rules over DeepSpeed's JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the plan of a run of a user's program."""
+"""The plan of a run that a program of the user's trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every key of DeepSpeed's schema has one place in the tables of passed-through keys."""
+"""Every key of DeepSpeed's schema has one place in the tables of what may be passed through."""
 
 from __future__ import annotations
 

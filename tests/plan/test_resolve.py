@@ -1,4 +1,4 @@
-"""Tests of the whole plan: frozen, complete, unchanged by a round trip, and cheap."""
+"""The plan as a whole: frozen, complete, the same after a round trip, and light to make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every rule fires on the config that it is for, and on no legal one."""
+"""Every rule fires on the config that it is for, and on no legal one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHARDED = {"engine__kind": "fsdp2", "zero_stage__stage": 3}
 
 
 def mixed(*stages, **sources):
-    """Return two sources with the given changes, and stages."""
+    """Two sources, changed as said, and stages."""
     plain = {
         "code": {"kind": "stdlib", "weight": 0.7},
         "prose": {"kind": "files", "paths": ["a"], "weight": 0.3},

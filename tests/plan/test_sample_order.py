@@ -12,7 +12,7 @@ from plan_cases import config_with, cpus
 
 from trainctl.config.registry import new_section, part_class
 from trainctl.config.schema import OnTooLong, SourceConfig
-from trainctl.plan.sample_order import changes_of_order, changes_overlong_handling, samples_in
+from trainctl.plan.mixture import changes_of_order, changes_overlong_handling, samples_in
 from trainctl.plan.types import RunPlan
 from trainctl.rules.resolve import resolve
 
@@ -34,7 +34,7 @@ def test_what_changes_nothing_says_nothing() -> None:
     assert said(plan_with()) == ""
     assert said(plan_with(training__global_batch_size=5)) == "", "the count is of samples"
     assert said(plan_with(training__sequence_length=200), samples=0) == ""
-    # Without shuffling the seed has no effect.
+    # Without shuffling the seed draws nothing.
     in_order = plan_with(data__shuffle=False)
     assert said(replace_seed(in_order), in_order) == ""
 
@@ -69,7 +69,7 @@ def test_another_length_moves_the_place_in_the_pass() -> None:
     assert "cuts the text into 50 samples, and 100 cut it into 100" in text
     assert "was to be number 91 of pass 1, and is number 41 of pass 2" in text
     assert "an order of their own" in text and "held-out losses" in text
-    # This holds for the drawn order: the rest of the first pass is never trained on.
+    # True of the order that is drawn: the rest of the first pass is never trained on.
     counters = np.arange(DRAWN)
     seed = plan_with().config.training.seed
     old = sample_indices(counters, num_samples=100, seed=seed, shuffle=True)

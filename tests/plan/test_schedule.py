@@ -1,4 +1,4 @@
-"""Tests of the learning rate: ends, floor, continuity, and values computed by hand."""
+"""The learning rate: ends, floor, continuity, and the formulas at points worked out by hand."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def curve_of(schedule, total, warmup, batches=CONSTANT):
 
 @st.composite
 def ramps(draw):
-    """Return a strategy of batch ramps with up to three steps."""
+    """Batches that grow at up to three steps."""
     ends = sorted(draw(st.sets(st.integers(1, 300), max_size=3)))
     sizes = sorted(draw(st.sets(st.integers(1, 9), min_size=4, max_size=4)))
     firsts = [0, *ends]
@@ -134,7 +134,7 @@ def test_a_decay_starts_at_the_peak_and_ends_exactly_at_the_floor(curve):
         return
     assert factors[0] == 1
     assert factors[-1] == curve.config.floor_ratio
-    # Equal up to the last bit, where the floor is next to the peak.
+    # Up to the last bit, where the floor is next to the peak.
     assert all(later <= factor + 1e-15 for factor, later in pairwise(factors))
 
 
@@ -160,7 +160,7 @@ def test_the_curve_has_no_jump(curve):
         if step >= warmup:
             whole = curve.position(total - 1) - curve.position(warmup)
         else:
-            # The warmup counts updates from 1.
+            # The rise is counted at the end of an update.
             steepest_here, whole = 1.0, curve.position(warmup)
             way = curve.position(min(step + 2, warmup)) - curve.position(step + 1)
             assert change <= steepest_here * way / whole + 1e-9
@@ -365,7 +365,7 @@ def test_a_plateau_falls_by_its_drops_alone():
 
 @pytest.mark.parametrize(("scaling", "scale"), [("none", 1), ("linear", 4), ("sqrt", 2)])
 def test_the_learning_rate_follows_the_batch_if_asked_and_says_why(scaling, scale):
-    """With four times the batch, the factor is 4 by arXiv:1706.02677 and 2 by arXiv:2205.10287."""
+    """Four times the batch: 4 by arXiv:1706.02677, 2 by arXiv:2205.10287; in every number."""
     asked = {"optimizer__lr_scaling": scaling, "optimizer__lr_scaling_batch_size": 4}
     plan = plan_with(
         training__global_batch_size=16, optimizer__lr=1e-3, optimizer__kind="muon", **asked

@@ -1,4 +1,4 @@
-"""Tests that a derived value's reason names exactly the keys that the value depends on."""
+"""The keys that a derived value follows from are those that its reason names."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from trainctl.config.codec import to_plain
 from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.adapter import BaseWeights
-from trainctl.plan.groups import parameter_groups
 from trainctl.plan.identity import check_trainable
+from trainctl.plan.optimizers import parameter_groups
 from trainctl.plan.shapes import all_tensors
 from trainctl.plan.trainable import idle_stages, matching_parameters, trainable
 

@@ -1,4 +1,4 @@
-"""Tests of compressed files: content, any chunk sizes, truncation, damage, and size limits."""
+"""Packed files: what is in them, in any pieces, cut off anywhere, broken, and grown too far."""
 
 import bz2
 import gzip
@@ -19,7 +19,7 @@ from trainctl.readers import plain, stream
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import find_files
 from trainctl.readers.stream import Damaged, is_compressed, open_decompressed, uncompressed_name
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 PACKERS = {
     "gz": gzip.compress,
@@ -33,7 +33,7 @@ LINES = "".join(json.dumps({"text": f"text {n} " * (n % 7)}) + "\n" for n in ran
 
 
 class InMemory:
-    """File that returns few bytes at a time."""
+    """A file that hands out few bytes at a time."""
 
     name = "a"
 
@@ -51,7 +51,7 @@ class InMemory:
 @given(pieces, st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=30, deadline=None)
 def test_streams_one_after_the_other_are_one_text(ending, texts, bytes_in, bytes_out):
-    """The result does not depend on how the writer or the reader splits the streams."""
+    """However they are cut, by whoever packed them and by us."""
     packed = b"".join(PACKERS[ending](text) for text in texts)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"_IN": bytes_in, "_OUT": bytes_out, "_ZSTD_IN": bytes_in}.items():
@@ -64,7 +64,7 @@ def test_streams_one_after_the_other_are_one_text(ending, texts, bytes_in, bytes
 @given(pieces, st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_file_that_is_cut_off_is_no_shorter_text(ending, texts, data):
-    """Files are cut anywhere except between two streams."""
+    """Anywhere but where one stream ends and the next begins."""
     streams = [PACKERS[ending](text) for text in texts]
     edges = [sum(map(len, streams[:count])) for count in range(len(streams) + 1)]
     packed = b"".join(streams)
@@ -149,7 +149,7 @@ def test_what_is_wrong_in_packed_files_is_found_before_a_launch(tmp_path):
     text = "\n".join(each.message for each in found)
     assert "cut.jsonl.gz is cut off" in text or "broken.xz is damaged" in text
     assert "1 more of 4 files" in text and "key.jsonl.zst:1: no text under 'text'" in text
-    # The size of a compressed file does not bound the length of its text: 8 KiB suffice here.
+    # Sizes of packed files say nothing of the length of a text: 8 KiB are more than enough here.
     small = tmp_path / "small.gz"
     small.write_bytes(gzip.compress(b"a" * 9999))
     assert small.stat().st_size <= 64 and missing_files(config_of(small)) == []

@@ -1,4 +1,4 @@
-"""Tests of pairs of answers in records, and of messages about faulty ones."""
+"""Pairs of answers in records, and what is wrong with one."""
 
 from __future__ import annotations
 

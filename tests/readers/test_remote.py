@@ -1,4 +1,4 @@
-"""Tests of files under URLs: listing, continuing after a broken connection, and error messages."""
+"""Files under URLs: listed, read from where a connection broke, and given up in words."""
 
 import gc
 import gzip
@@ -21,7 +21,7 @@ from trainctl.readers import remote
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import split_files
 from trainctl.readers.remote import RemoteFile, list_url, version_of
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 LINES = "".join(json.dumps({"text": f"text {n} " * 20}) + "\n" for n in range(2000)).encode()
 
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     has_ranges = True
 
     def log_message(self, *arguments):
-        """Print nothing."""
+        """Says nothing."""
 
     def do_HEAD(self):
         self.do_GET()
@@ -137,7 +137,7 @@ def test_files_of_a_web_server_are_read_as_if_they_were_here(server):
     table = config_of("parquet", server.url("d.parquet"))
     assert missing_files(table) == []
     assert texts(split_files(table.data).train, "parquet") == EXPECTED
-    # A folder is an HTML page of links, and a query is a part of the name.
+    # A folder is a page of links, and a query is a part of the name.
     folder = config_of("files", server.url(""), held_out_fraction=0.0)
     assert [file.name for file in split_files(folder.data).train] == [
         "a.jsonl",
@@ -313,7 +313,7 @@ def test_a_server_that_refuses_connections_is_named_without_its_secrets(waits, c
 
 
 class Broken(fsspec.AbstractFileSystem):
-    """File system that raises a given error when it is created and at every call."""
+    """A file system that raises what a test sets, when it is made and for every call."""
 
     protocol = "broken"
     cachable = False

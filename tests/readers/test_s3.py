@@ -1,4 +1,4 @@
-"""Tests of a corpus in an S3 bucket, read in every way that trainctl reads one."""
+"""A corpus in a bucket of a server that speaks S3, as everything that goes there is read."""
 
 import gzip
 import io
@@ -16,7 +16,7 @@ from trainctl.errors import TrainctlError
 from trainctl.readers import remote
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import split_files
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 TEXTS = [f"text {n} " * 20 for n in range(2000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -24,7 +24,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Function that puts an object into the bucket `corpus`."""
+    """Puts an object into the bucket `corpus`."""
     variables = {
         "AWS_ACCESS_KEY_ID": "nobody",
         "AWS_SECRET_ACCESS_KEY": "nothing",

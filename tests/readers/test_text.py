@@ -1,4 +1,4 @@
-"""Tests of a corpus' text: each policy for bad text, and errors found before a start."""
+"""The text of a corpus: bad text by each policy, and what is found before anything starts."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from trainctl.readers import documents
 from trainctl.readers import documents as silence
 from trainctl.readers.documents import Document, Reader, split_documents
 from trainctl.readers.files import find_files, split_files
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 DEEP = "[" * 100_000
 LINES = {
@@ -144,7 +144,7 @@ def test_text_under_another_key_and_bad_text_are_found_with_the_rest(tmp_path):
     assert "d.txt:1: byte 0xe9" in found[4].message
     config.data.on_bad_text = OnBadText.skip
     assert "TC142" not in {finding.rule for finding in missing_files(config)}
-    # A key that no line has is an error of the configuration, and not bad text.
+    # A key that no line has is no bad line.
     assert [finding.rule for finding in missing_files(config)].count("TC139") == 3
     with (tmp_path / "a.jsonl").open("a") as stream:
         stream.write(json.dumps({"text": TEXT}) + "\n")
@@ -188,11 +188,11 @@ def test_of_a_single_file_documents_are_held_out(tmp_path):
     found = divided(file)
     texts = {side: [text for text, _ in each] for side, each in found.items()}
     assert 10 <= len(texts["held_out"]) <= 60
-    assert not set(texts["train"]) & set(texts["held_out"])  # and none has a copy on the other side
+    assert not set(texts["train"]) & set(texts["held_out"])  # nor has any a twin on the other side
     numbers = [line for each in found.values() for _, line in each]
     assert sorted(numbers) == list(range(1, 601))
     assert found["train"] == sorted(found["train"], key=lambda each: each[1])
-    # An additional document moves no other.
+    # One more moves no other.
     file.write_text("".join([*lines, json.dumps({"text": "one more"})]))
     assert set(found["held_out"]) <= set(divided(file)["held_out"])
     assert divided(file, held_out_fraction=0.0)["held_out"] == []
@@ -254,7 +254,7 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path):
         assert finding.message == f"{path} is {kind}, no regular file"
         with pytest.raises(TrainctlError, match="no regular file"):
             split_files(config.data)
-    # Beside text files they are ignored.
+    # Beside texts they are left out.
     assert [file.name for file in find_files(str(tmp_path), (".txt",)).files] == ["a.txt"]
     assert find_files("/proc/kms*", (".txt",)).files == []
     assert find_files("a\0b", (".txt",)).files == []
@@ -291,7 +291,7 @@ def test_a_file_that_gives_nothing_is_named_while_it_is_waited_for(monkeypatch, 
     for document in reader.read(Path("/mnt/a.jsonl")):
         found.append(document.text)
         if document.line == 1:
-            time.sleep(0.2)  # the time spent by the consumer of documents is not counted
+            time.sleep(0.2)  # the time of who uses the documents is not the file's
             assert capfd.readouterr().err == ""
     assert found == ["at once", "late"]
     assert re.fullmatch(r"still reading /mnt/a\.jsonl: nothing has come for \d+ s", said[0])

@@ -1,4 +1,4 @@
-"""Tests of the shipped recipes: their declarations, and products of batch and mesh sizes."""
+"""The shipped recipes: what they declare, and that they multiply out."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_sequences_fit_the_model_and_warmup_fits_the_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_recipe_sets_nothing_that_was_so_already(name: str) -> None:
-    """No line of a recipe repeats a value that it would have anyway."""
+    """Deltas only: no line of a recipe repeats what it starts from."""
     composed = compose([f"recipe={name}"])
     lines = {setting.key for setting in read_document(RECIPES[name].path, name).settings}
     for key in lines:

@@ -1,4 +1,4 @@
-"""Tests that the recipes of fine-tuning fit their hardware by the budget, for any data."""
+"""The recipes of fine-tuning fit their hardware by the budget, whatever the user's data are."""
 
 from __future__ import annotations
 

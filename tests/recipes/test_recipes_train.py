@@ -1,7 +1,7 @@
-"""Every shipped recipe trains with its own settings when it is shrunk to this machine.
+"""Every shipped recipe trains, with its own settings, when it is shrunk to this machine.
 
-Ranks are forked, as in `tests/train`; a launch would add the same to all of them. The recipe for
-NVMe is launched in `tests/e2e/test_runs.py`.
+On ranks that are forked, as in `tests/train`: what a launch adds is the same for all of them. The
+one for NVMe is launched in `tests/e2e/test_runs.py`.
 """
 
 from __future__ import annotations

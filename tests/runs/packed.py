@@ -1,4 +1,4 @@
-"""Lines in the format of earlier versions: a step's numbers as a list, and its columns once."""
+"""Lines as earlier versions wrote steps: their numbers as a list, and its columns once."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_an_attempt_is_there_with_its_plan_or_not_at_all() -> None:
     new_attempt(run, replace(PLAN, stop_step=7))
     with pytest.raises(ValueError, match="not JSON compliant"):
         new_attempt(run, replace(PLAN, total_steps=float("inf")))
-    # A resume continues the last attempt, not the run's first settings.
+    # A resume goes on from the last attempt that was made, not from how the run began.
     assert last_attempt(run) == 1 and read_plan(run.attempt(1).plan).stop_step == 7
     assert new_attempt(run, PLAN).number == 2
     assert [path.name for path in sorted(run.attempts.iterdir())] == ["1", "2"]
@@ -228,7 +228,7 @@ def test_a_removed_run_leaves_nothing_and_no_file_is_removed_while_it_is_open() 
             opened = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
             open_then.extend(path for path in opened if path.readlink() == run.root / name)
 
-    sys.addaudithook(look)  # permanently, so it is told when to be quiet
+    sys.addaudithook(look)  # for good, so it is told when to be quiet
     try:
         remove_run(run)
     finally:

@@ -1,9 +1,9 @@
-"""Tests that a run of an earlier version is read, resumed and synced.
+"""A run of an earlier version is read, resumed and sent on.
 
 It has two attempts, and the second begins at a checkpoint before the end of the first. The run in
 `former_run/` was made on two CPU processes by the last version that packed steps into
-`events.jsonl`; paths and names of its machine were replaced. `LATER` has the losses of this version
-after step 8.
+`events.jsonl`; paths and names of its machine were replaced. `LATER` are the losses that this
+version had after step 8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of damaged and hostile files of a run: named, bounded, and without effect on other runs."""
+"""Damaged and hostile files of a run: named, bounded, and no other run is kept from view."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that any change of a manifest is refused with a message or leaves it true.
+"""Nothing in a manifest is believed: whatever is done to one, it is refused in words or still true.
 
-The checkpoint has two small files and is read many times.
+Pure: a checkpoint of two small files, read many times.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def content(path: Path) -> dict[str, Any]:
 
 
 def put(path: Path, manifest: dict[str, Any], *, checksum: bool = True) -> None:
-    """Write a manifest with its correct checksum."""
+    """Write a manifest with the checksum that it should have."""
     if checksum:
         fields = {key: value for key, value in manifest.items() if key != DIGEST}
         manifest = {**fields, DIGEST: digest(fields)}
@@ -85,7 +85,7 @@ def parent(document: Any, place: tuple[Any, ...]) -> Any:
 
 
 def test_whatever_is_changed_gives_words_or_an_intact_checkpoint(run: RunPaths, path: Path) -> None:
-    """Each value is deleted, and replaced by others, with a matching checksum."""
+    """Each value is deleted, and replaced by others, with the checksum made to match."""
     draw = random.Random(5)
     original = content(path)
     run_id = checkpoints.manifest_run_id(run)
@@ -195,7 +195,7 @@ def test_another_name_or_another_run_is_refused_and_a_moved_run_is_not(
 
 
 def test_the_first_format_is_read_but_not_without_its_checksum(run: RunPaths, path: Path) -> None:
-    """That format did not record run and model."""
+    """It did not say which run and model it is of."""
     later = ("run", "model", "weights_only", DIGEST)
     old = {key: value for key, value in content(path).items() if key not in later}
     put(path, old | {"format": 1})

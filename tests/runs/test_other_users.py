@@ -90,7 +90,7 @@ def test_who_can_only_read_a_run_cannot_hold_it_up(
     assert as_nobody(lambda: holder(run)) == "None"
     reads, writes = os.pipe()
     child = os.fork()
-    if child == 0:  # locks every file that it can open, and stays
+    if child == 0:  # locks all that he can open, and stays
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)

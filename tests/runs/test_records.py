@@ -141,7 +141,7 @@ def test_steps_read_from_the_end_are_those_of_the_curve(
     wanted: set[int],
     block: int,
 ) -> None:
-    """This holds for any rewind of each attempt, and for any block size."""
+    """Whatever each attempt went back to, and however the file is cut into blocks."""
     path = tmp_path_factory.mktemp("records") / "events.jsonl"
     for attempt, (first, count) in enumerate(attempts, 1):
         with EventWriter(path, attempt) as writer, path.open("ab") as torn:
@@ -175,7 +175,7 @@ def test_records_of_some_kinds_are_read_without_parsing_the_others(tmp_path: Pat
     with EventWriter(path, 1) as writer:
         for step in (1, 2):
             writer.write("step", step=step)
-            # The word may occur elsewhere in a line, too.
+            # The word may stand elsewhere in a line, too.
             writer.write("evaluation", loss=1.0, of="step")
         writer.write("end", reason="complete")
     assert [event["event"] for event in read_events(path, "evaluation", "end")] == [
@@ -195,7 +195,7 @@ def test_a_line_waits_for_the_writer_of_another_machine_but_not_for_ever(
     monkeypatch.setattr(records, "_LOCK_SECONDS", 60.0)
     lock = path.with_name("events.lock")
     with EventWriter(path, 1) as writer, lock.open() as other, path.open() as reader:
-        fcntl.flock(reader, fcntl.LOCK_EX)  # delays nobody
+        fcntl.flock(reader, fcntl.LOCK_EX)  # holds up nobody
         writer.write("start")
         fcntl.flock(other, fcntl.LOCK_EX)
         thread = threading.Thread(target=writer.write, args=("end",))

@@ -1,3 +1,5 @@
+"""Steps in tables: nothing of them is lost, wherever a reader begins and whatever is torn."""
+
 from __future__ import annotations
 
 import csv
@@ -125,7 +127,7 @@ def test_a_reader_may_begin_anywhere(tmp_path: Path) -> None:
 def test_steps_are_read_among_the_events_where_they_were_written(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[str], most_bytes: int, old: int
 ) -> None:
-    """Read at once, piece by piece, during writing, and from the end; also a run whose first
+    """At once, piece by piece, while they are written, and from the end; also a run whose first
     attempts are of an earlier version.
     """
     path = tmp_path_factory.mktemp("records") / "events.jsonl"
@@ -176,7 +178,7 @@ def test_a_line_of_megabytes_is_passed_in_time_that_grows_with_its_length(tmp_pa
     written += write(path, range(11, 31), attempt=2)
     began = time.process_time()
     assert list(events_from_end(path)) == written[::-1]
-    assert time.process_time() - began < 3  # twenty blocks, joined again
+    assert time.process_time() - began < 3  # block by block put together anew: twenty
 
 
 def test_a_writer_killed_at_any_byte_leaves_a_file_that_is_read(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_writer_killed_at_any_byte_leaves_a_file_that_is_read(tmp_path: Path) 
         assert read_events(path) == written[:rows]
         assert list(events_from_end(path)) == written[:rows][::-1]
         follower = EventFollower(path)
-        # The same attempt continues, or the next one; both leave plain CSV behind.
+        # The same attempt goes on, or the next one; either leaves plain CSV behind.
         attempt = 1 + cut % 2
         with EventWriter(path, attempt) as writer:
             last = writer.write("step", **fields_of(9))
@@ -286,7 +288,7 @@ def test_packed_steps_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     head = {"schema": 1, "attempt": 1, "time": 1795402915.704915, "event": "step"}
     written = [{**head, **fields_of(step)} for step in range(1, 6)]
-    path.write_text(json.dumps(written[0]) + "\n")  # with all names: an even earlier version
+    path.write_text(json.dumps(written[0]) + "\n")  # with all names: earlier still
     append_packed(path, written[1:])
     assert read_events(path) == written
     written += write(path, range(4, 8), attempt=2)

@@ -1,4 +1,4 @@
-"""Tests of resolution and budget together: not fitting is a finding with its own exit code."""
+"""Resolution and budget in one: what does not fit is a finding with its own exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that an imported DeepSpeed JSON renders back to one that DeepSpeed reads in the same
-way.
-"""
+"""A DeepSpeed JSON turned into overrides renders back to one that DeepSpeed reads the same."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def test_choices_settings_and_what_is_passed_through():
 
 def test_what_a_torch_name_means():
     imported = assert_equivalent({**BASE, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}})
-    assert imported.choices["optimizer"] == "adamw"  # in DeepSpeed's format
+    assert imported.choices["optimizer"] == "adamw"  # as DeepSpeed takes it
     params = {"lr": 1e-3, "adam_w_mode": False}
     imported = assert_equivalent({**BASE, "optimizer": {"type": "Adam", "params": params}})
     assert imported.choices["optimizer"] == "adam"
@@ -189,7 +187,7 @@ def test_values_that_others_fill_in_are_left_to_trainctl():
 
 
 def test_what_is_auto_was_set_by_nobody_and_is_named():
-    """Values of "auto" are reported as unset. DeepSpeed's own defaults are not imported either."""
+    """DeepSpeed's own defaults are not imported either, because nobody chose them."""
     config = {
         **dict.fromkeys(BATCH, "auto"),
         "gradient_clipping": "auto",
@@ -211,7 +209,7 @@ def test_what_is_auto_was_set_by_nobody_and_is_named():
         },
     }
     imported = import_json(config, world_size=RANKS)
-    # The weight decay is missing and not "auto", so DeepSpeed's default applies.
+    # The weight decay is not "auto" but left out, so that of DeepSpeed's class is meant.
     assert imported.settings == {"optimizer.weight_decay": 0.0}
     assert set(imported.choices) == {"optimizer", "schedule"}
     named = {each.key: each for each in imported.left_out}
@@ -266,7 +264,7 @@ def test_the_json_of_a_guide_is_accepted_and_its_run_recomputes():
     around = JsonContext(world_size=RANKS, fills_auto=True)
     found = check_json(PUBLISHED, around)
     assert not [each for each in found if each.is_error]
-    assert {"TC295", "TC296"} <= {each.rule for each in found}  # still reported
+    assert {"TC295", "TC296"} <= {each.rule for each in found}  # said all the same
     imported = import_json(PUBLISHED, world_size=RANKS)
     assert imported.choices["activation_checkpointing"] == "offloaded"
     assert not [key for key in imported.passed if key.startswith("activation_checkpointing")]

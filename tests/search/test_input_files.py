@@ -1,4 +1,4 @@
-"""Tests of weights and tokenizers compared with the model by their files alone."""
+"""Weights and tokenizers held against the model by their files alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_difference_is_told(tmp_path: Path, change: Any, rule: str, words: 
 
 
 def test_weights_with_the_head_of_another_task_are_refused(tmp_path: Path) -> None:
-    """This includes a model with tied embeddings, which lacks no tensor."""
+    """Also those of a model whose output projection is the embedding, which lack nothing."""
     tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
     for shapes, is_tied in ((tied, True), (tied, False), (SHAPES, False)):
         save(tmp_path / "model.safetensors", {**shapes, "score.weight": (2, 128)}, "BF16")
@@ -197,7 +197,7 @@ def test_no_end_of_document_is_told_and_documents_can_be_masked(tmp_path: Path) 
     made.tokenizer = tokenizer(tmp_path, "a", "b")
     (found,) = check_tokenizer_files(made)
     assert found.rule == "TC154" and not found.is_error
-    made.data.mask_documents = True  # the corpus stores the end of each document
+    made.data.mask_documents = True  # the corpus knows where each of them ends
     assert check_tokenizer_files(made) == [found]
 
 

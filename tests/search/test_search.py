@@ -1,6 +1,4 @@
-"""Tests of the search: results validate and fit, nothing faster is missed, and failures are
-explained.
-"""
+"""The search: all it finds validates and fits, nothing faster is left out, and it gives up well."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def test_every_plan_validates_and_fits_and_none_comes_twice(case: str) -> None:
     ids=["7B", "long", "13B"],
 )
 def test_nothing_that_fits_is_faster(changes: dict[str, Any]) -> None:
-    """The results are compared with every variant of the search's own space, assessed one by
-    one.
-    """
+    """Against every variant of the search's own space, each assessed for itself."""
     config = config_of(LLAMA_7B | changes)
     hardware = hardware_of("h100-80g", 1, 2)
     space = Space(config, hardware, frozenset({"parallelism.sequence"}))
@@ -156,8 +152,8 @@ def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
 def test_what_a_rule_refuses_says_nothing_of_larger_variants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A larger variant needs more memory than a smaller one, but a rule may refuse only the smaller
-    one.
+    """A larger variant needs more memory than a smaller one, but a rule may refuse the smaller
+    alone.
     """
 
     def refuses(config: RunConfig, hardware: Hardware) -> Assessment:
@@ -334,7 +330,7 @@ def test_accumulation_that_the_user_has_set_stays_and_a_recipes_is_replaced() ->
 
 
 def test_micro_batches_fit_into_the_batches_of_a_ramp() -> None:
-    """More of the faster micro-batch sizes do not divide the batches than the search tries."""
+    """More of the faster ones do not than the search tries of what rules refuse."""
     ramp = [{"until_steps": 10, "global_batch_size": 4}]
     config = config_of(LLAMA_7B | {"training.batch_ramp": ramp, "model.num_layers": 4})
     (found,) = search(config, hardware_of("h200-141g", 1, 8), top=1).found
@@ -374,7 +370,7 @@ def test_a_batch_that_no_layout_can_share_names_the_next_one_that_one_can() -> N
 
 
 def test_memory_is_named_where_the_batch_is_not_what_is_too_small() -> None:
-    """Data-parallel ranks cannot share this batch, but other layouts could, with enough memory."""
+    """Data-parallel ranks cannot share this batch, but the others could, if they had room."""
     values = LLAMA_70B | {"training.global_batch_size": 2}
     fixed = frozenset({"offload"})
     small = hardware_of("a100-40g", 1, 8)
@@ -401,7 +397,7 @@ def test_a_model_of_no_blocks_and_one_of_a_few_parameters() -> None:
 def test_impossible_shapes_are_left_out() -> None:
     odd = LLAMA_7B | {
         "model.hidden_size": 4160,
-        "model.num_attention_heads": 65,  # no even tensor-parallel size divides them
+        "model.num_attention_heads": 65,  # no even tensor size divides them
         "training.sequence_length": 4095,
         "training.global_batch_size": 240,
     }

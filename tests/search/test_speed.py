@@ -1,6 +1,6 @@
-"""Tests of the step-time model: against published throughputs, and of its trends.
+"""The step-time model against published throughputs, and in its directions.
 
-Constants of the model were fitted to the rows marked `fit`; the accuracy is that of the other rows.
+Constants of the model were fitted to the rows marked `fit`; how close it is, is said of the others.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ OTHERS = [row for row in rows() if not row.is_for_fit]
 FITTED = [row for row in rows() if row.is_for_fit]
 
 FAR_OFF = {
-    # Ranks that updated on the host, far slower than DeepSpeed did on eight H200.
+    # Ranks that updated on the host far slower than DeepSpeed on eight H200 did.
     "a800-7b-z2-ckpt-opt-mbs1-g64": -0.60,
     "a800-7b-z3-ckpt-opt-mbs2-g64": -0.60,
     "a800-7b-z3-ckpt-opt-par-mbs4-g64": -0.62,
-    # This row is slower than ZeRO 2 with half the micro-batch in the same table.
+    # Slower than ZeRO 2 with half the micro batch, in the same table.
     "a800-7b-z3-mbs2-g64": -0.36,
-    # This row has twice the accumulation, and is a tenth slower per sample, in the same table.
+    # Twice the accumulation, and a tenth slower for each sample, in the same table.
     "a800-7b-z3-ckpt-mbs8-g128": -0.29,
-    # Attention alone, at a rate above the one measured at 8k, which the model uses.
+    # Attention alone; its rate there is above the one measured at 8k that the row is given.
     "ds-8b-z3-offload-b200-192g-262144": 0.28,
 }
 """Rows that the model misses by more than a quarter, and by how much at most."""
 
 
 def per_token(row: Row, seconds: float) -> float:
-    """Return device seconds per token."""
+    """Device seconds of a token."""
     return seconds * row.plan.mesh.world_size / row.plan.batch.tokens_per_step
 
 
@@ -150,7 +150,7 @@ def test_links_between_machines_are_slower() -> None:
 
 def test_each_stage_communicates_what_it_has_to() -> None:
     first, second, third = (time_of(nodes=2, zero_stage__stage=stage) for stage in (1, 2, 3))
-    assert second.reduce > 4 * first.reduce  # once per micro-batch, not once per step
+    assert second.reduce > 4 * first.reduce  # in each micro batch, not once in a step
     assert first.gather == second.gather == 0 < third.gather
     hidden = time_of(nodes=2, zero_stage__stage=2, zero_stage__overlap_comm=True)
     assert hidden.reduce < second.reduce

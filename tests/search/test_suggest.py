@@ -88,8 +88,7 @@ def test_changes_are_few_and_ordered_by_what_they_cost() -> None:
     suggestions = suggest_fitting(*CASES["large micro batch"])
     dimensions = [
         {override.partition("=")[0] for override in suggestion.overrides}
-        # These follow from others.
-        - {"training.gradient_accumulation_steps", "zero_stage.overlap_comm"}
+        - {"training.gradient_accumulation_steps", "zero_stage.overlap_comm"}  # go with others
         for suggestion in suggestions
     ]
     assert {"training.micro_batch_size"} in dimensions

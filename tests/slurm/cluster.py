@@ -1,7 +1,7 @@
-"""Real Slurm on this machine: munged, slurmctld, two slurmd, in one folder on free ports.
+"""A real Slurm on this machine: munged, slurmctld, two slurmd, in one folder on free ports.
 
-The machine's own Slurm and munge are not touched: sockets, keys, state and logs are in the folder,
-and every daemon ends with the cluster.
+Nothing of the machine's own Slurm or munge is touched: sockets, keys, state and logs are in the
+folder, and every daemon is ended with the cluster.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that make Slurm's commands and trainctl use this cluster only."""
+        """Variables with which Slurm's commands and trainctl find this cluster and no other."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TRAINCTL_"))}
         return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
 
@@ -97,9 +97,7 @@ class Cluster:
         return done.stdout + done.stderr
 
     def state(self, job: str) -> str:
-        """Return the state of a job, such as `RUNNING`, with its exit code, such as `FAILED
-        6:0`.
-        """
+        """State of a job, such as `RUNNING`, with its exit code, such as `FAILED 6:0`."""
         shown = self.run("scontrol", "show", "job", "-o", job)
         found = re.search(r"JobState=(\S+).* ExitCode=(\S+)", shown)
         assert found, shown
@@ -168,7 +166,7 @@ class Cluster:
         with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    # The kernel ends it too if this process is killed.
+                    # Ended by the kernel too, should this process be killed.
                     [*pdeathsig_command(signal.SIGTERM), name, *arguments],
                     env={**self.environment, PARENT_VARIABLE: str(os.getpid())},
                     stdin=subprocess.DEVNULL,
@@ -193,9 +191,7 @@ class Cluster:
         self._end_steps()
 
     def _end_steps(self) -> None:
-        """End the step daemons, which detach from slurmd; they are recognised by the configuration
-        path.
-        """
+        """Step daemons detach from slurmd; those of this cluster have its configuration."""
         wanted = os.fsencode(f"SLURM_CONF={self.folder}/slurm.conf")
         for process in Path("/proc").iterdir():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A user's program that Slurm preempts is requeued, and continues from its own checkpoint."""
+"""A program of the user's that Slurm preempts: requeued, and gone on with by its own checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ saved.write_text(str(step))
 
 
 def test_a_preempted_program_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    """The program saves and exits with 0, as after a request to stop."""
+    """It saves and exits with 0, as one does that was told to stop."""
     (tmp_path / "own.py").write_text(PROGRAM)
     run = tmp_path / "run"
     choices = ("script=own.py", "recipe=tiny", *TWO_NODES[-4:-1], "launcher.grace_seconds=30")

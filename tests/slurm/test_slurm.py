@@ -39,9 +39,7 @@ def trainctl(cluster: Cluster, *arguments: str, cwd: Path, code: int = 0) -> str
 
 
 def launch(cluster: Cluster, run: Path, *overrides: str, words: tuple[str, ...] = ()) -> str:
-    """Launch the user's program with arguments of its own as a run in the folder; return the job's
-    id.
-    """
+    """Launch a run into a folder, a program of the user's with words of its own; the job's id."""
     own = ("--", *words) if words else ()
     trainctl(cluster, "launch", *overrides, "--run-dir", str(run), *own, cwd=run.parent)
     job = read_job(RunPaths(run).attempt(1))
@@ -92,9 +90,7 @@ def test_scancel_saves_and_is_final_and_names_execute_nothing(
 
 
 def test_a_time_limit_saves_before_it_and_requeues(cluster: Cluster, tmp_path: Path) -> None:
-    """Only the batch script gets Slurm's signal; the test sends it, since limits are whole
-    minutes.
-    """
+    """Slurm's signal to the batch script alone; sent by hand, since limits are whole minutes."""
     run = tmp_path / "r"
     job = launch(cluster, run, *TWO_NODES, ENDLESS, "launcher.slurm_time_minutes=5")
     script = (run / "attempts" / "1" / "job.sh").read_text()
@@ -129,7 +125,7 @@ def test_failures_are_the_jobs_exit_code_inside_an_allocation_too(
 def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The program's arguments arrive unchanged, and shell syntax in them is not executed."""
+    """Words of its own arrive as they are typed; those of a shell execute nothing."""
     shutil.copy(EXAMPLE, tmp_path / "own.py")
     own = ("script=own.py", "recipe=tiny", *TWO_NODES[-4:-1])
 
@@ -137,7 +133,7 @@ def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
         return launch(cluster, tmp_path / name, *own, words=words)
 
     job = run_own("run", "--steps", "3")
-    # At its first use DeepSpeed compiles the communication operator for minutes.
+    # At its first use DeepSpeed compiles what a program's ranks talk through, for minutes.
     assert cluster.wait_for(job, "COMPLETED", "FAILED", seconds=400) == "COMPLETED 0:0"
     log = RunPaths(tmp_path / "run").attempt(1).rank_log(0)
     assert "step 3 of 3: loss" in log.read_text()
@@ -150,7 +146,7 @@ def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
     assert f"invalid int value: {HOSTILE!r}" in failure["log_tail"][-1]
     assert not list(tmp_path.rglob("pwned"))
 
-    # The program reads no requests, so the launcher does not wait for a save.
+    # It reads no requests, so nobody waits for it to save.
     job = run_own("endless", "--steps", "1000000")
     log = RunPaths(tmp_path / "endless").attempt(1).rank_log(0)
     wait_until(lambda: log.is_file() and "step 2 " in log.read_text(), "step", tmp_path / "endless")
@@ -158,11 +154,11 @@ def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
     ended = RunPaths(tmp_path / "endless")
     wait_until(lambda: read_status(ended).state.is_final, "end", ended.root, 30)
     assert (read_status(ended).state, read_status(ended).exit_code) == (State.stopped, 143)
-    # The process that feeds the loggers ends by itself after sending the end.
+    # What tells the loggers ends by itself when it has told them the end.
     wait_until(lambda: not live_processes(ended.root), "last process", ended.root, 15)
 
 
-# From here on all ranks have finished importing: the end before that is tested above.
+# From here on the ranks have imported all: how they end is seen above.
 
 
 @pytest.mark.usefixtures("preloaded")
@@ -183,7 +179,7 @@ def test_a_preempted_run_saves_is_requeued_and_resumes(cluster: Cluster, tmp_pat
     assert [event["attempt"] for event in events(run, "launch")] == [1, 2]
     resumed = events(run, "start")[1]["resumed_from"]
     assert resumed and resumed.endswith(f"step-{saved['step']:08}")
-    # The last step before and the first step after are consecutive: nothing was lost.
+    # The last step before and the first after it are neighbours: nothing was lost.
     steps = [event["step"] for event in events(run, "step") if event["attempt"] == 2]
     assert steps[0] == saved["step"] + 1
 

@@ -17,7 +17,7 @@ from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh, derive_stages
 from trainctl.plan.types import LayoutPlan
-from trainctl.search.constants import OVERLAP
+from trainctl.search.compute import OVERLAP
 from trainctl.search.speed import step_time
 
 ROOT = Path(__file__).parents[2]

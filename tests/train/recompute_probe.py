@@ -14,9 +14,7 @@ from trainctl.train.models.recompute import wrap_blocks
 
 
 def partitioned(cases: list[Any], process: Any) -> dict[str, Any]:
-    """Return the largest difference of a gradient, and bytes kept, with whole and with partitioned
-    inputs.
-    """
+    """Largest difference of a gradient, and bytes kept, with whole and with partitioned inputs."""
     group = dist.group.WORLD
     model = cases_of.built()
     plain = cases_of.trained(model)
@@ -33,7 +31,7 @@ def partitioned(cases: list[Any], process: Any) -> dict[str, Any]:
 
 
 class RowParallelBlock(GradientCheckpointingLayer):
-    """Block whose product DeepSpeed sums over the ranks, in place."""
+    """A block whose product DeepSpeed sums over the ranks, in place."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -46,7 +44,7 @@ class RowParallelBlock(GradientCheckpointingLayer):
 
 
 def summed_in_place(cases: list[Any], process: Any) -> float:
-    """Return the largest difference between the weight's gradients with `selective` and without."""
+    """Largest difference between the weight's gradients with `selective` and without."""
     gradients = []
     for mode in ("none", "selective"):
         block = RowParallelBlock(process.rank)

@@ -1,4 +1,4 @@
-"""Tests of adapters and frozen weights: against PEFT, over layouts, in checkpoints and exports."""
+"""Adapters and frozen weights: against PEFT, over layouts, in checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_scale_that_peft_does_not_know_is_in_its_alpha(monkeypatch) -> None:
 
 
 def test_a_narrow_model_is_evaluated_as_it_was_trained(tmp_path: Path, base: Path) -> None:
-    """Otherwise merging would round the sum of weight and adapter to bf16."""
+    """Merged, the sum of weight and adapter would be rounded to bf16."""
     changes = {
         "precision__compute": DataType.bf16,
         "training__steps": 4,
@@ -215,7 +215,7 @@ def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Pat
 
 @pytest.mark.parametrize("model", ["llama", "llama-untied"])
 def test_what_trains_beside_an_adapter_is_exported_with_it(tmp_path: Path, model: str) -> None:
-    """Embedding and head, tied and untied: PEFT reads them, and a merged model has them."""
+    """Embedding and head, tied and not: PEFT reads them, and a merged model has them."""
     base, run = tmp_path / "base", RunPaths(tmp_path / "run")
     config = config_of(Adapting("lora-also", model=model), STEPS)
     torch.manual_seed(1)
@@ -274,7 +274,7 @@ def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path) -> None:
 def test_a_tied_weight_that_is_frozen_has_no_gradient_to_share_between_stages(
     tmp_path: Path,
 ) -> None:
-    """DeepSpeed needs the gradient where bf16 gradients are accumulated in fp32."""
+    """DeepSpeed asks for it where bf16 gradients are added up in fp32."""
     config = config_of(Adapting("lora-all", "PP2", "1", precision="bf16", model="llama"), STEPS)
     config.precision.gradient_accumulation = DataType.fp32
     config.training.sequence_length, config.training.global_batch_size = 64, 4

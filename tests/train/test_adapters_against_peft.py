@@ -1,6 +1,4 @@
-"""Test of an adapter's whole run against PEFT's model in a plain loop of torch, on the same
-batches.
-"""
+"""A whole run of an adapter against PEFT's model in a plain loop of torch, on the same batches."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ STEPS = 20
 
 
 def curve_of_peft(config: RunConfig, base: Path, run: RunPaths) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step on a run's corpus, from the adapter's initial
-    weights.
-    """
+    """Loss and gradient norm of each step, on the corpus of a run, from where an adapter starts."""
     adapter, rule = config.adapter, config.optimizer
     layers = trainable(config).adapted
     model = peft.get_peft_model(

@@ -63,7 +63,7 @@ ARCHITECTURES = {
     "granite": {},
     "cohere2": {},
     "smollm3": {},
-    "falcon": {"head_dim": None},  # has a separate table of attentions
+    "falcon": {"head_dim": None},  # has a table of attentions of its own
     "bloom": {"n_layer": 3, "n_head": 4},
     "mixtral": {"num_local_experts": 8},
     "qwen3_moe": {**MIXTURE, "num_experts": 8},
@@ -189,7 +189,7 @@ def test_nothing_is_counted_that_has_not_been_read(tmp_path) -> None:
 def test_the_directorys_own_code_is_advised_only_where_its_config_names_it(
     tmp_path: Path, is_named: bool
 ) -> None:
-    (tmp_path / "convert.py").write_text("")  # by its publisher
+    (tmp_path / "convert.py").write_text("")  # of those who published it
     model = ModelConfig(family="hf", path=str(tmp_path))
     content = {"auto_map": {"AutoModelForCausalLM": "convert.Model"}} if is_named else {}
     (tmp_path / "config.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Tests of directories of other architectures: trained from their weights, and exported."""
+"""Directories of other architectures: trained from the weights that they have, and exported."""
 
 import json
 from copy import deepcopy
@@ -105,8 +105,7 @@ def test_other_architectures_start_from_their_weights_train_and_come_back(tmp_pa
         before = AutoModelForCausalLM.from_pretrained(tmp_path / f"from-{number}")
         start = dict(before.named_parameters())
         for parameter, tensor in theirs.named_parameters():
-            # A step of Adam moves an element by at most the learning rate: so these weights were
-            # loaded.
+            # A step of Adam moves an element by the learning rate at most: these are its weights.
             assert (tensor - start[parameter]).abs().max() < 1.5 * STEPS * LR, (name, parameter)
         losses = [e["loss"] for e in read_events(case.run.events) if e["event"] == "step"]
         assert len(losses) == STEPS and losses[-1] < losses[0], name
@@ -139,7 +138,7 @@ def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume
         saved = Checkpoint(newest.path)
         assert torch.equal(saved.buffer(BIAS), bias)
         assert len(saved.manifest["buffers"]) == 1
-        # As if training had changed it: the next attempt uses the checkpoint's value.
+        # As if training had moved it: the next attempt goes on from what the checkpoint has.
         (entry,) = saved.manifest["buffers"]
         tensors = load_file(newest.path / entry["file"])
         tensors[entry["key"]] = tensors[entry["key"]] + 0.25

@@ -1,4 +1,4 @@
-"""Tests of the moving average of the weights: formula, resume, evaluation and export."""
+"""The moving average of the weights: by its formula, resumed, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def averaged(stage: int, *, averages: bool = True) -> RunConfig:
-    """Stages 1 and 2 in bf16, with an average at every second step, and a checkpoint at each."""
+    """Stages 1 and 2 in bf16; an average at every second step, and a checkpoint at each."""
     is_narrow = stage in (1, 2)
     few = {"sequence_length": 64, "global_batch_size": 4} if is_narrow else {}
     return tiny_config(
@@ -65,7 +65,7 @@ def path_of(case: Case, step: int = STEPS) -> Path:
 
 
 def weights_of(case: Case, step: int = STEPS, state: str = AVERAGE) -> Weights:
-    """Return the whole weights from the checkpoint of a step."""
+    """Whole, from the checkpoint of a step."""
     source = Checkpoint(path_of(case, step), weights=state)
     shapes = {name: torch.Size(shape) for name, shape in source.manifest["shapes"].items()}
     return {name: source.read(name, shape, 0, shape.numel()) for name, shape in shapes.items()}
@@ -111,9 +111,7 @@ def assert_evaluated(case: Case) -> None:
 
 @pytest.mark.slow
 def test_the_average_at_every_stage(tmp_path: Path) -> None:
-    """The saved average follows its formula, evaluating it changes nothing, and it resumes on other
-    layouts.
-    """
+    """Saved as its formula says, evaluated without a trace, resumed there and elsewhere."""
     cases = [case_of(averaged(stage), tmp_path / f"{stage}") for stage in range(4)]
     without = case_of(averaged(3, averages=False), tmp_path / "without")
     train_cases(2, [*cases, without], together=True)
@@ -151,7 +149,7 @@ def test_a_skipped_update_does_not_count(tmp_path: Path) -> None:
     config = averaged(2)
     config.stability.on_bad_loss, config.training.ema_every_steps = OnBadLoss.skip_step, 1
     run = RunPaths(tmp_path)
-    train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=((4, NAN),)))  # of the second step
+    train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=((4, NAN),)))  # in the second step
     case = Case(tiny_plan(config, 2), run)
     assert Checkpoint(path_of(case)).manifest["ema"] == {"steps": STEPS - 1}
     assert_close(weights_of(case, 2), weights_of(case, 1), 0.0)
@@ -172,10 +170,9 @@ def test_the_average_on_every_axis_and_in_host_memory(tmp_path: Path) -> None:
         others.append(case_of(config, tmp_path / f"host-{stage}"))
     train_cases(2, [whole, *others], together=True)
     for case in others:
-        # Adam amplifies rounding where gradients vanish.
-        assert_close(weights_of(case), weights_of(whole), 1e-4)
+        assert_close(weights_of(case), weights_of(whole), 1e-4)  # Adam, where gradients are nothing
         assert_evaluated(case)
 
 
 def _unseen(what: str, done: int, total: int) -> None:
-    """Disable evaluation."""
+    """Nobody looks."""

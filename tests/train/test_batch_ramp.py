@@ -1,4 +1,4 @@
-"""Tests that a ramp of the batch size equals runs with hand-made batches of these sizes."""
+"""A ramp of the batch size is the run that its batches, made by hand, would give."""
 
 import json
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_it_is_the_run_made_by_hand_also_resumed_elsewhere(tmp_path, by_hand):
             assert ours[name] == theirs[name], name
     bounds = [event["samples"] for event in steps_of(run)]
     assert [end - start for start, end in bounds] == [4, 4, 8, 8, 16, 16, 16]
-    # Stopped within the second size, resumed on one process and then on two: the same samples.
+    # Stopped within the second size, gone on with on one process and then on two: the same samples.
     one = tiny_plan(ramped(), 1)
     moved = trained(
         tmp_path / "moved",
@@ -126,7 +126,7 @@ MOST = tuple(name for name in LAYOUTS if name not in APART)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam at its first use
+@pytest.mark.timeout(1800)  # CPUAdam is compiled when it is first used
 @pytest.mark.parametrize("names", [MOST, APART], ids=["most", "apart"])
 def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, names):
     runs = {name: RunPaths(tmp_path / name) for name in names}
@@ -137,7 +137,7 @@ def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, names):
 
 
 def test_in_tokens_the_learning_rate_is_that_of_the_tokens_seen(tmp_path):
-    """With bf16 and ZeRO 1, half of the decay is at half of the tokens and not of the steps."""
+    """bf16, ZeRO 1; half of the decay is at half of the tokens, not of the steps."""
     config = ramped(1, DataType.bf16)
     config.training = replace(config.training, evaluation_samples=0)
     config.schedule = new_section(

@@ -1,6 +1,4 @@
-"""Tests of best-fit packing and fill-in-the-middle in runs: what ranks train on, and what is
-recorded.
-"""
+"""Best-fit packing and fill-in-the-middle of a run: what a rank trains on, and what is kept."""
 
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -42,7 +40,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    """Configuration of documents of 2 to 200 tokens, including their end tokens."""
+    """Documents of 2 to 200 tokens, the ends among them."""
     folder = tmp_path / "texts"
     folder.mkdir()
     lengths = np.random.default_rng(0).integers(1, 200, 120)
@@ -97,7 +95,7 @@ def test_every_token_is_trained_on_once_and_padding_never(config, mask):
             inside = targets[at : at + size - 1].tolist()
             assert inside == text[start + 1 : end].tolist()
             last = targets[at + size - 1]
-            if end not in ends:  # within a longer document the next token is known
+            if end not in ends:  # a piece of a longer document: the next token is known
                 assert size == LENGTH and last == text[end]
             elif mask or number == len(pieces) - 1:
                 assert last == IGNORED_LABEL
@@ -254,7 +252,7 @@ def test_any_layout_reads_the_same_samples_whatever_was_read_before(with_words, 
 
     epoch = alone.datasets["data", LENGTH].num_samples
     halved = replace(plan.batch, gradient_accumulation_steps=1)
-    for first in (4, 0, epoch, epoch + 4):  # not in the run's order, and over two epochs
+    for first in (4, 0, epoch, epoch + 4):  # not in the order of the run, and of two epochs
         shared = [row for rank in ranks for row in rows(rank.step(first, halved))]
         assert sorted(shared) == sorted(rows(alone.step(first, plan.batch)))
 

@@ -1,4 +1,4 @@
-"""Tests of a user's callbacks on real ranks: order, gradients, state, faults, time."""
+"""Callbacks of the user's, on real ranks: order, gradients, state, faults, time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF, STEPS = 2, 4
 
 @pytest.fixture(autouse=True)
 def own_options(monkeypatch: pytest.MonkeyPatch):
-    """Use the options of the folder `own_options`, here and on the ranks."""
+    """Options of the folder `own_options`, here and on the ranks."""
     caches = (registry.names, registry.load)
     monkeypatch.setenv(registry.FOLDER_VARIABLE, str(OWN))
     for cache in caches:
@@ -76,7 +76,7 @@ def test_hooks_are_called_in_order_on_all_ranks(tmp_path: Path) -> None:
     kinds = [event["event"] for event in read_events(run.events)]
     assert kinds.index("callback") > kinds.index("step")
     saved = [event["step"] for event in read_events(run.events) if event["event"] == "checkpoint"]
-    assert saved == [1]  # only rank 1 requested it
+    assert saved == [1]  # rank 1 alone asked for it
 
 
 @pytest.mark.parametrize("key", ["stop_at", "stop_in_agreement"])
@@ -118,7 +118,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_callbacks_change_nothing(tmp_path: Path, stage: int) -> None:
-    """The curve equals the one without callbacks, bit for bit."""
+    """The curve is the one without them, bit for bit."""
     changes = {"zero_stage__stage": stage, "evaluation_samples": 4, "evaluate_every_steps": 2}
     watched = config_of({"gradients": {}, "noting": {}}, **changes)
     plain = config_of({}, **changes)
@@ -137,7 +137,7 @@ def test_state_goes_through_a_resume(tmp_path: Path) -> None:
     train_cases(2, [Case(plan, parts, attempt=2)])
     means = recorded(parts, "mean")
     assert means[:HALF] + means[HALF + 1 :] == recorded(whole, "mean")
-    assert means[HALF] == means[HALF + 1]  # the step that was repeated
+    assert means[HALF] == means[HALF + 1]  # the step that was made twice
     manifests = [
         read_manifest(run.checkpoints / f"step-{STEPS:08}")["callbacks"] for run in (whole, parts)
     ]
@@ -158,13 +158,13 @@ def test_a_rewind_restores_the_state(tmp_path: Path) -> None:
     config = config_of({"noting": {}}, steps=6, schedule__warmup_steps=0)
     config.stability.on_bad_loss = OnBadLoss.rewind
     config.checkpoint.every_steps = 2
-    poison = tuple((3 * 8 + sample, NAN) for sample in range(8))  # belongs to step 4
+    poison = tuple((3 * 8 + sample, NAN) for sample in range(8))  # of step 4
     run = RunPaths(tmp_path / "run")
     outcomes = train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=poison))
     assert [outcome.error for outcome in outcomes] == ["", ""]
     hooks = noted(run, 1)
     back = next(i for i, (_, hook) in enumerate(hooks) if hook == "after_load 6.0")
-    assert hooks[back - 1] == (4, "before_step")  # a bad step has no after_backward
+    assert hooks[back - 1] == (4, "before_step")  # and no after_backward of a bad step
     assert hooks[back + 1] == (3, "before_step")
     summed = [record["summed"] for record in recorded(run, "mean")]
     assert summed == [0.0, 3.0, 6.0, 6.0, 9.0, 12.0, 15.0]

@@ -48,14 +48,14 @@ def plan(
     config.precision = precision
     config.optimizer = new_section("optimizer", optimizer, lr=config.optimizer.lr)
     config.zero_stage.stage = zero
-    # Small: a reference may keep the last reduced bucket beyond the step, which is no state.
+    # Small: what is reduced last may outlive the step by a reference, and is no state.
     config.zero_stage.reduce_bucket_size = 5_000
     config.offload.optimizer = OffloadDevice(offload)
     return tiny_plan(config, world_size)
 
 
 def predicted(of: RunPlan) -> int:
-    """Return the bytes of one rank on the device, and offloaded from it."""
+    """Bytes of one rank on the device, and offloaded from it."""
     engine = read_engine(of)
     (stage,) = trained_stages(of.config, pipeline_stages(of.config.model, expert=of.mesh.expert))
     host = host_budget(of, engine, stage, 0).components
@@ -83,7 +83,7 @@ OFFLOADED: dict[str, tuple[Any, ...]] = {
 
 
 def kept(of: RunPlan) -> int:
-    """Return the budget's bytes of activations of the blocks, the last norm and the head."""
+    """Bytes of activations of the blocks, the last norm and the head, by the budget."""
     engine = read_engine(of)
     (stage,) = trained_stages(
         of.config, pipeline_stages(of.config.model), keeps_inputs=engine.keeps_inputs
@@ -99,7 +99,7 @@ def counted(
     folder: Path,
     probe: str = "census_probe:resident",
 ) -> list[dict[str, int]]:
-    """Return the bytes that each plan's engine keeps, by rank."""
+    """Bytes that each plan's engine keeps, by rank."""
     cases = [Case(of, RunPaths(folder / str(index))) for index, of in enumerate(plans.values())]
     ranks = train_cases(world_size, cases, probe=probe)
     return [dict(zip(plans, rank, strict=True)) for rank in ranks]
@@ -143,7 +143,7 @@ PARTIAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_states_where_not_all_trains(tmp_path: Path) -> None:
-    """Frozen weights are kept in the compute type, whole or sharded, without other states."""
+    """Frozen weights in the type that computes, whole or a share of them, and nothing beside."""
     cases = {
         f"ZeRO {zero}, {name}, {precision.compute}": plan(2, zero, precision, **trains)
         for name, trains in PARTIAL.items()
@@ -170,10 +170,9 @@ KEPT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
-    """ZeRO 3 comes last: its linear layer, which always keeps its input, stays installed in a
-    process. Parts that do not grow with the blocks (tokens, rotary embeddings) are in no term: 17
-    KB here.
-    """
+    """ZeRO 3 comes last: DeepSpeed's linear layer, which keeps its input whatever learns, stays in
+    a process that has had it. What does not grow with the blocks (tokens, rotary embeddings) is
+    in no term: 17 KB here."""
     plans = {
         f"ZeRO {zero}, {name}": plan(2, zero, BF16, tokens=128, **trains)
         for zero in (1, 3)
@@ -188,8 +187,8 @@ def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_states(world_size: int, tmp_path: Path) -> None:
-    """Ranks are summed because they share a host, and the rank that holds a tensor across
-    partitions is not predicted. DeepSpeed compiles its CPU optimizer at its first use.
+    """Ranks are summed because they share a host, and it is not foreseen which rank holds the
+    tensors that partitions cut. DeepSpeed compiles its CPU optimizer at its first use.
     """
     plans = {name: plan(world_size, *case) for name, case in OFFLOADED.items()}
     ranks = counted(world_size, plans, tmp_path)

@@ -69,7 +69,7 @@ def test_losses_are_trls_packed_and_one_by_one(tmp_path, monkeypatch):
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     torch.manual_seed(0)
     theirs = losses_of_trl(base, tmp_path / "trl")
-    # All conversations in two samples; then one per sample, as no two fit together.
+    # All of them in two samples; then each in one, as no two have room there.
     cases = {}
     for name, length, samples in (("packed", 120, 2), ("alone", 60, 5)):
         cases[name] = Case(plan_of(base, file, length, samples), RunPaths(tmp_path / name))

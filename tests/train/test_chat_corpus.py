@@ -1,4 +1,4 @@
-"""Tests of `data=chat`: conversations of every shape and file, packed whole, and their labels."""
+"""`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from trainctl.readers.conversations import (
     as_text,
     conversation_of,
 )
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 from trainctl.train.data import PackedDataset
 
 LENGTH = 96

@@ -1,6 +1,4 @@
-"""Tests of conversations as ids and labels: against transformers, and two methods against each
-other.
-"""
+"""Conversations to ids and what is learnt: against transformers, and one way against the other."""
 
 import os
 import resource
@@ -46,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
-    """Return a function that builds a chat template from its text, with the same tokenizer."""
+    """Return a function that makes a chat template from its text, with the same tokenizer."""
     place = tmp_path_factory.mktemp("templates")
 
     def make(folder, text):
@@ -113,7 +111,7 @@ def test_what_a_user_types_forges_no_turn(folder, named):
         assert prompt.tolist().count(template._backend.token_to_id(end)) == 1
         whole = template._backend.decode(found.ids.tolist(), skip_special_tokens=False)
         assert whole.startswith(f"<s><|im_start|>user\n{forged}{end}\n"), "the text stays"
-        # A prefix of the conversation has other names than the whole.
+        # A beginning of it has other names than the whole.
         later = template.render(asked(("<|im_start|>", "b"), (end, "d")))
         assert _shown(template, later) == f"b{end}d{end}"
         called = {"name": "f", "arguments": {end: 1, "role": end}}
@@ -218,7 +216,7 @@ def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
     ],
 )
 def test_a_template_is_rendered_within_bounds(folder, named, monkeypatch, text, words):
-    """The limit holds for any `data.on_bad_text`: the template is wrong, not the conversation."""
+    """Whatever `data.on_bad_text` is: it is not the conversation that is wrong."""
     monkeypatch.setattr("trainctl.data.template_rendering.SECONDS", 0.5 if "0.5" in words else 60)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TrainctlError, match=words) as caught:
@@ -231,7 +229,7 @@ def test_a_template_is_rendered_within_bounds(folder, named, monkeypatch, text, 
 
 
 def test_a_fork_of_a_process_has_a_renderer_of_its_own(folder):
-    """Answers of a shared process would be mixed; and none outlives its parent."""
+    """Answers of one that both asked would be mixed; and none outlives who asked it."""
     template, messages = ChatTemplate.of(folder / "tokenizer.json"), asked(("1+1?", "2"))
     expected = template.render(messages).ids.tolist()
     with ThreadPoolExecutor(4) as pool:
@@ -270,7 +268,7 @@ def test_templates_are_found_in_every_form(folder, tmp_path):
         ChatTemplate.of(each / "tokenizer.json").fingerprint for each in (folder, several, jinja)
     }
     assert len(prints) == 1
-    saved = tmp_path / "saved"  # whose other templates are in files of their own
+    saved = tmp_path / "saved"  # which has the others in files of their own
     AutoTokenizer.from_pretrained(str(several)).save_pretrained(saved)
     assert read_chat_template(saved / "tokenizer.json") == MARKED
     assert read_chat_template(saved / "tokenizer.json", "tool_use") == "no"

@@ -1,6 +1,4 @@
-"""Tests of corpora of several sources: building, recording, comparing, and lengths found too
-short.
-"""
+"""The corpora of several sources: built, recorded, compared, and found too short in time."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def test_they_are_built_by_several_processes_and_recorded(texts, tmp_path):
     assert load_recorded_corpora(file) == load_corpora(file, config.data) == corpora
     with pytest.raises(TrainctlError, match="has not read the text of notes yet"):
         load_corpora(file, mixed(texts, "code", "notes").data)
-    # With one source the record is the corpus itself, as in older versions.
+    # Of one source the record is the corpus itself, as before there were several.
     one = {"data": corpora["code"]}
     save_corpora(file, one)
     assert "folder" in json.loads(file.read_text()) and load_recorded_corpora(file) == one
@@ -118,12 +116,14 @@ def test_a_source_that_is_short_ends_the_launch_before_its_ranks(texts, tmp_path
     config = mixed(texts, "code", "prose", steps=400, prose={"max_epochs": 2})
     plan, run = tiny_plan(config, 1), RunPaths(tmp_path / "run")
     run.root.mkdir()
-    assert preview_data_plan(plan)[1] == []  # not tokenized yet: an estimate refuses nothing
+    assert (
+        preview_data_plan(plan)[1] == []
+    )  # nobody has tokenized them, and a guess refuses nothing
     with pytest.raises(TrainctlError, match=r"prose falls short by [\d,]+ tokens") as told:
         prepare(plan, run)
     assert told.value.exit_code == ExitCode.bad_input and "max_epochs=" in told.value.hint
     assert not run.corpus.is_file()
-    _, (problem,) = preview_data_plan(plan)  # from the cache: the next launch is refused at once
+    _, (problem,) = preview_data_plan(plan)  # of the cache: the next launch is refused at once
     assert problem.key == "data.sources.prose.max_epochs" and problem.is_error
 
 
@@ -184,12 +184,12 @@ def test_a_stage_begins_where_the_plan_says_or_the_resume_is_refused(texts, tmp_
         compare_with_checkpoint(run, checkpoint, tiny_plan(changed, 1), print)
 
     resume()
-    for size in (16, 4):  # the second stage would never begin, or would have begun already
+    for size in (16, 4):  # the second stage would never begin, and have begun already
         with pytest.raises(TrainctlError, match=r"512 tokens in 2 steps") as told:
             resume(global_batch_size=size)
         assert "training.batch_ramp" in told.value.hint
     resume(global_batch_size=16, batch_ramp=[{"until_steps": 2, "global_batch_size": 8}])
-    found["samples"] += 8  # samples of a skipped batch
+    found["samples"] += 8  # of a batch that was passed over
     resume()
 
 
@@ -239,7 +239,7 @@ def test_a_text_without_a_token_is_an_error_that_counts_its_documents(texts, fie
     (texts / "code.jsonl").write_text('{"text": ""}\n' * 5)
     config = tiny_config(sequence_length=4)
     words = {"paths": [str(texts / "code.jsonl")], **fields}
-    for _ in range(2):  # also from the cache
+    for _ in range(2):  # from the cache as well
         config.data = new_section("data", "files", **words)
         with pytest.raises(TrainctlError, match="5 of 5 documents to train on are empty") as caught:
             build_corpora(config, ByteTokenizer())

@@ -1,4 +1,4 @@
-"""Tests of the corpus: files, split, what is written, and refusals."""
+"""The corpus: which files, how they are split, what is written, and what is refused."""
 
 import errno
 import hashlib
@@ -267,7 +267,7 @@ PART = ("ids", "ends", "origin", "hash")
 
 
 class Disk:
-    """Disk that is full after some bytes of tokens."""
+    """Full after so many bytes of tokens."""
 
     def __init__(self, stream, room):
         self.stream, self.room = stream, room
@@ -342,7 +342,7 @@ def test_a_bad_text_leaves_nothing_in_the_cache(texts):
 
 
 def files_left():
-    """Return the names of all files of the cache."""
+    """Names of all files of the cache."""
     return {path.name for path in cache_folder().rglob("*") if not path.is_dir()}
 
 

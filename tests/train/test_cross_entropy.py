@@ -1,6 +1,4 @@
-"""Tests of the loss without all logits: equal value and gradients, with at most a chunk of
-logits.
-"""
+"""The loss without all logits: the same value and gradients, and at most a chunk of them."""
 
 import copy
 
@@ -24,7 +22,7 @@ VOCABULARY, WIDTH, TOKENS = 257, 16, 2 * 24
 
 
 class LargestLogits(TorchDispatchMode):
-    """Recorder of the largest tensor whose width is the vocabulary."""
+    """The most elements of a tensor that is as wide as the vocabulary."""
 
     def __init__(self, width):
         super().__init__()
@@ -84,7 +82,7 @@ def test_a_model_gives_the_same_loss_either_way(family):
 
 @pytest.mark.slow
 def test_curves_agree_where_the_head_is_partitioned(tmp_path):
-    """ZeRO-3 gathers the head again for each chunk; with tied weights it is the embedding too."""
+    """ZeRO-3 gathers the head again for each chunk; tied, it is the embedding too."""
     cases = []
     for tied in (True, False):
         for stage, kind in [(0, CrossEntropyKind.plain), (3, CrossEntropyKind.chunked)]:

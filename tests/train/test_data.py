@@ -1,4 +1,4 @@
-"""Tests of batches: shifted labels, document boundaries, and the samples of each rank."""
+"""Batches: shifted labels, document boundaries, and who gets which sample."""
 
 from fractions import Fraction
 
@@ -85,7 +85,7 @@ def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro
     seen = [i for rank in range(data_size) for i in step(rank, data_size, micro, accumulation)]
     reference = step(0, 1, 8, 1)
     before = sample_indices(np.arange(40, 48), num_samples=124, seed=3, shuffle=True)
-    assert reference == before.tolist()  # one source, in the order of runs of earlier versions
+    assert reference == before.tolist()  # of one source, in the order of runs that were begun
     assert sorted(seen) == sorted(reference)
 
 

@@ -1,4 +1,4 @@
-"""Tests of `training.deterministic`: torch's settings on a rank, and two identical runs."""
+"""`training.deterministic`: what torch is told on a rank, and two runs that are the same."""
 
 from __future__ import annotations
 

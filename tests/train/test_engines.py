@@ -1,4 +1,4 @@
-"""Tests that the trainer needs only the protocol of an engine."""
+"""The trainer asks of an engine what the protocol says, and knows no other."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def clipped(stage: int) -> RunConfig:
         evaluate_every_steps=STEPS,
         sample_tokens=8,
         precision__compute="fp32",
-        optimizer__gradient_clipping=0.5,  # active in every step
+        optimizer__gradient_clipping=0.5,  # always active
         zero_stage__stage=stage,
     )
 
 
 def end_of(run: RunPaths) -> tuple[float, str]:
-    """Return the held-out loss and the sampled text."""
+    """Held-out loss and the sampled text."""
     events = {event["event"]: event for event in read_events(run.events)}
     return events["evaluation"]["loss"], events["sample"]["text"]
 
 
 @pytest.mark.slow
 def test_another_engine_trains_alike_and_goes_on_from_the_checkpoints_of_deepspeed(tmp_path):
-    """Neither the trainer nor a checkpoint depends on DeepSpeed."""
+    """Nothing of the trainer or of a checkpoint is DeepSpeed's."""
     plan = tiny_plan(clipped(stage=0), 2)
     expected, alone, resumed = (
         RunPaths(tmp_path / name) for name in ("expected", "alone", "resumed")
     )
-    # DeepSpeed's ZeRO 3, then plain torch, then ZeRO 2.
+    # DeepSpeed's third stage, then plain torch, then its second stage.
     stage_3, stage_2 = (tiny_plan(clipped(stage), 2) for stage in (3, 2))
     train_cases(2, [Case(plan, expected), Case(with_stop(stage_3, 2), resumed)], together=True)
     both = [Case(plan, alone), Case(with_stop(plan, 4), resumed, 2)]

@@ -1,6 +1,4 @@
-"""Tests of expert parallelism: the curve of one process, and checkpoints resumed with another
-size.
-"""
+"""Expert parallelism: the curve of one process, and checkpoints that go on with another size."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def test_experts_on_several_ranks_give_the_curve_of_one_process(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_expert_size(tmp_path: Path) -> None:
-    """The curve is equal bit for bit if the size stays the same."""
+    """Bit for bit on the same one."""
     half = STEPS // 2
     trial = Trial("qwen3_moe", 2, 2, 3, settings=(("checkpoint__every_steps", half),))
     whole, stopped = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "stopped")
@@ -112,7 +110,7 @@ def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> 
             assert load["load"] > 1
             assert load.pop("load_by_layer") == found.pop("load_by_layer")
             assert load == pytest.approx(found, rel=1e-5)
-            # The minimum is each token's number of experts, where the load is even.
+            # Least is each token's number of experts, where all are equally busy.
             assert 2 * 0.02 < load["auxiliary_loss"] < 3 * 0.02
         assert loads[0] != loads[-1]
     balanced = curve(runs[alone[BALANCED[0]]])
@@ -132,7 +130,7 @@ def recorded(run: RunPaths) -> tuple[dict[int, tuple[float, float]], list[dict]]
 
 @pytest.mark.slow
 def test_the_budget_of_states_is_what_the_ranks_hold(tmp_path: Path) -> None:
-    """Experts are divided by the expert axis, and by their replicas."""
+    """Experts are divided by the expert axis, and by the replicas that have the same."""
     plans, world_size = [], 4
     for expert, stage, compute in ((2, 1, "bf16"), (4, 3, "fp32")):
         changes = {"zero_stage__reduce_bucket_size": 5_000, "precision__compute": compute}

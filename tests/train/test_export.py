@@ -1,6 +1,4 @@
-"""Tests that an exported directory is the trained model, which transformers loads and evaluates
-alike.
-"""
+"""An exported directory is the trained model: transformers loads it and computes the same."""
 
 import json
 import os
@@ -60,9 +58,7 @@ def held_out_loss(score, case):
 
 
 def check(case, out, dtype=torch.float32, shard_bytes=5 * 10**9):
-    """Export the newest checkpoint and compare transformers' model with trainctl's and the
-    engine's.
-    """
+    """Export the newest checkpoint and hold transformers' model against ours and the engine's."""
     newest, _ = newest_checkpoint(case.run)
     assert newest is not None and newest.step == STEPS
     exported = export(case.plan.config, newest.path, out, dtype=dtype, shard_bytes=shard_bytes)

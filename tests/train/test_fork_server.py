@@ -1,4 +1,4 @@
-"""Tests that ranks that fail or hang do so alone, and leave nothing behind."""
+"""Ranks that fail or hang fail alone, and leave nothing behind."""
 
 import os
 import signal
@@ -45,9 +45,7 @@ def refuse(_):
 
 
 def bind_the_port(_):
-    """Return whether the first rank can listen on the port of its world while no other program
-    can.
-    """
+    """Whether the first rank can listen on the port of its world, and any other program take it."""
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
     with socket.socket() as other:
         try:
@@ -103,7 +101,7 @@ def test_the_port_of_a_world_is_kept_for_it(server):
 
 def test_what_is_prepared_is_in_every_rank(server):
     server.prepare("test_fork_server:remember", "before")
-    server.prepare("test_fork_server:remember", "before")  # not repeated
+    server.prepare("test_fork_server:remember", "before")  # is not done again
     (result,) = server.run("test_fork_server:remember", "after", 1, 60)
     assert result[0] == ["before", "after"]
 
@@ -131,7 +129,7 @@ def test_server_and_ranks_end_with_a_client_that_is_killed():
 
 
 def children(pid):
-    """Return the pids of its live children."""
+    """Pids of its live children."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [child for child in map(int, text.split()) if is_alive(child)]
 

@@ -1,6 +1,4 @@
-"""Tests of one corpus in every format that a source reads: equal tokens, for training and
-held-out.
-"""
+"""One corpus in every form that a source reads: the same tokens on the same sides."""
 
 import csv
 import io

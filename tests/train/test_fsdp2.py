@@ -1,6 +1,4 @@
-"""Tests of torch's `fully_shard` as the engine: the same curve and checkpoints, without
-DeepSpeed.
-"""
+"""torch's `fully_shard` as the engine: the same curve, the same checkpoints, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def plan_of(stage: int = 3, engine: str = "fsdp2", world_size: int = RANKS, **ch
         engine__kind=engine,
         **{
             "precision__compute": "fp32",
-            "optimizer__gradient_clipping": 0.5,  # active in every step
+            "optimizer__gradient_clipping": 0.5,  # always active
             **changes,
         },
     )
@@ -67,7 +65,7 @@ def plan_of(stage: int = 3, engine: str = "fsdp2", world_size: int = RANKS, **ch
 
 
 def end_of(run: RunPaths) -> tuple[float, str]:
-    """Return the held-out loss and the sampled text."""
+    """Held-out loss and the sampled text."""
     events = {event["event"]: event for event in read_events(run.events)}
     return events["evaluation"]["loss"], events["sample"]["text"]
 
@@ -80,7 +78,7 @@ def assert_alike(run: RunPaths, expected: RunPaths, *, loss: float = 1e-6, norm:
 
 
 def test_the_curve_is_that_of_zero_3_and_a_run_goes_on_under_either(tmp_path):
-    """The model has tied embeddings, uneven first dimensions, recomputation and an average."""
+    """Tied embeddings, first dimensions that do not divide, recomputation, an average, and back."""
     run = {
         name: RunPaths(tmp_path / name)
         for name in ("zero", "zero-rest", "zero-16", "3", "2", "rest", "16", "there", "host")
@@ -106,7 +104,7 @@ def test_the_curve_is_that_of_zero_3_and_a_run_goes_on_under_either(tmp_path):
         assert_alike(run[name], run["zero"])
     assert_alike(run["rest"], run["zero-rest"])
     assert end_of(run["there"])[1] == end_of(run["3"])[1] == end_of(run["zero"])[1]
-    # DeepSpeed accumulates and reduces gradients of 16-bit weights in 16 bits, torch in fp32.
+    # DeepSpeed adds up and sends gradients of 16-bit weights in 16 bits, torch's in fp32.
     assert_alike(run["16"], run["zero-16"], loss=1e-3, norm=3e-2)
 
 

@@ -49,14 +49,13 @@ def plan(**changes: Any) -> RunPlan:
 
 
 def planned(of: RunPlan) -> tuple[int, int]:
-    """Return the bytes after a step and at its peak, offloaded ones included, as the host is the
-    device here.
-    """
+    """Bytes after a step and at the fullest moment of one; of what is offloaded too, as the host is
+    the device here."""
     engine = read_engine(of)
     (stage,) = pipeline_stages(of.config.model)
     phases = function_of("engine", "fsdp2", "phases")(of, engine, stage, 0)
     host = function_of("engine", "fsdp2", "offloaded")(engine, stage)
-    gradients = host.pop("gradients", 0)  # allocated in the backward pass
+    gradients = host.pop("gradients", 0)  # made in the backward pass
     away = sum(host.values())
     peak = max(moment.total for name, moment in phases.items() if name != "load")
     held = phases["step"]

@@ -30,7 +30,7 @@ def plan(*, prefetch: int, mode: str) -> RunPlan:
 
 
 def planned(of: RunPlan) -> int:
-    """Return the elements gathered between forward and backward pass, without persistent ones."""
+    """Elements gathered where forward turns into backward, those that always are left out."""
     engine = read_engine(of)
     (stage,) = pipeline_stages(of.config.model)
     threshold = of.config.zero_stage.param_persistence_threshold
@@ -61,7 +61,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_weights_are_whole_as_the_budget_says(counted: dict[str, int], name: str) -> None:
-    """This holds even for a small prefetch limit, because every module that runs requests one."""
+    """However little is asked for ahead: it is asked for by every module that runs."""
     prefetch, mode = CASES[name]
     assert counted[name] == pytest.approx(
         planned(plan(prefetch=prefetch, mode=mode)), abs=BLOCK_TENSOR

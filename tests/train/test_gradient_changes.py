@@ -24,7 +24,7 @@ from trainctl.train.gradients import NormHistory, _column_sums, elementwise_chan
 
 STEPS = 4
 CLIPPING = 20.0  # more than any norm here
-SMALL_CLIPPING = 0.01  # below any threshold: part of an adaptive one, it would change all
+SMALL_CLIPPING = 0.01  # less than any limit: if it had a part in an adaptive one, all would differ
 OPTIONS = {
     "centralize": {"centralize": True},
     "clip_value": {"clip_value": 2e-3},
@@ -75,7 +75,7 @@ def train(folder, stage, options, **layout):
 
 @functools.cache
 def reference(options):
-    """Return loss and gradient norm by step, and the thresholds of clipping, in plain torch."""
+    """Loss and gradient norm by step, and the limits of the norm, in plain torch."""
     with tempfile.TemporaryDirectory() as folder:
         made = plain_torch(changing(0, dict(options)), Path(folder), steps=STEPS)
     return made.curve, made.limits
@@ -101,8 +101,8 @@ def test_all_of_them_at_once(tmp_path, stage):
 
 
 def test_each_changes_the_curve(tmp_path):
-    """Each option changes the curve by more than the tolerance above, so that a dead option
-    fails.
+    """Each option changes the curve by more than the tolerance above, so a dead option would be
+    seen.
     """
     plain, _ = reference(())
     for options in OPTIONS.values():
@@ -121,7 +121,7 @@ def test_each_changes_the_curve(tmp_path):
     [
         (2, "clip_value"),
         (1, "noise"),
-        (3, "mean"),  # not among those tested together
+        (3, "mean"),  # which is not among those together
     ],
 )
 def test_each_alone(tmp_path, stage, option):
@@ -135,7 +135,7 @@ def test_all_of_them_on_other_layouts(tmp_path, stage, axis):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam at its first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam when it is first used
 def test_all_of_them_in_host_memory(tmp_path):
     assert_as_reference(tmp_path, 3, TOGETHER, optimizer=OffloadDevice.cpu)
 
@@ -201,8 +201,7 @@ def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
     history = NormHistory(config)
     for norm in (100.0, 1.0, 2.0, 3.0):
         history.add(norm)
-    # The window has the norms 2, 3 and 9.
-    assert history.state() == [1.0, 2.0, 3.0] and history.limit(9.0) == 3.0
+    assert history.state() == [1.0, 2.0, 3.0] and history.limit(9.0) == 3.0  # of 2, 3 and 9
     resumed = NormHistory(config)
     resumed.restore(history.state())
     assert resumed.limit(9.0) == 3.0
@@ -230,7 +229,7 @@ def test_one_of_them_decides_what_is_clipped_at():
 
 
 def test_squares_of_a_partly_offloaded_gradient_are_added_on_the_device():
-    """The device is meta: some sub-groups of a parameter group are there, some in host memory."""
+    """meta stands for it: some sub-groups of a parameter group are there, some in host memory."""
     host, device = torch.tensor(2.0), torch.empty((), device="meta")
     assert _column_sums([[host, device], [host]]).device.type == "meta"
     assert _column_sums([[host, host], [host]]).tolist() == [4.0, 2.0]

@@ -1,4 +1,4 @@
-"""Tests of the verdict on a step, from numbers alone."""
+"""The verdict on a step, by numbers alone."""
 
 import math
 import random
@@ -58,7 +58,7 @@ def test_what_is_wrong_with_a_step(loss, norm, kind, limit):
 )
 def test_a_limit_holds_whatever_came_before(loss, norm, kind, limit):
     guard = guard_of(loss_limit=9.0, norm_limit=2.5)
-    first = guard.judge(loss, norm)  # before there is a mean
+    first = guard.judge(loss, norm)  # when there is no mean yet
     assert (first and first.kind) == (None if kind is BadStepKind.loss_spike else kind)
     accept(guard, 4.0, 4.0)
     trouble = guard.judge(loss, norm)
@@ -121,7 +121,7 @@ def test_it_stops_after_so_many_in_a_row():
 
 
 def test_the_row_ends_only_where_the_run_got_past_what_was_bad():
-    """Otherwise a rewind by ten steps would reset the count each time."""
+    """Otherwise a rewind to ten steps before would find a clean slate each time."""
     guard = guard_of(OnBadLoss.rewind)
     guard.intervene(20)
     guard.restore(guard.state() | {"in_a_row": 0, "bad_step": 0}, rewound=True)
@@ -167,7 +167,7 @@ def falling(first, last, steps, noise=0.05):
 
 
 def with_spike(losses, at, length, height):
-    """Add a spike that falls by half its height each step after `length` steps."""
+    """Losses with a spike that comes down by half its height each step after `length` steps."""
     for step, loss in enumerate(losses):
         after = step - at - length
         extra = height * 0.5 ** max(0, after) if step >= at else 0.0

@@ -1,4 +1,4 @@
-"""Tests of compiled blocks: equal results, and missing requirements reported before a start."""
+"""Compiled blocks compute what blocks compute; what a machine lacks is said before the start."""
 
 import copy
 from importlib.util import find_spec
@@ -48,14 +48,14 @@ def loss_and_gradients(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, counters):
-    """Every other block is recomputed and compiled inside its checkpoint."""
+    """Every other block is recomputed: it is compiled inside its checkpoint."""
     plain = built(family)
     model = copy.deepcopy(plain)
     recompute = new_section("activation_checkpointing", "full", every_kth_block=2)
     wrap_blocks(model, recompute)
     apply_kernels(model, COMPILED)
     assert_same(loss_and_gradients(plain), loss_and_gradients(model), tolerance=1e-5)
-    assert counters["stats"]["unique_graphs"] == 2  # one graph for each kind of block
+    assert counters["stats"]["unique_graphs"] == 2  # one for each kind of block
     assert not counters["graph_break"]
 
 

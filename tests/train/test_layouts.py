@@ -1,7 +1,7 @@
-"""Tests that tensor, pipeline and sequence parallelism give the curve of one process.
+"""Tensor, pipeline and sequence parallelism give the curve of one process.
 
-The parity table has the plain products with ZeRO, offload and activation checkpointing; these tests
-cover the particulars of each layout.
+The plain products with ZeRO, offload and activation checkpointing are in the parity table; here is
+what is particular to a layout.
 """
 
 from dataclasses import replace
@@ -36,14 +36,14 @@ def clipped(family="llama", stage=1, **changes):
         sample_tokens=8,
         precision__compute="fp32",
         model__family=family,
-        optimizer__gradient_clipping=0.5,  # active in every step
+        optimizer__gradient_clipping=0.5,  # always active
         zero_stage__stage=stage,
         **changes,
     )
 
 
 def at_the_end(run):
-    """Return the held-out loss and the sampled text."""
+    """Held-out loss and the sampled text."""
     events = {event["event"]: event for event in read_events(run.events)}
     return events["evaluation"]["loss"], events["sample"]["text"]
 
@@ -90,7 +90,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of each case by name: on one process, and on the case's layout."""
+    """Runs of each case, by name: on one process, and on the case's layout."""
     folder = tmp_path_factory.mktemp("layouts")
     found = {
         name: (RunPaths(folder / f"{number}-alone"), RunPaths(folder / f"{number}"))
@@ -122,7 +122,7 @@ def test_the_curve_is_that_of_one_process(name, runs):
 
 
 def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):
-    """NCCL splits a group off that of all ranks: it hangs if one of them does not take part."""
+    """NCCL splits a group off that of all ranks: it hangs as soon as one of them does not."""
     made = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks) or ranks)
     config = clipped(parallelism__pipeline=4)
@@ -156,7 +156,7 @@ def test_embeddings_have_no_decay_whether_the_embedding_module_is_there_or_not(f
 
 
 class OtherNames(LlamaForCausalLM):
-    """A user's model whose output projection has another name."""
+    """A user's own model, whose output projection has another name."""
 
     def __init__(self, config):
         super().__init__(config)

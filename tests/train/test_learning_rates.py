@@ -1,4 +1,4 @@
-"""Tests that the optimizer's real rates are those of the schedule, also after a resume."""
+"""The rates that the optimizer really had are those of the schedule, also where a run goes on."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -43,7 +43,7 @@ def steps_of(run):
 
 @pytest.mark.slow
 def test_every_kind_trains_with_its_own_rates(tmp_path):
-    kinds = [kind for kind in names("schedule") if kind != "plateau"]  # which is lower
+    kinds = [kind for kind in names("schedule") if kind != "plateau"]  # which is below
     plans = [tiny_plan(scheduled(kind, stage=3), 2) for kind in kinds]
     cases = [Case(plan, RunPaths(tmp_path / kind)) for plan, kind in zip(plans, kinds, strict=True)]
     (found, _) = train_cases(2, cases, probe="rates_probe:train_with_each")
@@ -57,7 +57,7 @@ def test_every_kind_trains_with_its_own_rates(tmp_path):
             expected = {name: peak * factor(step - 1) for name, peak in peaks.items()}
             assert record["learning_rates"] == expected, (kind, step)
             assert record["learning_rate"] == case.plan.config.optimizer.lr * factor(step - 1)
-        # Some wrappers call it once per part of the weights.
+        # Some wrappers call it once for each part of the weights.
         distinct = [rates for rates, before in pairwise([*calls, {}]) if rates != before]
         wanted = [record["learning_rates"] for record in records.values()]
         assert distinct == [r for r, before in pairwise([*wanted, {}]) if r != before], kind
@@ -66,9 +66,7 @@ def test_every_kind_trains_with_its_own_rates(tmp_path):
 
 
 def falling(stage):
-    """Record the rates of a run that learns nothing, so that `plateau` drops after evaluations 3, 5
-    and 7; the fifth batch is bad.
-    """
+    """Nothing is learnt, so `plateau` drops after evaluations 3, 5, 7; the fifth batch is bad."""
     config = scheduled("plateau", steps=8, stage=stage)
     config.optimizer.lr = 1e-30
     config.optimizer.lr_scaling = LrScaling.sqrt
@@ -87,7 +85,7 @@ def falling(stage):
     ("stage", "stops"), [(0, ()), pytest.param(3, (5, 7), marks=pytest.mark.slow)]
 )
 def test_the_rate_falls_at_a_plateau_and_after_a_rewind(tmp_path, stage, stops):
-    """This holds also if the run stops right after the rewind, or after the next checkpoint."""
+    """Also where the run is cut off right after the rewind, and after the next checkpoint."""
     plan, run = falling(stage), RunPaths(tmp_path / "run")
     for attempt, stop in enumerate((*stops, 8), 1):
         poison = tuple((4 * 4 + sample, 10.0) for sample in range(4))
@@ -125,9 +123,7 @@ def wsd(steps):
 
 
 def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
-    """A run that is stopped, resumed, decayed, and extended from before the decay equals a longer
-    plan.
-    """
+    """Stopped, gone on with, decayed; extended from before the decay: as if planned so long."""
     short, longer = wsd(WHOLE), wsd(LONGER)
     run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
     train_cases(2, [Case(with_stop(short, 3), run)])

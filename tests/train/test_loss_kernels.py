@@ -1,7 +1,7 @@
-"""Tests of all loss implementations with z-loss and ignored labels against the plain one.
+"""Every way to compute the loss, with a z-loss and labels that do not count, against the plain one.
 
-Liger's kernel needs a GPU: a replacement computes the same, from its source (liger-kernel 0.8.2,
-ops/fused_linear_cross_entropy.py) and checked by a run in Triton's interpreter.
+Liger's kernel needs a GPU: here stands what it computes, by its source (liger-kernel 0.8.2,
+ops/fused_linear_cross_entropy.py) and by a run of it in Triton's interpreter.
 """
 
 import copy
@@ -22,7 +22,7 @@ Z_LOSS = 0.02
 
 @dataclass
 class CrossEntropyOutput:
-    """Output type of liger, which cannot be unpacked."""
+    """Liger's, which cannot be unpacked."""
 
     loss: torch.Tensor
     z_loss: torch.Tensor

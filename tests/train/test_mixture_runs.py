@@ -1,4 +1,4 @@
-"""Tests of runs on a mixture in stages: planned samples are drawn, and a resume changes nothing."""
+"""Ranks train on a mixture in stages: what was planned is drawn, and a resume changes nothing."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_mixture_in_stages_is_trained_as_planned_and_goes_on_elsewhere(tmp_pat
     assert set(first["sources"]) == set(last["sources"]) == {"large", "small"}
     assert min(last["sources"].values()) <= last["loss"] <= max(last["sources"].values())
 
-    # Interrupted beyond a checkpoint in the second stage: equal bit for bit on the same layout, up
-    # to rounding on others.
+    # Interrupted beyond a checkpoint in the second stage: on the same layout bit for bit, on others
+    # within rounding.
     layouts = {
         "same": plan,
         "ZeRO 3": tiny_plan(mixed(folder, 3), 1),

@@ -1,4 +1,4 @@
-"""Tests of the model skeleton: true shapes without memory, and attention within documents."""
+"""The model skeleton: true shapes without memory, and attention that keeps to its document."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_positions_that_start_anew_keep_attention_inside_a_document(family):
 
 
 def attend(query, key, value, softmax_scale=None, **_):
-    """Return FlashAttention of whole samples, (samples, length, heads, width)."""
+    """FlashAttention's function of whole samples, (samples, length, heads, width)."""
     heads = query.shape[2] // key.shape[2]
     query, key, value = (
         each.transpose(1, 2).repeat_interleave(times, dim=1)
@@ -89,7 +89,7 @@ def test_flash_attention_keeps_to_the_documents_of_every_sample(family, monkeypa
     ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.arange(12)])
     batch = MicroBatch(ids, ids, positions, positions, torch.arange(2), is_masked=True)
-    model = built(family).double()  # transformers would take fp32 for a mistake
+    model = built(family).double()  # fp32 would be taken for a mistake of somebody's
     device = torch.device("cpu")
     with torch.no_grad():
         expected = model(**batch.model_inputs(device)).logits
@@ -110,7 +110,7 @@ def test_a_part_of_a_sequence_tells_flash_attention_of_the_whole():
 
 
 def test_parameters_that_do_not_train_are_named_and_refused():
-    """DeepSpeed's optimizers leave such parameters out, so that checkpoints lacked them."""
+    """DeepSpeed's optimizers leave them out, and so did checkpoints, which could not be read."""
     model = skeleton(ModelConfig(), torch.float32)
     require_all_to_train(model)
     model.get_input_embeddings().requires_grad_(False)

@@ -1,6 +1,4 @@
-"""Tests of muP: activations are independent of the width, layouts agree, an export computes the
-same.
-"""
+"""muP: activations do not depend on the width, layouts agree, and an export computes the same."""
 
 import json
 import math
@@ -82,7 +80,7 @@ def test_every_family_and_optimizer_that_has_a_table(family, optimizer, tmp_path
 
 
 def scaled(family="llama", *, mup=True, **changes):
-    """Return a configuration of twice the base's width, with heads that are twice as wide."""
+    """Twice the base's width, in heads that are twice as wide."""
     base = {"model__mup_base_width": 32, "model__mup_base_head_dim": 8} if mup else {}
     return tiny_config(
         steps=STEPS,
@@ -103,7 +101,7 @@ def scaled(family="llama", *, mup=True, **changes):
 
 
 def at_the_end(run):
-    """Return the held-out loss and the sampled text."""
+    """Held-out loss and the sampled text."""
     events = {event["event"]: event for event in read_events(run.events)}
     return events["evaluation"]["loss"], events["sample"]["text"]
 
@@ -173,7 +171,7 @@ def test_outside_training_and_in_transformers_the_model_is_the_same(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_export_of_any_weights_computes_the_same_without_multipliers(family, tied, tmp_path):
-    """This includes norms and biases, which training has hardly changed."""
+    """Norms and biases too, which training has hardly moved."""
     config = scaled(family, model__tie_word_embeddings=tied)
     checkpoint = fabricate(RunPaths(tmp_path / "run"), config.model, deviation=0.3)
     assert_exports(config, checkpoint, tmp_path / "out")
@@ -188,7 +186,7 @@ def assert_exports(config, checkpoint, out):
         expected = ours(ids).logits
         largest = float(expected.abs().max())
         torch.testing.assert_close(theirs(ids).logits, expected, rtol=0, atol=5e-6 * largest)
-        for setting in ("mup_base_width", "mup_base_head_dim"):  # both of them have an effect
+        for setting in ("mup_base_width", "mup_base_head_dim"):  # each of the two does something
             plain = scaled(config.model.family).model
             plain.tie_word_embeddings = config.model.tie_word_embeddings
             setattr(plain, setting, 64 if setting == "mup_base_width" else None)
@@ -229,7 +227,7 @@ def test_a_checkpoint_is_refused_under_other_multipliers(tmp_path):
     ) as caught:
         check_multipliers(plain.model, "step-2", manifest)
     assert caught.value.exit_code == ExitCode.run_state
-    # A resume under another base, and a new run from the weights, both report it.
+    # A resume under another base, and a new run from the weights, both say so.
     config.model.mup_base_width, config.training.stop_after_steps = 16, None
     with pytest.raises(RanksFailed, match=r"this configuration has 0\.25"):
         train_cases(1, [Case(tiny_plan(config, 1), run, attempt=2)])

@@ -1,4 +1,4 @@
-"""Tests of a directory with added tokens: against transformers, and as a start of a run."""
+"""A directory with more tokens: against transformers, and as a start like any other."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_tokens_that_are_there_are_refused_and_nothing_is_left(tmp_path: Path) -
 
 
 def test_what_is_not_the_model_of_its_configuration_is_refused(tmp_path: Path) -> None:
-    """Otherwise rows beyond the configuration's vocabulary would be lost."""
+    """Else rows that the configuration does not count would be lost."""
     base = tmp_path / "base"
     ids = write_base(base)
     whole = json.loads((base / "config.json").read_text())

@@ -1,6 +1,4 @@
-"""Tests of the process behind `evaluate`, `sample` and `export`: its answers about missing
-inputs.
-"""
+"""The process behind `evaluate`, `sample` and `export`: its answers when something is missing."""
 
 import json
 import shutil
@@ -21,7 +19,7 @@ from trainctl.runs.layout import RunPaths
 
 
 def offline(task, *arguments):
-    """Return exit code and last answer of a process forked with everything imported."""
+    """Exit code and last answer, of a process that is forked with everything imported."""
     words = [task, *map(str, arguments)]
     ((code, answer),) = server().run("offline_probe:answer", words, 1, SECONDS)
     return code, json.loads(answer)
@@ -40,7 +38,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_goes_meanwhile_is_an_answer(run):
-    """Rotation may remove it between the choice and the reading."""
+    """Rotation may take it between the choice and the reading."""
     missing = run.checkpoints / "step-00000001"
     drawn = ("--prompt=x", "--tokens=1", "--temperature=1")
     code, answer = offline("sample", run.root, missing, *drawn)
@@ -53,7 +51,7 @@ def test_a_corpus_that_the_cache_lost_is_made_again_if_it_is_the_same(run, tmp_p
     shutil.rmtree(tmp_path / "cache")
     code, answer = offline("evaluate", run.root, checkpoint, "--samples=2")
     assert code == 0 and answer["result"]["samples"] == 2
-    assert answer["result"]["loss"] == pytest.approx(5.56, abs=0.3)  # ln 260: an untrained model
+    assert answer["result"]["loss"] == pytest.approx(5.56, abs=0.3)  # ln 260: it knows nothing
     shutil.rmtree(tmp_path / "cache")
     write_json(run.corpus, asdict(replace(Corpus.load(run.corpus), digest="another")))
     code, answer = offline("evaluate", run.root, checkpoint, "--samples=2")

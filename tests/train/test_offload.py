@@ -1,7 +1,7 @@
-"""Tests of states in host memory and on NVMe: the curve equals that of states on the device, and
-checkpoints are equal bit for bit. Each rank must end with exit code 0 (`fork_server`).
+"""States in host memory and on NVMe: the curve is that of states on the device, and they are saved
+and loaded like any other, bit for bit. Each rank must end with exit code 0 (`fork_server`).
 
-DeepSpeed compiles the operators at their first use, which takes minutes.
+DeepSpeed compiles what it needs for this when it is first used, which takes minutes.
 """
 
 from pathlib import Path
@@ -42,13 +42,13 @@ def plan(stage, optimizer, parameters="none", nvme=None, *, precision=FP32, rati
         config.zero_stage.max_live_parameters = 10_000_000
         config.offload.nvme_path = str(nvme)
         config.offload.buffer_size = 3_000_000
-        config.offload.buffer_count = 32  # each gathered parameter holds one
+        config.offload.buffer_count = 32  # each parameter that is gathered holds one
         config.offload.max_in_cpu = 0
     return tiny_plan(config, 2)
 
 
 def assert_resumes_exactly(folder, plan, probe=""):
-    """Train whole, and in two parts; return the undisturbed run and the result of `probe`."""
+    """Train whole, and in two parts; the run that was not disturbed, and what `probe` returned."""
     whole, parts = RunPaths(folder / "whole"), RunPaths(folder / "parts")
     train_cases(2, [Case(plan, whole)], probe=probe)
     train_cases(2, [Case(with_stop(plan, HALF), parts)], probe=probe)
@@ -77,7 +77,7 @@ def test_host_memory(tmp_path):
 
 
 def test_a_part_on_the_device(tmp_path):
-    """The parameters on the device have a separate optimizer, which follows the schedule and is
+    """The parameters on the device have an optimizer of their own. It follows the schedule and is
     checkpointed.
     """
     reference = RunPaths(tmp_path / "reference")
@@ -110,10 +110,10 @@ def test_nvme(tmp_path, parameters):
     run = RunPaths(tmp_path / "crashed")
     left = train_cases(2, [Case(made, run)], probe="format_probe:die_with_swapped_files")[0]
     assert left and all(Path(path).exists() for path in left)
-    # Another run on the same drive leaves these files alone and none of its own.
+    # Another run beside it, with the same drive, touches nothing of it and leaves nothing.
     assert_resumes_exactly(tmp_path, made)
     assert all(Path(path).exists() for path in left)
     assert len(list(drive.iterdir())) == 1
-    # The next launch of the crashed run removes them.
+    # The next launch of the run that crashed does.
     train_cases(2, [Case(with_stop(made, 1), run, attempt=2)])
     assert list(drive.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Tests of each optimizer against a reference, at every ZeRO stage, and from checkpoints."""
+"""Each optimizer against a reference, at every ZeRO stage, and from checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def optimized(kind: str, stage: int = 0, **training: object) -> RunConfig:
 
 
 TOLERANCE = {
-    # Rounding of sums in another order; the sign of a tiny momentum may flip.
+    # Rounding: sums in another order; of a momentum that is nearly nothing, the sign.
     "adafactor": 1e-4,
     "lamb": 1e-3,
     "lion": 1e-3,
@@ -86,7 +86,7 @@ def test_matrices_are_orthogonalised_as_by_torch(shape):
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
 def test_muon_s_step_is_as_large_whichever_way_a_matrix_lies(shape):
-    """gpt2 stores the same layer transposed, with inputs in rows."""
+    """gpt2's have their inputs in rows: the same layer, transposed."""
     matrix, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     changes = []
     for turn, inputs_first in ((lambda m: m, False), (torch.t, True)):
@@ -135,7 +135,7 @@ SAVED, END = 3, 5
 def test_every_stage_trains_and_resumes_from_every_other(tmp_path):
     stays, moves = [(stage, stage) for stage in range(4)], [(0, 1), (1, 2), (2, 3), (3, 0)]
     kinds = ("adamw", *OWN)
-    # Each kind takes two of the transitions, and half of the kinds take each transition.
+    # Each kind moves by two of the ways, and each way is gone by half of the kinds.
     ways = {kind: [*stays, *moves[number % 2 :: 2]] for number, kind in enumerate(kinds)}
     for kind, curves in _train_and_resume(ways, tmp_path).items():
         for trained in curves.values():

@@ -1,4 +1,4 @@
-"""Tests of the sample order: a permutation, a pure function, and constant memory."""
+"""The sample order is a permutation, pure, and in constant memory."""
 
 import numpy as np
 from hypothesis import given

@@ -1,6 +1,6 @@
-"""Tests that every layout that a plan allows gives the curve of one process.
+"""Every layout that a plan allows gives the curve of one process.
 
-`scripts/parity.py` trains the whole product; here every pair of choices occurs once, in few steps.
+The whole product is `scripts/parity.py`; here every pair of choices is had once, in few steps.
 """
 
 import functools
@@ -47,7 +47,8 @@ def legal():
 
 
 def is_wanted(combination):
-    """Return True if the plan allows it. Large models other than llama take too long."""
+    """Whether the plan allows it, and it is not a large model other than the reference's, which
+    would take long."""
     is_other = combination.large and combination.model != "llama"
     return not is_other and judge(combination).plan is not None
 
@@ -58,7 +59,7 @@ def places(combination):
 
 @functools.cache
 def quick():
-    """Return combinations of all pairs on two processes that need no compiler."""
+    """Pairs that need no compiler and two processes only."""
     return tuple(pairwise(c for c in product(model=MODELS) if is_quick(c) and is_wanted(c)))
 
 
@@ -79,7 +80,7 @@ def rest():
 
 
 def size(combination):
-    """Return steps and tokens."""
+    """Steps and tokens."""
     if combination.precision == "fp32":
         return FEW, TOKENS
     if combination.large:
@@ -90,13 +91,13 @@ def size(combination):
 def held_against(combination):
     """Return the reference combination, and the combination that measures the tolerance, if any."""
     if combination.large and combination.precision == "bf16":
-        # A large model is expensive in many steps; offload to a drive can change little else.
+        # Enough steps of a large model would be dear; what a drive may change is less.
         return replace(combination, offload=FROM_MEMORY[combination.offload]), None
     return combination.reference, combination.spread
 
 
 def assert_parity(folder, combinations, *, together=False):
-    """Train all combinations, then report each excess difference."""
+    """Train them all, then say of each that is off by how much."""
     wanted = [each for c in combinations for each in (c, *held_against(c)) if each is not None]
     curves = train_all(wanted, folder, size, together=together)
     wrong = {}
@@ -118,7 +119,7 @@ def test_quick_pairs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles offload operators at their first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
 def test_all_other_pairs(tmp_path):
     assert_parity(tmp_path, rest(), together=True)
 

@@ -1,4 +1,4 @@
-"""Tests that DeepSpeed keys that are passed through do not change training, on two ranks."""
+"""Keys of DeepSpeed's that are passed through train as without them, on two ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES = {
     ),
     "whole gradients of partitions": (
         {"zero_stage__stage": 3, "zero_stage__reduce_scatter": False},
-        [{"gradient_predivide_factor": 4.0}],  # the number of ranks, 2.0, is TC431
+        [{"gradient_predivide_factor": 4.0}],  # 2.0, the number of ranks, is TC431
     ),
     **{
         f"stage {stage}": (
@@ -98,7 +98,7 @@ def config(keys, **changes):
         sequence_length=32,
         evaluation_samples=0,
         optimizer__lr=1e-3,
-        optimizer__gradient_clipping=0.5,  # active in every step
+        optimizer__gradient_clipping=0.5,  # always active
         schedule__warmup_steps=2,
         checkpoint__every_steps=2,
         **changes,
@@ -143,7 +143,7 @@ def test_what_is_passed_through_changes_no_loss_and_no_norm(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles the swap operators at their first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles what swaps when it is first used
 def test_tuning_for_nvme_changes_no_loss_and_no_norm(tmp_path):
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("needs the headers of libaio (Debian's libaio-dev)")

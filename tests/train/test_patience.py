@@ -1,4 +1,4 @@
-"""Tests of counting evaluations without improvement."""
+"""Counting evaluations without improvement."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Tests that every number format trains, and resumes from a checkpoint bit for bit."""
+"""Every number format trains, and goes on from a checkpoint bit for bit."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ LOWER_BY = 0.3
 BF16, FP32 = DataType.bf16, DataType.fp32
 
 FORMATS = {
-    # DeepSpeed's ZeRO 1 has a separate wrapper for it.
+    # ZeRO 1 has a wrapper of its own for it in DeepSpeed.
     "fp32-accumulation": (PrecisionConfig(gradient_accumulation=FP32), (1, 2, 3)),
     "low-memory": (PrecisionConfig(master_weights=BF16, optimizer_states=BF16), (2,)),
     "fp32-communication": (PrecisionConfig(communication=FP32), (0,)),
@@ -49,7 +49,7 @@ def config(precision, stage, steps=STEPS):
 
 
 def assert_resumes_exactly(folder, plan, probe=""):
-    """Train whole, and in two parts; return the undisturbed run."""
+    """Train whole, and in two parts; the run that was not disturbed."""
     whole, parts = RunPaths(folder / "whole"), RunPaths(folder / "parts")
     train_cases(plan.mesh.world_size, [Case(plan, whole)], probe=probe)
     train_cases(plan.mesh.world_size, [Case(with_stop(plan, HALF), parts)], probe=probe)
@@ -140,7 +140,7 @@ def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
     skipped = [event["step"] for event in steps if event.get("skipped")]
     assert skipped == list(range(1, len(skipped) + 1)) and 3 <= len(skipped) <= 9
     scales = [event["loss_scale"] for event in steps]
-    assert scales[0] == 2.0 ** (23 + hysteresis - 1)  # with 2 the first overflow is only counted
+    assert scales[0] == 2.0 ** (23 + hysteresis - 1)  # with 2 the first overflow is only noted
     assert scales[-1] == 2.0 ** (23 + hysteresis - len(skipped))
     for event in steps:
         factor = Curve.of(plan).factor(event["step"] - 1)

@@ -1,4 +1,4 @@
-"""Tests of preference pairs: their samples, and one curve on every layout, equal to TRL's."""
+"""Pairs of answers: what a sample of them is, and one curve on every layout, which is TRL's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TRL = Path(__file__).parents[1] / "support" / "trl_dpo.py"
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write sums with the right answer preferred; two of the pairs are longer than a sample."""
+    """Sums, the right one preferred; two of the pairs are longer than a sample."""
     dice, file = random.Random(3), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = []
     for _ in range(PAIRS):
@@ -149,7 +149,7 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
     asks = write(prompt, add_generation_prompt=True)
     whole = [write([*prompt, *answer]) for answer in answers.values()]
     is_wide = marked_vocab_size(tokenizer.vocab_size) > 1 << 16
-    stored = found.astype("<u4" if is_wide else "<u2")  # in a store's format
+    stored = found.astype("<u4" if is_wide else "<u2")  # as a store has them
     assert without_marks(stored).tolist() == [*whole[0], *whole[1]]
     learnt = [place >= len(asks) for each in whole for place in range(len(each))]
     assert loss_mask_of(stored).tolist() == learnt
@@ -206,7 +206,7 @@ def test_losses_are_those_of_their_papers():
 @pytest.mark.parametrize("kind", ["dpo", "simpo", "orpo"])
 def test_an_answer_that_is_certain_has_a_gradient(kind):
     logs = torch.zeros(3, 4, requires_grad=True)
-    labels = torch.tensor([[1, 1, 1, 1]] * 2 + [[IGNORED_LABEL] * 4])  # and one that is not a pair
+    labels = torch.tensor([[1, 1, 1, 1]] * 2 + [[IGNORED_LABEL] * 4])  # and one that is no pair
     documents = torch.tensor([[0, 0, 1, 1]] * 3)
     certain = logs + torch.tensor([[0.0, 0.0, -3.0, -3.0], [-3.0, -3.0, 0.0, 0.0], [0.0] * 4])
     loss, _ = ObjectiveLoss(new_section("objective", kind))(

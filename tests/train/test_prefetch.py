@@ -1,4 +1,4 @@
-"""Tests of prefetched batches: which ones, their order, and errors."""
+"""Batches made ahead of their step: which ones, in which order, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAMP = Batches((BatchPhase(first_step=0, batch=batch(4)), BatchPhase(first_step=
 
 
 class Data:
-    """Data source that records its requests and their threads."""
+    """Notes what it is asked for, and by whom."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ def settle(data: Data, count: int) -> None:
     end = time.monotonic() + 10
     while len(data.asked) < count and time.monotonic() < end:
         time.sleep(0.001)
-    time.sleep(0.02)  # waits for a request that must not come
+    time.sleep(0.02)  # for more, which there must not be
 
 
 def test_each_step_has_its_own_samples_and_only_the_next_few_are_made() -> None:
@@ -78,13 +78,13 @@ def test_each_step_has_its_own_samples_and_only_the_next_few_are_made() -> None:
 
 
 def test_what_was_not_foreseen_is_made_and_the_rest_is_dropped() -> None:
-    """Skipped samples, a rewind into the ramp, and out of it again."""
+    """Passed over, rewound into the ramp, and out of it again."""
     data = Data()
     with ahead(data) as batches:
         for step, first in ((4, 100), (4, 108), (1, 116), (2, 120), (3, 124), (4, 132), (9, 7)):
             passes = RAMP.at(step).gradient_accumulation_steps
             assert batches.take(step, first) == [(first, passes)]
-    asked = iter(data.asked)  # in this order, whatever was prefetched in vain between them
+    asked = iter(data.asked)  # in this order, whatever was made in vain between them
     assert all(each in asked for each in ((100, 2), (108, 2), (116, 1), (120, 1), (7, 2)))
 
 
@@ -98,7 +98,7 @@ def test_an_error_is_raised_by_the_step_that_it_is_of_and_by_no_other() -> None:
         assert any(entry.name == "step" for entry in caught.traceback)
         assert batches.take(2, 8) == [(8, 1)]
         settle(data, 5)
-        assert batches.take(3, 13) == [(13, 2)]  # 12 was skipped, and its error is not raised
+        assert batches.take(3, 13) == [(13, 2)]  # 12 was passed over, and nobody hears of it
 
 
 def test_it_ends_while_a_step_is_being_made() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the profiler's window: its steps, and files that are complete or missing."""
+"""The profiler's window: which steps are in it, and that its files are whole or not there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.train.callbacks.profile import Profiler
 
 
 def run(folder: Path, window: list[int], steps: Iterable[int], *, rank: int = 0) -> Profiler:
-    """Make steps that each do one matrix product under a name of their own."""
+    """Steps that each do one matrix product under a name of their own."""
     config = LoggingConfig(profile_steps=window, profile_ranks=[0])
     made = Profiler(config, rank=rank, folder=folder, device=torch.device("cpu"))
     with made as profiler:
@@ -28,7 +28,7 @@ def run(folder: Path, window: list[int], steps: Iterable[int], *, rank: int = 0)
 
 
 def recorded(folder: Path) -> list[int]:
-    """Return the numbers of the steps in the trace."""
+    """Numbers of the steps in the trace."""
     with gzip.open(folder / "rank-0.trace.json.gz") as stream:
         events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
     names = {event["name"] for event in events if event["name"].startswith("of step ")}

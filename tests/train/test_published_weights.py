@@ -1,7 +1,6 @@
-"""Tests of any architecture: trainctl reads and exports what transformers saves, and transformers
-loads it.
+"""Any architecture: what transformers saves, trainctl reads and exports, and transformers loads.
 
-One process acts as a rank; `test_architectures` trains on ranks from such weights.
+In one process, as a rank does it; that ranks train from such weights is in `test_architectures`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.engines.shards import Shard, read_shard
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import persistent_buffers
-from trainctl.plan.groups import parameter_groups as plan_groups
 from trainctl.plan.identity import description
+from trainctl.plan.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.checkpoint.export import export
 from trainctl.train.checkpoint.tensor_file import write_tensors
@@ -105,7 +104,7 @@ def test_what_transformers_saves_is_read_and_what_is_exported_is_loaded(kind, tm
     assert set(laws) == {name for name, _ in ours.named_parameters()}
     materialise(ours, SafetensorsWeights(tmp_path / "from", ours), CPU)
     assert float((logits(ours) - logits(theirs)).abs().max()) <= 1e-6
-    with torch.no_grad():  # one step of each kind
+    with torch.no_grad():  # a step of a kind
         for parameter in ours.parameters():
             parameter.mul_(1.01)
         for buffer in persistent_buffers(ours):
@@ -127,7 +126,7 @@ def test_what_transformers_saves_is_read_and_what_is_exported_is_loaded(kind, tm
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_plan_and_rank_have_the_same_groups(kind, tmp_path):
-    """Norms, biases (of all experts too) and embeddings are not decayed, whatever their names."""
+    """Norms, biases (of all experts too) and embeddings undecayed, whatever they are called."""
     made(kind).config.save_pretrained(tmp_path)
     config = configured(of_directory(tmp_path, kind))
     if not config.model.has_closed_form:
@@ -192,7 +191,7 @@ def test_a_range_of_experts_is_read_from_their_own_files_alone(tmp_path):
     mine = read_shard(
         lambda start, end: source.read(FUSED, whole.shape, start, end), shard, 0, whole.numel() // 2
     )
-    halves = [part.chunk(2, dim=1)[1] for part in whole.chunk(2, dim=1)]  # gate and up
+    halves = [part.chunk(2, dim=1)[1] for part in whole.chunk(2, dim=1)]  # of gate, and of up
     assert torch.equal(mine.view(4, -1, 32), torch.cat(halves, 1))
 
 
@@ -233,6 +232,6 @@ def test_what_a_directory_says_of_buffers_is_kept_in_fp32(tmp_path):
     assert load_file(tmp_path / "out/model.safetensors")[BIAS].dtype == torch.float32
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest = {k: v for k, v in manifest.items() if k not in ("buffers", "sha256")}
-    write_manifest(saved, manifest)  # in the format of an older version
+    write_manifest(saved, manifest)  # as an older version wrote it
     export(configured(config), saved, tmp_path / "old", dtype=torch.float32)
     assert not load_file(tmp_path / "old/model.safetensors")[BIAS].any()

@@ -1,4 +1,4 @@
-"""Tests of adapters on an 8- or 4-bit base: against bitsandbytes and PEFT, on layouts, exported."""
+"""Adapters beside a base in 8 or 4 bits: against bitsandbytes and PEFT, on layouts, exported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IDS = torch.arange(64).view(2, 32) * 3 % 251
 
 
 class Drawn:
-    """Matrix of a layer, which records the parts that are read at once."""
+    """A matrix of that layer, and what of it was read at once."""
 
     def __init__(self, layer: LinearLayer = LAYER) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -171,8 +171,7 @@ def curve_of_peft(base: Path, name: str, run: RunPaths, plan: RunPlan) -> list[f
     model = peft.prepare_model_for_kbit_training(
         base_of_peft(base, name), use_gradient_checkpointing=False
     )
-    # Otherwise both operands of a product are int8.
-    model = peft.get_peft_model(model, settings).train()
+    model = peft.get_peft_model(model, settings).train()  # else products are of int8, both sides
     drawn = initial_adapter(config.training.seed, config, Drawn(), {})
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.no_grad():
@@ -225,9 +224,7 @@ def test_a_checkpoint_holds_the_adapter_and_says_how_its_base_was_held(trained, 
 
 @pytest.mark.parametrize("name", ["nf4-double", "int8"])
 def test_exports_are_what_was_trained(tmp_path: Path, trained, base: Path, name: str) -> None:
-    """Compared are PEFT's layers on transformers' quantized base, the merged model, and the
-    evaluation.
-    """
+    """PEFT's layers on transformers' quantized base, the merged model, and what is evaluated."""
     run, plan = trained[name]
     export_adapter(plan.config, newest(run), tmp_path / "adapter", dtype=torch.float32)
     written = export(plan.config, newest(run), tmp_path / "merged", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Tests of recomputed blocks: equal gradients, less memory, and the device of kept inputs."""
+"""Recomputed blocks: the same gradients, less kept, and inputs that wait where they should."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ def wrapped(model, group=None, *, mode, **settings):
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counter of the bytes of all live storages created within the context."""
+    """The bytes of all storages made within it that are still there, whoever holds them."""
 
     def __init__(self, model):
         super().__init__()
@@ -72,7 +72,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def trained(model):
-    """Return the loss, gradients by name, and the bytes kept for the backward pass."""
+    """Loss, gradients by name, and the bytes that wait for the backward pass."""
     ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
     with LiveTensors(model) as live:
         loss = model(input_ids=ids, labels=ids).loss
@@ -132,7 +132,7 @@ def test_a_block_is_recomputed_in_the_backward_pass_and_not_computed_twice_befor
 
 
 class Products(TorchDispatchMode):
-    """Counter of the products that `selective` promises to keep."""
+    """Counts what `selective` promises to keep."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ def test_a_kept_product_that_is_summed_in_place_is_not_summed_twice(tmp_path):
 
 
 def trained_on_ranks(tmp_path, *changes):
-    """Return curves of 6 fp32 steps on two processes, which must agree."""
+    """Curves of 6 fp32 steps on two processes, the same for all."""
     cases = []
     for index, change in enumerate(changes):
         config = tiny_config(steps=6)

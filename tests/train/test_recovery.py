@@ -1,4 +1,4 @@
-"""Tests that a bad batch is survived with any extra state: optimizers, a ramp, layouts of four."""
+"""A spoilt run recovers whatever has a state of its own: optimizers, a ramp, layouts of four."""
 
 from functools import partial
 
@@ -75,7 +75,7 @@ def test_a_batch_that_is_skipped_where_a_ramp_grows(tmp_path, stage):
     ("axis", "policy"), [("tensor", SKIP), ("pipeline", REWIND), ("sequence", REWIND)]
 )
 def test_four_ranks_decide_alike_what_two_have_seen(tmp_path, axis, policy):
-    """Two data ranks of two ranks each, in bf16; one of them has the bad sample."""
+    """Two data ranks of two each, in bf16; one of them has the bad sample."""
     settings = {f"parallelism__{axis}": 2, "optimizer__layer_lr_decay": 0.7}
 
     def made(policy):
@@ -87,7 +87,7 @@ def test_four_ranks_decide_alike_what_two_have_seen(tmp_path, axis, policy):
     found = train_poisoned(
         Poisoned(made(policy), spoilt, poison=((bad, NAN),), gradient_only=not has_losses), 4
     )
-    since = 3 if policy is SKIP else 2  # only the batch, or everything since the checkpoint
+    since = 3 if policy is SKIP else 2  # the batch alone, or all from the checkpoint on
     wanted = train_poisoned(Poisoned(made(policy), clean, missing=((since * BATCH, 4 * BATCH),)), 4)
     assert [one.error for one in found] == [""] * 4
     assert curve(spoilt) == curve(clean)
@@ -98,7 +98,7 @@ def test_four_ranks_decide_alike_what_two_have_seen(tmp_path, axis, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles the swap operators at their first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles what swaps when it is first used
 def test_parameters_on_nvme_are_those_of_the_checkpoint(tmp_path):
     settings = on_nvme(tmp_path, parameters=OffloadDevice.nvme)
     made = partial(plan, 3, DataType.fp32, **settings)

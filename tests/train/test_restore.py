@@ -56,7 +56,7 @@ def test_a_flipped_byte_is_found_and_the_next_older_one_is_read(run, process, ca
     said = capsys.readouterr().out
     assert "step-00000003: rank-00000.safetensors is damaged" in said
     assert "step-00000002: rank-00000.safetensors has 0 bytes" in said
-    # Otherwise rotation would keep it as the newest in place of an intact one.
+    # Had it stayed, rotation would keep it as the newest in place of an intact one.
     assert [info.step for info in checkpoints.list_checkpoints(run)] == [1]
     assert len(list(run.checkpoints.glob("step-00000003.damaged-*"))) == 1
 
@@ -83,7 +83,7 @@ def test_weights_come_from_a_run_or_one_of_its_checkpoints(run, process, tmp_pat
 
 
 def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
-    """Either side may have more tensors, also where the checkpoint names no model."""
+    """Whichever of the two has more, and where the checkpoint does not say which model it is of."""
     shapes = facts(3)["shapes"]
     found = newest_valid_checkpoint(run, process)
     assert found is not None
@@ -137,7 +137,7 @@ def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process
     asked = r"asked for is wider \(mistral, 4 blocks of width 256\)"
     with pytest.raises(TrainctlError, match=rf"{saved}, and {asked}; model.family was"):
         found.check(wider, shapes)
-    del found.manifest["model"]["name"]  # from before manifests had the field
+    del found.manifest["model"]["name"]  # of before manifests had it
     with pytest.raises(TrainctlError, match="of a llama of 4 blocks of width 128, and asked for"):
         found.check(wider, shapes)
     whole_weights(found, FullModel(longer, None, shapes), is_start=True)
@@ -196,7 +196,7 @@ def test_another_loss_at_a_replayed_step_stops_and_says_both(tmp_path, process):
     assert sorted(expected.expected) == [11, 12]
     assert check(expected, 11, 5.0 + 4e-5) is not None
     assert check(expected, 13, 1.0) is None
-    assert check(expected, 11, 1.0, shift=8) is None  # other samples: a batch was skipped
+    assert check(expected, 11, 1.0, shift=8) is None  # of other samples: a batch was passed over
     with pytest.raises(TrainctlError, match=r"step 12 is 5\.01, but attempt 1 had 5\.0") as failure:
         check(expected, 12, 5.01)
     assert failure.value.exit_code is ExitCode.training_failed

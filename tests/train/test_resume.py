@@ -1,4 +1,4 @@
-"""Tests that an interrupted and resumed run has the curve of an uninterrupted one, bit for bit."""
+"""A run that was interrupted and resumed has the curve of one that was not, bit for bit."""
 
 import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
@@ -61,7 +61,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     replayed = [event for event in read_events(run.events) if event["event"] == "replay"]
     assert [event["step"] for event in replayed] == [3, 4]
     assert all(event["loss"] == event["expected"] for event in replayed)
-    # A new run from these weights begins with them, with its own steps and data.
+    # A new run from the weights of this one begins where it is, with its own steps and data.
     assert list(curve(other)) == [1, 2] and curve(other)[1][0] < curve(run)[1][0] - 0.2
 
 

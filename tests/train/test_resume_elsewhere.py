@@ -1,7 +1,7 @@
-"""Tests that a run resumes with the same curve and the same samples on another layout.
+"""A run goes on with the same curve and the same samples on another layout.
 
-Covers every pair of stages with two pairs of process counts, once with offload on the way and once
-without; `scripts/resume_matrix.py` runs the full product.
+Every pair of stages with two pairs of process counts, once by way of offload and once without; the
+full product is `scripts/resume_matrix.py`.
 """
 
 import pytest

@@ -1,8 +1,7 @@
-"""Tests that a run resumes with the same curve, samples and weights on other model-parallel
-layouts.
+"""A run goes on with the same curve, samples and weights where the model is cut otherwise.
 
-Tensor shards, pipeline stages, sequence parts and all of them together, there and back; exports
-from each are the same model.
+Tensor shards, pipeline stages, sequence parts and all of them together, there and back; what is
+exported from each is the same model.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of `data show`: a sample's content against the text that it was made of."""
+"""`data show`: what was in a sample, against the text that it was made of."""
 
 import json
 from dataclasses import asdict
@@ -56,7 +56,7 @@ def shown(plan, counters, most=0):
 
 
 def documents(folder, pattern):
-    """Return text, file and line of each document, in order."""
+    """Text, file and line of each document, in order."""
     for file in sorted(folder.glob(pattern)):
         if file.suffix != ".jsonl":
             yield file.read_text(), str(file), None
@@ -79,8 +79,7 @@ def test_each_passage_is_where_it_says(texts, pattern):
         for passage in sample.passages:
             text, file, line = source[passage.document]
             assert (passage.file, passage.line) == (file, line)
-            # The position behind the last byte is the end token.
-            found += text[passage.start : passage.end]
+            found += text[passage.start : passage.end]  # one past its end is the end of document
         assert sample.text == found
         own = tokens[sample.first_token : sample.first_token + LENGTH]
         assert ByteTokenizer().decode(own.tolist()) == found

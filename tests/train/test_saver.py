@@ -1,4 +1,4 @@
-"""Tests of background saves: content, waiting, and the state after failures."""
+"""Saving behind the training: what is saved, who waits, and what is left when it goes wrong."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def process():
 
 @pytest.fixture
 def held(monkeypatch):
-    """Gate at which writers wait before they begin."""
+    """Writers wait at this gate before they begin."""
     gate = threading.Event()
 
     def hold(*arguments, **options):
@@ -82,13 +82,13 @@ def test_the_next_save_waits_for_the_last(run, process, held):
 
 
 class OnDevice(torch.Tensor):
-    """Tensor that claims to be on a device."""
+    """A tensor that says it is on a device."""
 
     device = torch.device("cuda")
 
 
 def test_the_loop_goes_on_when_the_device_s_copies_are_there(run, process, monkeypatch):
-    """This holds also if the last tensor of a partly offloaded optimizer is in host memory."""
+    """Also where the last tensor of a partly offloaded optimizer is in host memory."""
     waits, make = [], torch.empty
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
     monkeypatch.setattr(
@@ -124,7 +124,7 @@ def test_the_weights_alone_are_saved_beside_in_their_own_format(run, process, as
     assert [info.step for info in alone] == [2, 3]
     assert all(verify(info.path) == [] for info in alone)
     (whole,) = checkpoints.list_checkpoints(run)
-    assert alone[0].size_bytes < whole.size_bytes / 3.5  # 2 bytes per element instead of 8
+    assert alone[0].size_bytes < whole.size_bytes / 3.5  # 2 bytes an element in place of 8
     weights = Checkpoint(alone[1].path)
     values = weights.read("parameter.0.1", torch.Size([NUMEL]), 0, NUMEL)
     assert torch.equal(values, torch.full((NUMEL,), 1.001).bfloat16().float())
@@ -195,7 +195,7 @@ def fail_on_one_rank(cases, process):
         problem = ""
     except TrainctlError as error:
         problem = error.message
-    process.barrier()  # the first rank cleans up
+    process.barrier()  # the first rank clears up
     after_failure = saved_steps(run) + [path.name for path in run.checkpoints.glob(".*")]
     process.barrier()
     saver_module.write_checkpoint = original

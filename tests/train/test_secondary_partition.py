@@ -1,4 +1,4 @@
-"""Tests of ZeRO++ hpZ: the node's secondary copy of the parameters is always up to date."""
+"""ZeRO++ hpZ: the copy of the parameters within a node is always the one that was updated last."""
 
 import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
@@ -7,7 +7,7 @@ from trainctl.config.schema import DataType
 from trainctl.runs.layout import RunPaths
 
 STEPS, HALF = 4, 2
-WORLD_SIZE = 4  # two nodes with two ranks each
+WORLD_SIZE = 4  # two nodes of two
 
 
 def plan(partition):
@@ -21,7 +21,7 @@ def plan(partition):
 
 @pytest.mark.slow
 def test_the_curve_is_that_of_one_partition(tmp_path):
-    """Stale weights would make the first forward pass read uninitialised memory."""
+    """Late weights would make the first forward pass read uninitialised memory."""
     plain, node, parts = (RunPaths(tmp_path / name) for name in ("plain", "node", "parts"))
     hpz = plan(2)
     train_cases(WORLD_SIZE, [Case(plan(1), plain), Case(hpz, node)])

@@ -34,7 +34,7 @@ def clipped(*, steps, large=False, **changes):
         "sequence_length": 32,
         "precision__compute": "fp32",
         "optimizer__lr": 1e-3,
-        "optimizer__gradient_clipping": 0.5,  # active in every step
+        "optimizer__gradient_clipping": 0.5,  # always active
         "schedule__warmup_steps": 2,
         "checkpoint__at_end": False,
     }
@@ -82,7 +82,7 @@ def test_a_batch_ramp_over_tensor_shards(tmp_path):
 
 
 def on_nvme(folder: Path, *, parameters: OffloadDevice):
-    """Return the settings for NVMe; skips where nothing can be swapped."""
+    """Settings; skips where nothing can be swapped."""
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("needs the headers of libaio (Debian's libaio-dev)")
     return {
@@ -97,7 +97,7 @@ def on_nvme(folder: Path, *, parameters: OffloadDevice):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles the swap operators at their first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles what swaps when it is first used
 def test_a_batch_ramp_with_states_on_nvme(tmp_path):
     layouts = [
         on_nvme(tmp_path, parameters=OffloadDevice.none),
@@ -110,7 +110,7 @@ def test_a_batch_ramp_with_states_on_nvme(tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", [{}, {"parallelism__tensor": 2}], ids=["alone", "tensor"])
 def test_one_data_rank_recomputes_with_weights_from_nvme(tmp_path, layout):
-    """The rank has the whole weight, and its read buffer is meanwhile used again."""
+    """It has all of a weight, and the buffer that this is read into is used again meanwhile."""
     alone = trained(tmp_path / "alone", clipped(steps=3, large=True, **ALONE), 1)
     swapped = on_nvme(tmp_path, parameters=OffloadDevice.nvme)
     config = clipped(steps=3, large=True, **swapped, **layout)
@@ -121,7 +121,7 @@ def test_one_data_rank_recomputes_with_weights_from_nvme(tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_gradients_are_changed_on_nvme(tmp_path):
-    """DeepSpeed reads and writes the gradients there, and clips by norms measured on the way."""
+    """DeepSpeed reads and writes them there, and clips by norms that it took on the way."""
     changes = {
         "gradients__centralize": True,
         "gradients__clip_value": 5e-4,
@@ -188,9 +188,7 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
 
 
 def fp16_case(run, **layout):
-    """Return a case planned for GPUs, then moved to CPU processes, and their number; CPUs refuse
-    fp16.
-    """
+    """Planned for GPUs, then moved to CPU processes, which a plan is refused for; their number."""
     precision = {"precision__compute": "fp16", "precision__initial_scale_power": 18}
     config = clipped(steps=6, **precision, **layout)
     config.optimizer.layer_lr_decay = 0.7
@@ -223,7 +221,7 @@ HOSTED = ("adam", "lion", "sgd")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles their kernels at their first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles their kernels when they are first used
 @pytest.mark.parametrize("kind", HOSTED)
 def test_optimizers_update_and_resume_in_host_memory(kind, tmp_path):
     def config(stage, offload=OffloadDevice.cpu):

@@ -1,4 +1,4 @@
-"""Tests of other architectures on the axes that may split them: the curve of one process."""
+"""Other architectures along the axes that may cut them: the curve of one process."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ FEW = 4
 
 
 def on_rank(model, index, size):
-    """Return the parts of the directory's model that tensor rank `index` of `size` holds."""
+    """Return the pieces of the directory's model that tensor rank `index` of `size` holds."""
     built = skeleton(model, torch.float32)
     axis = Axis(index, tuple(range(size)), None)
     return shard_model(built, whole_pieces(built), axis, sequence_sharded_norms=False)
@@ -44,7 +44,7 @@ def test_experts_are_shared_out_by_their_width(kind, tmp_path):
 
 
 def test_what_does_not_divide_is_refused_before_a_launch(tmp_path):
-    model = directory(tmp_path, "deepseek_v3")  # its attention is not split: only widths count
+    model = directory(tmp_path, "deepseek_v3")  # its attention is not cut: only widths count
     (finding,) = plan(model, {"tensor": 3}, steps=1)
     assert finding.rule == "TC003"
     assert "tensor=3 does not divide the units of model.layers.1.mlp" in finding.message

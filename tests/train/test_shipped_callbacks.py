@@ -1,4 +1,4 @@
-"""Tests of the shipped callbacks' numbers against direct computations in plain torch."""
+"""Numbers of the shipped callbacks, against direct computations in plain torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trained(folder: Path, config: RunConfig, processes: int = 2) -> RunPaths:
 
 
 def first_batch(config: RunConfig, folder: Path) -> tuple[nn.Module, Any]:
-    """Return the initial model, and the first global batch as one micro-batch."""
+    """Return the model at its first weights, and the first global batch as one micro-batch."""
     plan, run = tiny_plan(config, 1), RunPaths(folder)
     model = skeleton(config.model, torch.float32)
     source = SeedWeights.of(config.model, model, config.training.seed)
@@ -114,7 +114,7 @@ def test_statistics_of_layers_are_those_of_plain_torch(tmp_path: Path, layout: s
 
 
 def test_dead_units_are_counted_over_all_ranks(tmp_path: Path) -> None:
-    """A threshold between the units' largest activations splits them as on one process."""
+    """A bound between the units' largest activations splits them as in one process."""
     model_folder = tmp_path / "plain"
     plain_torch(config_of({}), model_folder, steps=1)
     model, batch = first_batch(config_of({}), model_folder)

@@ -1,6 +1,6 @@
-"""Tests of bad batches on real ranks: the result of each policy at every ZeRO stage.
+"""Batches that spoil a run, on real ranks: what each policy leaves of it, at every ZeRO stage.
 
-A run that recovered must equal, bit for bit, a run without the skipped samples.
+A run that recovered must be, bit for bit, one that never had the samples it passed over.
 """
 
 import re
@@ -60,7 +60,7 @@ def events(run, kind):
 
 
 def assert_recovers(folder, made, policy, *, gradient_only=False):
-    """Train a poisoned run, and compare with the run that it should equal."""
+    """Train it poisoned, and beside it the run that it should come to."""
     spoilt, clean = RunPaths(folder / "spoilt"), RunPaths(folder / "clean")
     outcomes = train_poisoned(
         Poisoned(made(policy), spoilt, poison=POISON, gradient_only=gradient_only)
@@ -72,7 +72,7 @@ def assert_recovers(folder, made, policy, *, gradient_only=False):
 
     missing = tuple((number * BATCH, (number + 1) * BATCH) for number in BAD)
     to_step = [None] * 3
-    if policy is OnBadLoss.rewind:  # and the steps before them, since the checkpoint of step 2
+    if policy is OnBadLoss.rewind:  # and what led up to them, since the checkpoint of step 2
         to_step = [2] * 3
         missing = ((NAN_EVERYWHERE * BATCH, (NAN_ON_ONE + 1) * BATCH),)
     expected = train_poisoned(Poisoned(made(OnBadLoss.stop), clean, missing=missing))
@@ -131,9 +131,7 @@ def test_so_it_is_with_every_policy_at_each_stage(tmp_path, stage, compute, poli
     [(1, OnBadLoss.rewind), pytest.param(2, OnBadLoss.skip_batch, marks=pytest.mark.slow)],
 )
 def test_fp32_gradients_of_bf16_weights_leave_no_trace_either(tmp_path, stage, policy):
-    """Such gradients are accumulated in buffers that outlive a step; stage 1 has a separate
-    wrapper.
-    """
+    """They are added up in buffers that outlive a step; stage 1 has a wrapper of its own for it."""
     made = partial(plan, stage, DataType.bf16, precision__gradient_accumulation=DataType.fp32)
     assert_recovers(tmp_path, made, policy)
 
@@ -161,7 +159,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam at its first use
+@pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam when it is first used
 @pytest.mark.parametrize(
     ("stage", "change", "policy"),
     [
@@ -181,7 +179,7 @@ def test_other_layouts_and_offload_recover_too(tmp_path, stage, change, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # and of the operator for NVMe, which takes minutes
+@pytest.mark.timeout(1800)  # and what reads and writes the drive, which takes minutes
 @pytest.mark.parametrize("policy", [OnBadLoss.skip_batch, OnBadLoss.rewind])
 def test_so_do_states_on_nvme(tmp_path, policy):
     made = partial(
@@ -195,7 +193,7 @@ def test_so_do_states_on_nvme(tmp_path, policy):
 
 
 def spoil(numbers, factor=NAN):
-    """Poison every sample of some batches."""
+    """Poison in every sample of some batches."""
     return tuple((n * BATCH + sample, factor) for n in numbers for sample in range(BATCH))
 
 
@@ -339,7 +337,7 @@ def test_what_holds_the_nan_is_named(tmp_path, stage, struck, changes):
     assert event["kind"] == ("norm_not_finite" if struck == "gradient" else "loss_not_finite")
     found = event["not_finite"]
     assert found["in"] == struck and found["ranks"]
-    if struck == "weight":  # a single element, on one rank if partitioned
+    if struck == "weight":  # one element of it, which one rank holds where it is partitioned
         assert found["names"] == [f"{STRUCK}.weight"] and found["count"] == 1
         assert "data show" not in outcomes[0].hint and "by an earlier update" in outcomes[0].error
         assert len(found["ranks"]) == 1

@@ -1,4 +1,4 @@
-"""Tests of the checkpointed optimizer states where GPUs and CPUs keep them differently."""
+"""The optimizer's states as a checkpoint has them, where a GPU keeps them otherwise than a CPU."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("exists", [False, True], ids=["resume", "rewind"])
 def test_a_fused_kernel_finds_the_step_count_beside_the_parameter(fused, exists):
-    """The device is meta: the kernel would follow an address of the host there."""
+    """meta stands for the device: the kernel would follow an address of the host's there."""
     parameter = nn.Parameter(torch.empty(8, device="meta"))
     optimizer = torch.optim.AdamW([parameter], fused=fused)
     if exists:
@@ -44,7 +44,7 @@ def test_a_fused_kernel_finds_the_step_count_beside_the_parameter(fused, exists)
 
 
 class CountsOnTheLast(torch.optim.SGD):
-    """States of DeepSpeed's FusedLion, which is built on GPUs only."""
+    """DeepSpeed's FusedLion, as far as its states go: it is built on GPUs only."""
 
 
 def test_the_step_count_of_the_fused_lion_is_that_of_the_last_of_a_group(monkeypatch):

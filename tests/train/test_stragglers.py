@@ -1,4 +1,4 @@
-"""Tests that a rank that slows the others is named with the cause, and no other rank is."""
+"""A rank that the others wait for is named, with what it loses its time in; nobody else is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainctl.runs.records import read_events
 from trainctl.train.callbacks.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, slow_ranks
 
 CASES = {
-    # Cause, rank and ZeRO stage; the rank and the phase that are reported.
+    # What is slow and on which rank, ZeRO stage: who is named, and for what.
     ("data-1", 1): (1, "data"),
     ("stall-1", 1): (1, "forward"),
     ("forward-1", 3): (1, "forward"),
@@ -107,7 +107,7 @@ def steps(made: list[Stragglers], number: int, *own: Mapping[str, float]) -> lis
     records = []
     for _ in range(number):
         for each, seconds in zip(made, own, strict=True):
-            # The fast rank's wait is part of the duration, but not of its busy time.
+            # The wait of the quick rank is in the length of its part, not in what it was busy for.
             each.add(1.0, {"data": 0.0, "backward": 0.5}, seconds)
         windows = [each.window() for each in made]
         sums = [sum(values) for values in zip(*windows, strict=True)]

@@ -1,4 +1,4 @@
-"""Tests of a run whose corpus is in a bucket, with a smaller cache than its size: equal losses."""
+"""A run whose corpus lies in a bucket, with less room here than it takes: the same losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARD = 4096
 
 
 def unheard(_):
-    """Ignore progress messages."""
+    """Nobody listens."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_what_has_no_room_or_another_tokenizer_is_refused(bucket, config, tmp_pa
 
 @pytest.mark.slow
 def test_batches_are_the_same_with_windows_and_masks(bucket, config, tmp_path, monkeypatch):
-    """Order and shards have one small size here, as both have 64 Mi tokens normally."""
+    """Order and shards of one small size, as they are both of 64 Mi tokens."""
     monkeypatch.setattr(mixture, "SampleOrder", partial(SampleOrder, shard_tokens=SHARD))
     monkeypatch.setattr(rules, "SHARD_TOKENS", SHARD)
     tokenizer = ByteTokenizer()
@@ -134,6 +134,6 @@ def test_two_ranks_train_from_a_bucket_as_from_here(bucket, config, tmp_path):
     assert len(curve(here)) == 24 and curve(there) == curve(here)
     (folder,) = (tmp_path / "cache").glob("stream-*")
     assert sum(path.stat().st_size for path in folder.glob("*.shard*")) <= limit
-    # The next start removes downloads that were in flight at the end.
+    # What was being fetched when the ranks ended is removed by the next start.
     load_corpora(there.corpus, elsewhere.data)["data"].stream.cache.clean()
     assert not list(folder.glob("*.tmp")) and list(folder.glob("*.shard"))

@@ -1,4 +1,4 @@
-"""Tests that lm-eval formats questions by the chat template with the run's template arguments."""
+"""lm-eval writes questions by the chat template with the arguments that the run gave it."""
 
 from __future__ import annotations
 

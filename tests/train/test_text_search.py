@@ -1,4 +1,4 @@
-"""Tests of `data find`: documents and steps of a text, against all documents and all samples."""
+"""`data find`: documents and steps of a text, against all documents and all samples."""
 
 import json
 
@@ -42,7 +42,7 @@ def run(tmp_path):
     events, first = [], 0
     for step in range(1, STEPS + 1):
         samples = plan.batch.global_batch_size * (1 if step <= 6 else 2)
-        if step not in (3, 4):  # as after a spike, when samples are skipped
+        if step not in (3, 4):  # as after a spike, when samples are passed over
             events.append(
                 {"event": "step", "attempt": 1, "step": step, "samples": [first, first + samples]}
             )

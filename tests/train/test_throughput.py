@@ -38,9 +38,7 @@ def plan(world_size: int, peak: float | None, *, stages: int = 1) -> RunPlan:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
-    """Runs of five steps on two ranks in two layouts, evaluated and saved after the third and the
-    last.
-    """
+    """Five steps on two ranks, evaluated and saved after the third and the last, in two layouts."""
     folder = tmp_path_factory.mktemp("runs")
     layouts = {"data": 1, "pipeline": 2}
     paths = {name: RunPaths(folder / name) for name in layouts}
@@ -80,7 +78,7 @@ def test_a_step_s_time_is_split_and_nothing_is_counted_twice(
         assert {"data", "forward", "backward", "optimizer"} <= set(parts)
         assert all(seconds > 0 for seconds in parts.values())
         assert sum(parts.values()) <= total
-    # Times after a step's record are in the next one: after the third, and not before.
+    # What follows a step's record is in the next one: after the third, and not before.
     with_save = [step["step"] for step in steps if "checkpoint" in step["seconds"]]
     with_evaluation = [step["step"] for step in steps if "evaluation" in step["seconds"]]
     assert with_save == with_evaluation == [4]
@@ -101,7 +99,7 @@ def test_memory_is_compared_with_the_plan_s_when_it_is_steady_and_at_the_end(
     assert last["planned"]["device_peak_high_bytes"] == planned.device_peak_high_bytes + beside
     own = of_kind(run, "step")[-1]["peak_bytes"]
     assert own["allocated"] is None and own["host"] > 2**26
-    # The maximum of all ranks, so at least the first rank's; on a CPU a device is a process.
+    # The fullest rank's, so at least the first's own; on a CPU a device is a process.
     measured = last["measured"]
     assert measured["device_peak_bytes"] == measured["host_peak_bytes"] >= own["host"]
     assert measured["allocated_peak_bytes"] is None
@@ -125,11 +123,11 @@ def test_on_a_cpu_what_is_kept_on_the_host_is_resident_in_the_same_process() -> 
 def test_only_the_chosen_rank_is_profiled(run: RunPaths) -> None:
     names = {path.name for path in run.attempt(1).profile.iterdir()}
     assert names == {"rank-1.trace.json.gz", "rank-1.txt"}
-    assert of_kind(run, "profile") == []  # a record has the figures that the first rank has written
+    assert of_kind(run, "profile") == []  # a record is of what the first rank has written
 
 
 def test_the_peak_of_a_format_that_is_not_used_does_not_count() -> None:
-    """fp32 products in TF32 have no planned peak, neither that of fp32."""
+    """fp32 products in TF32 are neither at the fp32 peak nor planned."""
     made = plan(1, PEAK_TFLOPS)
     bf16 = replace(made, hardware=replace(made.hardware, peak_tflops_fp32=None, peak_tflops_bf16=1))
     assert Throughput(bf16).of_step(1.0, plan(1, PEAK_TFLOPS).batch)["mfu"] is None

@@ -1,4 +1,4 @@
-"""Tests of tiled feed-forward layers and chunked losses: equal gradients, and equal curves."""
+"""Feed-forward layers in tiles and the loss in chunks: the same gradients, and the same curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of tokenizers: bytes, and a real file of the tokenizers library."""
+"""Tokenizers: bytes, and a real file of the tokenizers library made on the spot."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of pre-tokenized corpora: used in place, for training and held-out data, and refusals."""
+"""Corpora that others have tokenized: used where they are, on both sides, and what is refused."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from trainctl.data.token_arrays import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 from trainctl.train.data import PackedDataset
 
 END = 256
@@ -82,7 +82,7 @@ def test_the_end_of_a_single_file_is_held_out_and_nothing_is_copied(tmp_path, fo
     assert origin["line"].tolist() == [*range(len(ends) + 1, len(DOCUMENTS) + 1)]
     assert json.loads((cached / "files.json").read_text()) == [str(file)]
     assert 0 < corpus.unigram_entropy < np.log(257)
-    # The run records the corpus that was checked.
+    # What a run has of it is what was looked at.
     builder = CorpusBuilder(config=config, tokenizer=ByteTokenizer(), run_data=config)
     assert Corpus.load(cached / "corpus.json") == corpus == builder.cached()
     assert builder.tokenize_share(1, 4) == 0

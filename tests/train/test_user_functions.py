@@ -1,4 +1,4 @@
-"""Tests of the user's functions: import, call, and errors with file and line."""
+"""Functions of the user's: imported, called, and blamed by file and line."""
 
 from __future__ import annotations
 

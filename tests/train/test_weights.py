@@ -1,4 +1,4 @@
-"""Tests of initial weights: a pure function of any range, with the right statistics."""
+"""Initial weights: a pure function that any range can be asked of, with the right statistics."""
 
 import pytest
 import torch

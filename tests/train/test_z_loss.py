@@ -1,4 +1,4 @@
-"""Tests of the z-loss, in every way of computing the loss, against plain torch."""
+"""The z-loss, in every way that a loss is computed, against plain torch."""
 
 import pytest
 from plain_torch import plain_torch
@@ -65,7 +65,7 @@ def test_every_path_of_the_loss(runs, reference, path):
     assert [event["z_loss"] for event in steps] == pytest.approx(reference.z_losses, rel=1e-5)
     for step, (loss, norm) in curve(run).items():
         assert (loss, norm) == pytest.approx(reference.curve[step], rel=2e-5)
-    # Evaluation is of the cross entropy alone: the z-loss is 0.6 nats here.
+    # An evaluation is of the cross entropy alone: the z-loss is six tenths of a nat here.
     (held_out,) = [event for event in read_events(run.events) if event["event"] == "evaluation"]
     assert abs(held_out["loss"] - steps[-1]["loss"]) < 0.3 < reference.z_losses[0]
 

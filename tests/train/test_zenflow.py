@@ -1,8 +1,8 @@
-"""Tests of ZenFlow on a CPU; at ZeRO 1 and 2 DeepSpeed needs no device for it.
+"""ZenFlow on a CPU, which DeepSpeed needs no device for at ZeRO 1 and 2.
 
-With an update in host memory at every step, and columns chosen once, ZenFlow equals AdamW up to
-fp32 rounding for any choice of columns. So the curve shows whether weights, gradients, decay and
-learning rates are combined correctly.
+With an update in host memory at every step, and columns chosen once, it is AdamW to the last digits
+that fp32 has, whichever columns are updated where: so the curve tells whether weights, gradients,
+decay and learning rates meet where they should.
 """
 
 import shutil
@@ -54,7 +54,7 @@ def trained(folder, name, *plans):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Return a run of AdamW without ZenFlow, in fp32."""
+    """AdamW without ZenFlow, in fp32."""
     return trained(tmp_path_factory.mktemp("adamw"), "run", plan(stage=1, zenflow=False))
 
 
@@ -100,7 +100,7 @@ class TestTraining:
         assert losses[-1] < losses[0] - 0.3
 
     def test_deepspeed_alone_scrambles_the_weights(self, tmp_path):
-        """TC249 refuses it; if this fails, DeepSpeed has been fixed."""
+        """TC249; when this fails, DeepSpeed has been repaired."""
         with pytest.raises(RanksFailed, match="ZenFlow changed the weights"):
             train_cases(
                 2,
@@ -109,7 +109,7 @@ class TestTraining:
             )
 
     def test_with_nearly_all_columns_on_the_device_it_nearly_is(self, tmp_path, reference):
-        """Nothing is updated in host memory here; a schedule with a lag of one step would show."""
+        """Nothing is updated in host memory here; a schedule that came a step late would show."""
         run = trained(tmp_path, "zenflow", plan(topk_ratio=0.99, update_interval=100))
         for step, (loss, _) in curve(reference).items():
             found, norm = curve(run)[step]
@@ -126,7 +126,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("compute", ["fp32", "bf16"])
     def test_intervals(self, tmp_path, compute):
-        """The loss falls, and a step has a norm if host memory was updated in it."""
+        """Loss falls, and a step has a norm where host memory has had its update."""
         every = plan(stage=1, compute=compute, update_interval=3, select_interval=6, warmup_steps=2)
         run = trained(tmp_path, "every", every)
         steps = [event for event in read_events(run.events) if event["event"] == "step"]
@@ -140,9 +140,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("compute", ["fp32", "bf16"])
     def test_a_resume_starts_with_the_same_weights(self, tmp_path, compute):
-        """The resume is between updates and on another layout; later steps differ because the
-        columns are new.
-        """
+        """Between updates, and on another layout; what follows differs, the columns being new."""
         whole = plan(compute=compute, update_interval=4, topk_ratio=0.3)
         expected = curve(trained(tmp_path, "whole", whole))
         begun = trained(tmp_path, "begun", with_stop(whole, 6))

@@ -27,8 +27,8 @@ from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target, plan
 from trainctl.rules.deepspeed.case import JsonContext
-from trainctl.rules.deepspeed_file import check_file
 from trainctl.rules.deepspeed_schema import deepspeed_schema
+from trainctl.rules.registry import check_file
 from trainctl.search.config_diff import (
     ComparedConfig,
     Difference,

@@ -14,8 +14,8 @@ from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.options.tokenizer import tokenizer_facts
 from trainctl.plan.deepspeed import flatten
-from trainctl.plan.groups import parameter_groups
 from trainctl.plan.mixture import sources_of
+from trainctl.plan.optimizers import parameter_groups
 from trainctl.plan.shapes import count_parameters
 from trainctl.plan.trainable import is_partial, trainable
 from trainctl.plan.types import RunPlan

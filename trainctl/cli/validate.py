@@ -12,7 +12,7 @@ from trainctl.cli.console import findings_to_json, print_json, put, say, show_fi
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.planning import compose, compose_target, plan
-from trainctl.rules.deepspeed_file import check_file, json_context
+from trainctl.rules.registry import check_file, json_context
 
 DeepSpeedFile = Annotated[
     Path | None,

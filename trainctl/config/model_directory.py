@@ -14,8 +14,11 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.models.directory import (
     NAMES,
     NO_SHAPE,
+    is_hub_folder,
+    is_hub_name,
     known_fields,
     load_balancing_loss_weight,
+    local_folder,
     mapping,
     missing_fields,
     other_task_finding,
@@ -23,8 +26,7 @@ from trainctl.models.directory import (
     read_config,
     unusable_rope,
 )
-from trainctl.models.hub import is_hub_folder, is_hub_name, local_folder
-from trainctl.models.safetensors_files import has_pickled_weights, has_weights
+from trainctl.models.tensors import has_pickled_weights, has_weights
 
 NO_WEIGHTS = "TC145"
 

@@ -19,8 +19,8 @@ from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.data.cache_files import ignore_message
 from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
 from trainctl.data.corpus_record import Corpus
-from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
 from trainctl.data.streaming.corpora import with_streams
+from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of

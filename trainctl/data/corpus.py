@@ -34,11 +34,9 @@ from trainctl.data.document_selection import (
     selection_digest,
 )
 from trainctl.data.pretokenized_corpus import chunks_in_place
-from trainctl.data.progress import Progress, ignore_progress
-from trainctl.data.store import TokenStore, files_in_order
-from trainctl.data.store_part import DamagedPart
+from trainctl.data.store import DamagedPart, TokenStore, files_in_order
 from trainctl.data.task_workers import run_tasks
-from trainctl.data.tasks import Task
+from trainctl.data.tasks import Progress, Task, ignore_progress
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError

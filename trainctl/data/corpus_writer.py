@@ -27,10 +27,8 @@ from trainctl.data.corpus_record import (
     blocks_of,
     digest_of_splits,
 )
-from trainctl.data.progress import PreparationProgress, Progress, ignore_progress
-from trainctl.data.store import TokenStore, files_in_order, shift_line_number
-from trainctl.data.store_part import StorePart
-from trainctl.data.tasks import Task
+from trainctl.data.store import StorePart, TokenStore, files_in_order, shift_line_number
+from trainctl.data.tasks import PreparationProgress, Progress, Task, ignore_progress
 from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
 from trainctl.readers.documents import EXAMPLES, BadText, held_out_threshold

@@ -22,14 +22,13 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.data.corpus_writer import held_out_masks
-from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
 from trainctl.data.quality.batches import Bool, Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import select_documents
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import TokenStore, read_documents
 from trainctl.data.task_workers import worker_count
-from trainctl.data.tasks import Task
+from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, read_section
 from trainctl.readers.documents import Reader

@@ -14,11 +14,11 @@ from trainctl.errors import Finding, Severity
 from trainctl.plan.mixture import (
     DataStage,
     amount_of,
+    samples_in,
     shares_of_amounts,
     sources_of,
     stages_of_plan,
 )
-from trainctl.plan.sample_order import samples_in
 from trainctl.plan.types import RunPlan
 
 ROUNDING = 1e-3

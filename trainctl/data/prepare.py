@@ -19,8 +19,8 @@ from trainctl.data.corpora import (
 from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import packed_token_count
-from trainctl.data.progress import PreparationProgress
 from trainctl.data.streaming.corpora import check_shard_caches
+from trainctl.data.tasks import PreparationProgress
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs

@@ -22,10 +22,8 @@ import numpy as np
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import TokenizerConfig
-from trainctl.data.progress import PreparationMeter, Progress, ignore_progress
-from trainctl.data.store import TokenStore
-from trainctl.data.store_part import DamagedPart
-from trainctl.data.tasks import Task
+from trainctl.data.store import DamagedPart, TokenStore
+from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
 from trainctl.data.tokenizer import dtype_for
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.documents import Reader

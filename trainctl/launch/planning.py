@@ -13,8 +13,7 @@ from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_lenientl
 from trainctl.config.layers import Layer
 from trainctl.config.overrides import expand_sweep
 from trainctl.config.user_code import check_user_code
-from trainctl.data.epoch_length import count_epoch
-from trainctl.data.source_lengths import preview_data_plan
+from trainctl.data.source_lengths import count_epoch, preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
@@ -26,7 +25,6 @@ from trainctl.models.tracing import anatomy_in_child
 from trainctl.options.launcher import spec_of
 from trainctl.plan.shapes import head_dim
 from trainctl.plan.types import RunPlan
-from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import (
     config_of,
@@ -41,6 +39,7 @@ from trainctl.search.input_files import (
     check_corpus_is_meant,
     check_model_files,
     check_tokenizer_files,
+    missing_files,
 )
 
 if TYPE_CHECKING:

@@ -26,8 +26,12 @@ from trainctl.plan.identity import (
     miscounts_tokens,
     step_before_decay,
 )
-from trainctl.plan.mixture import sources_of, stages_of_plan
-from trainctl.plan.sample_order import changes_of_order, changes_overlong_handling
+from trainctl.plan.mixture import (
+    changes_of_order,
+    changes_overlong_handling,
+    sources_of,
+    stages_of_plan,
+)
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.checkpoint_selection import Warn, select

@@ -13,14 +13,13 @@ from trainctl.launch.planning import name_sources, plan
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 from trainctl.readers.quality import has_quality_rules
-from trainctl.rules.named_files import missing_files
 from trainctl.rules.resolve import resolve
-from trainctl.search.input_files import check_tokenizer_files
+from trainctl.search.input_files import check_tokenizer_files, missing_files
 
 if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
     from trainctl.data.corpora import Corpora
-    from trainctl.data.progress import PreparationProgress
+    from trainctl.data.tasks import PreparationProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

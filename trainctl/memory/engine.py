@@ -22,7 +22,7 @@ from trainctl.memory.constants import BYTES
 from trainctl.memory.stages import Piece, Stage
 from trainctl.options.model import spec_of as model_of
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
-from trainctl.plan import groups, shapes
+from trainctl.plan import optimizers, shapes
 from trainctl.plan.optimizers import is_fused, optimizer_maker
 from trainctl.plan.settings import formats
 from trainctl.plan.types import LayoutPlan
@@ -44,7 +44,7 @@ class Group:
 
 def stage_groups(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
     """Return the parameter groups of a stage, in the order of its tensors."""
-    found: dict[tuple[groups.GroupKey, int], Group] = {}
+    found: dict[tuple[optimizers.GroupKey, int], Group] = {}
     for piece, count, key in _pieces_by_group(config, stage):
         # Experts sharded over the expert axis are separate groups.
         before = found.get((key, piece.spread), Group(elements=0, largest=0))
@@ -59,14 +59,14 @@ def stage_groups(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
 
 def _pieces_by_group(
     config: RunConfig, stage: Stage
-) -> Iterator[tuple[Piece, int, groups.GroupKey]]:
+) -> Iterator[tuple[Piece, int, optimizers.GroupKey]]:
     """Yield each piece with its number of tensors in a group and the key of the group."""
     optimizer = config.optimizer
     blocks = range(stage.first_block, stage.first_block + max(stage.blocks, 1))
     if not optimizer.groups and optimizer.layer_lr_decay == 1:
         blocks = blocks[:1]  # all blocks have the same groups
     prefix = shapes.block_prefix(config.model)
-    known: dict[tuple[int | str, bool], groups.GroupKey] = {}
+    known: dict[tuple[int | str, bool], optimizers.GroupKey] = {}
     for piece in stage.pieces:
         shape = (1, 1) if piece.is_matrix else (1,)  # only the number of dimensions matters
         names: dict[int | str, str] = {piece.name: piece.name}
@@ -77,7 +77,7 @@ def _pieces_by_group(
             # Without patterns on names, tensors of a block differ by their kind alone.
             told_by = (name if optimizer.groups else block, piece.is_matrix)
             if told_by not in known:
-                known[told_by] = groups.group_of(config, name, shape, embedding=piece.embedding)
+                known[told_by] = optimizers.group_of(config, name, shape, embedding=piece.embedding)
             yield piece, piece.count // len(names), known[told_by]
 
 

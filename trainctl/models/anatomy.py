@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from trainctl.errors import TrainctlError
-from trainctl.models.tensor_table import from_table, to_table
+from trainctl.models.tensors import from_table, to_table
 
 
 class Role(Enum):

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.models.safetensors_files import READABLE, StoredTensor, some
+from trainctl.models.tensors import READABLE, StoredTensor, some
 
 
 @dataclass(frozen=True, slots=True, eq=False)

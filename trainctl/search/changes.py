@@ -19,7 +19,7 @@ from trainctl.options.activation_checkpointing import checkpointing_of, kinds_by
 from trainctl.options.adapter import BaseWeights, low_rank
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
-from trainctl.plan.nearest import divisors
+from trainctl.plan.derive import divisors
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import Batch
 from trainctl.search.speed import Values

@@ -1,4 +1,11 @@
-"""Compute time of a micro-batch: matrix products, attention, other operations, loss."""
+"""Compute time of a micro-batch: matrix products, attention, other operations, loss.
+
+The constants are every number of the step-time model that is neither a fact of the hardware nor
+derived. Facts of a device are keys of `hardware` (`conf/hardware/`). Fractions of peak rates, and
+the host's memory bandwidth, are fitted to the 43 published measurements of
+`tests/data/throughput.csv` marked `fit`; `tests/search/test_speed.py` tests against the others.
+`docs/planning.md` states the accuracy.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,6 @@ from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plan import shapes
 from trainctl.plan.flops import attention_products
 from trainctl.plan.trainable import is_partial
-from trainctl.search import constants
 
 TERA = 1e12
 
@@ -50,20 +56,20 @@ def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
     compute = precision_of(precision)
     peak = hardware.peak_tflops(compute.format)
     is_known = peak is not None and hardware.memory_bandwidth_gb_per_second is not None
-    flops = (peak or constants.ASSUMED_PEAK_TFLOPS) * TERA
-    bandwidth = hardware.memory_bandwidth_gb_per_second or constants.ASSUMED_MEMORY_GB_PER_SECOND
-    share = hardware.matrix_efficiency or constants.ASSUMED_MATRIX_EFFICIENCY
-    attention = hardware.attention_efficiency or constants.ASSUMED_ATTENTION_EFFICIENCY
-    reached = share * constants.MATRIX_SHARE
+    flops = (peak or ASSUMED_PEAK_TFLOPS) * TERA
+    bandwidth = hardware.memory_bandwidth_gb_per_second or ASSUMED_MEMORY_GB_PER_SECOND
+    share = hardware.matrix_efficiency or ASSUMED_MATRIX_EFFICIENCY
+    attention = hardware.attention_efficiency or ASSUMED_ATTENTION_EFFICIENCY
+    reached = share * MATRIX_SHARE
     products = flops * reached
     if compute.product_bytes is not None and not is_emulated(precision):
         narrow = hardware.peak_tflops(compute.name)
-        products = (narrow * TERA if narrow else flops) * reached * constants.FP8_SHARE
+        products = (narrow * TERA if narrow else flops) * reached * FP8_SHARE
     return Rates(
         products=products,
         wide_products=flops * reached,
         attention=flops * attention,
-        memory=bandwidth * constants.GIGA * constants.MEMORY_SHARE,
+        memory=bandwidth * GIGA * MEMORY_SHARE,
         is_known=is_known,
     )
 
@@ -119,17 +125,15 @@ def block_time(
     product_seconds = 2 * sharded / speed.products + streams / speed.memory
     attention, attention_backward = _attention(config, speed, tokens, sequence_length, tensor)
     traffic = tokens * _traffic(config, tensor) / speed.memory
-    starts = constants.KERNEL_START * (
-        constants.KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else constants.KERNELS_OF_A_BLOCK
-    )
+    starts = KERNEL_START * (KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK)
     forward = max(product_seconds + attention + traffic, starts)
     train = trained_share(config)
     # Each product has a gradient of its input, and of its weight if trained.
-    back = constants.BACKWARD_TO_FORWARD * (1 + train.weights) / 2
+    back = BACKWARD_TO_FORWARD * (1 + train.weights) / 2
     backward = max(
         (back + _share_in_tiles(config)) * product_seconds
         + attention_backward
-        + constants.BACKWARD_TRAFFIC * traffic,
+        + BACKWARD_TRAFFIC * traffic,
         2 * starts,
     )
     keeps = checkpointing_of(config.activation_checkpointing).keeps_products
@@ -170,7 +174,7 @@ def _attention(
         forward = tokens * (2 * products / speed.wide_products + moved)
         return forward, 2 * forward
     forward = tokens * products / speed.attention
-    return forward, constants.ATTENTION_BACKWARD * forward
+    return forward, ATTENTION_BACKWARD * forward
 
 
 def _traffic(config: RunConfig, tensor: int) -> float:
@@ -200,9 +204,9 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
     logits = tokens * model.vocab_size / tensor
     product = 2 * logits * model.hidden_size / speed.wide_products
     passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
-    per_logit = constants.LOGIT_BYTES
+    per_logit = LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
-        passes, per_logit = 3.0, constants.FUSED_LOGIT_BYTES
+        passes, per_logit = 3.0, FUSED_LOGIT_BYTES
     return passes * product + logits * per_logit / speed.memory
 
 
@@ -287,3 +291,68 @@ def _products(
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += [(hidden, ffn)] * up + [(ffn, hidden)]
     return sum(a * b for a, b in matrices), sum(a + b for a, b in matrices)
+
+
+GIGA = 1e9
+
+# Assumed where the hardware states nothing: an A100.
+ASSUMED_PEAK_TFLOPS = 312.0
+ASSUMED_MEMORY_GB_PER_SECOND = 2000.0
+ASSUMED_LINK_GB_PER_SECOND = 300.0
+ASSUMED_NETWORK_GB_PER_SECOND = 25.0
+ASSUMED_HOST_LINK_GB_PER_SECOND = 32.0
+ASSUMED_MATRIX_EFFICIENCY = 0.75
+"""Within the measured fractions of the peak: 0.51 (MI300X) to 0.87 (A100)."""
+ASSUMED_ATTENTION_EFFICIENCY = 0.35
+"""FlashAttention 2 on a device that it was not written for (H100, arXiv:2407.08608)."""
+
+HOST_MEMORY_GB_PER_SECOND = 140.0
+"""Host memory bandwidth of an offloaded optimizer, all ranks of a machine together. A step of
+Llama-8B on eight H200 (stas00/ml-engineering, insights/when-to-upgrade-gpus) leaves about 2 s for
+it: 120 GB/s. Ranks of one thread each (`OMP_NUM_THREADS=1`) reach a tenth.
+"""
+NVME_GB_PER_SECOND = 6.0
+"""Read or write bandwidth of a machine's NVMe: one drive on PCIe 4.0 x4."""
+
+MATRIX_SHARE = 0.82
+"""Fraction of the best single matrix product's rate that the products of a block reach in sequence:
+their shapes are not optimal, and a busy device clocks lower.
+"""
+FP8_SHARE = 0.88
+"""Fraction of the peak reached in fp8, divided by the fraction in bf16 (70.9 % and 80.3 % on H100,
+stas00/ml-engineering).
+"""
+MEMORY_SHARE = 0.75
+"""Fraction of the memory bandwidth reached by operations between matrix products."""
+LINK_SHARE = 0.65
+"""Fraction of a link's bandwidth that a collective of many megabytes reaches."""
+NETWORK_SHARE = 0.60
+"""Fraction of the network bandwidth that a collective between machines reaches."""
+HOST_LINK_SHARE = 0.75
+"""Fraction of the host link's bandwidth that a copy from pinned memory reaches."""
+OVERLAP = 0.80
+"""Fraction of a collective that overlaps with computation, if there is enough computation."""
+COLLECTIVE_LATENCY = 20e-6
+"""Minimum seconds of a collective for each doubling of its ranks."""
+
+BACKWARD_TO_FORWARD = 2.0
+"""Backward over forward matrix products: the input's and the weight's gradient."""
+ATTENTION_BACKWARD = 2.5
+"""Backward over forward products of fused attention, which recomputes its scores: five to two
+(arXiv:2205.14135).
+"""
+
+# Kernel launches in the forward pass of a block.
+KERNELS_OF_A_BLOCK = 60
+KERNELS_OF_A_FUSED_BLOCK = 25
+KERNEL_START = 5e-6
+"""Seconds per kernel launch. A device faster than its launches waits for the processor."""
+
+BACKWARD_TRAFFIC = 2.0
+"""Backward over forward bytes moved by the operations between matrix products."""
+LOGIT_BYTES = 40
+"""Bytes moved per logit in both passes: cross entropy casts, normalises and differentiates."""
+FUSED_LOGIT_BYTES = 12
+"""Bytes moved per logit by a fused kernel that overwrites the logits with their gradient."""
+OPTIMIZER_BYTES = 34
+"""Bytes moved per parameter by an fp32 update: master, two moments, gradient, 16-bit weight."""

@@ -16,8 +16,7 @@ from trainctl.config.keys import as_override
 from trainctl.config.schema import RunConfig, walk
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_table import MIN_ONE_KEYS, TABLE, WORDS, Modes, at_least_one
-from trainctl.rules.deepspeed.case import Case, JsonContext
-from trainctl.rules.deepspeed.values import is_number, is_whole
+from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
 from trainctl.rules.resolve import resolve
 from trainctl.search.import_values import RECOMPUTE, ConvertedKeys, wanted_values

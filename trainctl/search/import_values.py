@@ -19,9 +19,8 @@ from trainctl.plan.deepspeed_table import (
     Modes,
     Row,
 )
-from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, Case
+from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, Case, is_number
 from trainctl.rules.deepspeed.keys import autos
-from trainctl.rules.deepspeed.values import is_number
 
 DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 

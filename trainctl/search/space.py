@@ -22,8 +22,7 @@ from trainctl.options.activation_checkpointing import kinds_by_saved_activations
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
-from trainctl.plan.nearest import divisors
-from trainctl.plan.stages import blocks_of_stages
+from trainctl.plan.derive import blocks_of_stages, divisors
 from trainctl.plan.trainable import is_partial
 from trainctl.search.speed import TimedVariant, Values, time_variant, with_values
 

@@ -4,7 +4,7 @@ The step of the slowest pipeline stage is the sum of its sequential parts. Each 
 by a rate: products by the achievable FLOP/s, the operations between them by the memory bandwidth,
 collectives by the bandwidth of the links in their ring (Thakur et al. 2005, as NCCL does), the
 host's optimizer by the host's memory bandwidth. Work that overlaps with computation counts only
-where it is not hidden. `trainctl.search.constants` and `docs/planning.md` give the sources.
+where it is not hidden. `trainctl.search.compute` and `docs/planning.md` give the sources.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
-from trainctl.plan.derive import derive_batch, derive_mesh
+from trainctl.plan.derive import blocks_of_stages, derive_batch, derive_mesh
 from trainctl.plan.settings import formats
-from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import LayoutPlan, Mesh
-from trainctl.search import constants
 from trainctl.search.compute import (
+    ASSUMED_HOST_LINK_GB_PER_SECOND,
+    ASSUMED_LINK_GB_PER_SECOND,
+    ASSUMED_NETWORK_GB_PER_SECOND,
+    COLLECTIVE_LATENCY,
+    GIGA,
+    HOST_LINK_SHARE,
+    HOST_MEMORY_GB_PER_SECOND,
+    LINK_SHARE,
+    NETWORK_SHARE,
+    NVME_GB_PER_SECOND,
+    OPTIMIZER_BYTES,
+    OVERLAP,
     Rates,
     block_time,
     head_time,
@@ -59,13 +69,13 @@ class Links:
     """
 
     def __init__(self, hardware: Hardware, mesh: Mesh) -> None:
-        share = constants.LINK_SHARE * constants.GIGA
-        link = hardware.device_link_gb_per_second or constants.ASSUMED_LINK_GB_PER_SECOND
-        network = hardware.network_gb_per_second or constants.ASSUMED_NETWORK_GB_PER_SECOND
-        host = hardware.host_link_gb_per_second or constants.ASSUMED_HOST_LINK_GB_PER_SECOND
+        share = LINK_SHARE * GIGA
+        link = hardware.device_link_gb_per_second or ASSUMED_LINK_GB_PER_SECOND
+        network = hardware.network_gb_per_second or ASSUMED_NETWORK_GB_PER_SECOND
+        host = hardware.host_link_gb_per_second or ASSUMED_HOST_LINK_GB_PER_SECOND
         self._link = link * share
-        self._network = network * constants.NETWORK_SHARE * constants.GIGA
-        self._host = host * constants.HOST_LINK_SHARE * constants.GIGA
+        self._network = network * NETWORK_SHARE * GIGA
+        self._host = host * HOST_LINK_SHARE * GIGA
         self._node = hardware.devices_per_node
         self._nodes = hardware.nodes
         inner = mesh.tensor * mesh.sequence
@@ -120,7 +130,7 @@ class Links:
         return RankGroup(ranks, min(self._link, members * self._network), members)
 
     def _latency(self, group: RankGroup) -> float:
-        return constants.COLLECTIVE_LATENCY * ceil(log2(group.ranks))
+        return COLLECTIVE_LATENCY * ceil(log2(group.ranks))
 
 
 FP32 = 4
@@ -273,24 +283,24 @@ def _once_per_step(
     if zero.stage in (1, 2):
         reduce += links.all_gather(size, links.zero)
     if offload.optimizer is OffloadDevice.none or zero.stage == 0:
-        optimizer = own * constants.OPTIMIZER_BYTES / speed.memory
+        optimizer = own * OPTIMIZER_BYTES / speed.memory
         return StepTime(reduce=reduce, optimizer=optimizer)
     away = offload.ratio if zero.stage == 3 else 1.0
     on_machine = own * plan.hardware.devices_per_node
-    bandwidth = constants.HOST_MEMORY_GB_PER_SECOND * constants.GIGA
-    optimizer = on_machine * away * constants.OPTIMIZER_BYTES / bandwidth
-    optimizer += own * (1 - away) * constants.OPTIMIZER_BYTES / speed.memory
+    bandwidth = HOST_MEMORY_GB_PER_SECOND * GIGA
+    optimizer = on_machine * away * OPTIMIZER_BYTES / bandwidth
+    optimizer += own * (1 - away) * OPTIMIZER_BYTES / speed.memory
     micro_batches = plan.batch.gradient_accumulation_steps
     # Each micro-batch copies gradients to the host; stages 1 and 2 also fetch and add earlier ones.
     copies = micro_batches if zero.stage == 3 else 3 * micro_batches - 2
     moved = links.from_host(size / ranks * away * (copies + 1))
     if offload.optimizer is OffloadDevice.nvme:
         # Master weights and moments in and out.
-        moved += on_machine * 2 * 3 * FP32 / (constants.NVME_GB_PER_SECOND * constants.GIGA)
+        moved += on_machine * 2 * 3 * FP32 / (NVME_GB_PER_SECOND * GIGA)
     if offload.parameters is OffloadDevice.nvme:
         size_there = on_machine * BYTES[formats(config.precision).weights]
         passes = 2 * micro_batches + 1
-        moved += size_there * passes / (constants.NVME_GB_PER_SECOND * constants.GIGA)
+        moved += size_there * passes / (NVME_GB_PER_SECOND * GIGA)
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
 
 
@@ -313,7 +323,7 @@ def _offloaded_activations(
 
 def _exposed_time(communication: float, compute: float) -> float:
     """Return the seconds of communication that concurrent computation does not hide."""
-    return max(communication * (1 - constants.OVERLAP), communication - constants.OVERLAP * compute)
+    return max(communication * (1 - OVERLAP), communication - OVERLAP * compute)
 
 
 def _wrapped(config: RunConfig, blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""Corpus of Python's own texts with planted copies, near copies and held-out passages."""
+"""A corpus of what Python brings, with copies, near copies and held-out passages planted in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainctl.data.quality.columns import PartToMeasure
 
 @cache
 def texts_of_python(code_files: int = 80) -> dict[str, tuple[str, ...]]:
-    """Return sources of the standard library and topics of its documentation, each text once."""
+    """Sources of the standard library, and topics of its documentation, each text once."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py")) + sorted(folder.glob("[a-k]*/*.py"))
     code = [path.read_text(encoding="utf-8", errors="replace") for path in files[:code_files]]
@@ -49,7 +49,7 @@ def edited(text: str, share: float, draw: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Planted:
-    """Corpus with planted documents."""
+    """The corpus."""
 
     texts: Mapping[tuple[str, str], list[str]]
     copies: list[tuple[tuple[str, str, int], tuple[str, str, int]]]
@@ -66,7 +66,7 @@ class Planted:
 
 
 def planted(seed: int = 0, code_files: int = 80) -> Planted:
-    """Return five parts of two sources, and a third source with the planted documents."""
+    """Five parts of two sources, and a third with what was planted."""
     draw = random.Random(seed)
     texts: dict[tuple[str, str], list[str]] = {("planted", "0"): []}
     for source, every in texts_of_python(code_files).items():
@@ -104,7 +104,7 @@ def planted(seed: int = 0, code_files: int = 80) -> Planted:
 def parts_of(
     texts: Mapping[tuple[str, str], list[str]], **filters: Mapping[str, object]
 ) -> list[PartToMeasure]:
-    """Return the parts to measure, with the filters of each source."""
+    """Parts to measure, with the filters of each source."""
     return [
         PartToMeasure(source, name, "1", partial(entries, tuple(every)), filters.get(source, {}))
         for (source, name), every in texts.items()
@@ -112,5 +112,5 @@ def parts_of(
 
 
 def entries(texts: Iterable[str]) -> list[Entry]:
-    """Return documents numbered from 0."""
+    """Documents numbered from 0."""
     return [Entry(number, text) for number, text in enumerate(texts)]

@@ -1,7 +1,7 @@
-"""Corpus of texts from this machine's packages and documentation, with planted copies.
+"""A corpus that is collected from this machine's packages and documentation, with copies planted.
 
-Three sources, as a user has them: 10 MB, or TRAINCTL_TEST_CORPUS_MB. Removed documents that were
-not planted are compared with all kept ones, by sets of word 5-grams, without hashing.
+Three sources, as a user has them: 10 MB, or as many as TRAINCTL_TEST_CORPUS_MB says. What goes and
+was not planted is compared with all that stays, by sets of word 5-grams, without any hashing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARES = {"code": 0.6, "prose": 0.25, "manuals": 0.15}
 
 @dataclass
 class Collected:
-    """Texts of each source, and the planted documents by source and line."""
+    """The corpus: texts of each source, and which documents were planted, by source and line."""
 
     texts: dict[str, list[str]]
     copies: set[tuple[str, int]] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Tests of all steps together: existing results are reused, whatever was killed."""
+"""All of it at once: what is kept is not made again, whatever was killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import select_documents
-from trainctl.data.quality.measure import WantedColumns, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure_all
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
@@ -136,7 +136,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_said_in_words(tmp_path: Path) -> None:
-    """The kernel kills a process in this way when memory runs out."""
+    """The kernel kills a process so when memory runs out."""
     parts = [PartToMeasure("a", str(number), "", partial(os._exit, 9)) for number in range(2)]
     with pytest.raises(TrainctlError, match="was killed") as raised:
         measure_all(parts, tmp_path, WantedColumns(near=False), processes=2)

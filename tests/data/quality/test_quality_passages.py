@@ -1,4 +1,4 @@
-"""Tests that shared passages are found wherever they are, and shorter ones are not."""
+"""Passages that documents share are found wherever they stand, and shorter ones are not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import MEMORY, find_identical_texts, shared_passages
-from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.minhash import ANCHOR_WORDS, SHARED, anchors, covered
+from trainctl.data.quality.measurement import (
+    ANCHOR_WORDS,
+    SHARED,
+    WantedColumns,
+    anchors,
+    covered,
+    measure_all,
+)
 from trainctl.data.quality.selection import SUBSTRING, Rules
 
 

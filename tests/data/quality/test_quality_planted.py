@@ -15,7 +15,7 @@ from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.contamination import passage, write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import Pairs, find_identical_texts, near_pairs
-from trainctl.data.quality.measure import WantedColumns, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure_all
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -30,7 +30,7 @@ THRESHOLDS = (0.7, 0.8, 0.9)
 
 @dataclass(frozen=True)
 class Case:
-    """Measured planted corpus with its duplicates."""
+    """The planted corpus, measured, with its duplicates found."""
 
     planted: Planted
     corpus: MeasuredCorpus
@@ -39,12 +39,12 @@ class Case:
 
     @cached_property
     def grams(self) -> list[frozenset[tuple[str, ...]]]:
-        """Return the 5-grams of each document."""
+        """5-grams of each document."""
         return [five_grams(self.text(document)) for document in range(self.corpus.documents)]
 
     @cached_property
     def having(self) -> dict[tuple[str, ...], list[int]]:
-        """Return the documents that have a 5-gram."""
+        """The documents that have a 5-gram."""
         found = defaultdict(list)
         for document, grams in enumerate(self.grams):
             for gram in grams:

@@ -1,4 +1,4 @@
-"""Tests that the order of parts, their grouping, and available memory do not change the result."""
+"""The order of parts, what is done together, and how much memory there is change nothing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ from trainctl.data.quality.duplicates import (
     find_identical_texts,
     near_pairs,
 )
-from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.minhash import SKETCH, Bands, ngram_sets, signatures, sketches
-from trainctl.data.quality.minhash import jaccard as jaccard_of_sketches
+from trainctl.data.quality.measurement import (
+    SKETCH,
+    Bands,
+    WantedColumns,
+    measure_all,
+    ngram_sets,
+    signatures,
+    sketches,
+)
+from trainctl.data.quality.measurement import jaccard as jaccard_of_sketches
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 
@@ -49,7 +56,7 @@ Outcome = dict[tuple[str, str, int], str]
 def outcome(
     texts: dict[tuple[str, str], list[str]], *, memory: int = MEMORY, processes: int = 1
 ) -> Outcome:
-    """Return the reason of removal of each document of a corpus."""
+    """Why each document of a corpus goes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_held_out(folder / "held_out", HELD_OUT)

@@ -17,7 +17,7 @@ from trainctl.data.quality.columns import Columns, MeasuredCorpus, PartToMeasure
 from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts, near_pairs
-from trainctl.data.quality.measure import WantedColumns, measure, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure, measure_all
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig
@@ -40,7 +40,7 @@ def decide(
     precedence: list[str],
     held_out: list[str] | None = None,
 ) -> dict[Document, str]:
-    """Return the reason of removal of each removed document."""
+    """Why each document goes; it is left out of the result if it stays."""
     parts = parts_of(texts, **rules.filters)
     if held_out is not None:
         write_held_out(folder / "held_out", entries(held_out))
@@ -75,7 +75,7 @@ def test_the_first_source_s_copy_stays(tmp_path: Path, first: str) -> None:
 
 
 def test_what_a_filter_removes_keeps_no_copy_from_staying(tmp_path: Path) -> None:
-    """Near copies stay, too: the score of the first document is too high."""
+    """Nor what is nearly the same: the score of the first one is too high."""
     draw = random.Random(1)
     words = list(range(200))
     near_copy = text(*changed(words, 0.01, draw)) + " longer by a few words than the first of all"

@@ -1,4 +1,4 @@
-"""Tests of words, lines and filter statistics against the plainest Python implementation."""
+"""Words, lines and the filters' numbers, beside the plainest Python that says the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts
-from trainctl.data.quality.measure import WantedColumns, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
 from trainctl.errors import TrainctlError
 
@@ -90,7 +90,7 @@ def share(part: float, whole: float) -> float:
 
 
 def again(items: list[str]) -> list[str]:
-    """Return every occurrence after the first."""
+    """Every occurrence after the first."""
     seen: set[str] = set()
     return [each for each in items if each in seen or seen.add(each)]  # type: ignore[func-returns-value]
 

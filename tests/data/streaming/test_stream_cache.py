@@ -1,4 +1,4 @@
-"""Tests of a corpus in a bucket, read through a small folder: concurrent readers, faults, kills."""
+"""A corpus in a bucket, read through a small folder: by several, with faults, and killed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from bucket import s3_server
 from trainctl.data.streaming import cache as cache_module
 from trainctl.data.streaming.cache import ShardCache, never
 from trainctl.data.streaming.corpora import StreamedTokens
-from trainctl.data.streaming.layout import ShardFacts, StreamRecord, folder_of, name_of
-from trainctl.data.streaming.transfer import blocks_of_shard, read_record, upload_shards
+from trainctl.data.streaming.transfer import (
+    ShardFacts,
+    StreamRecord,
+    blocks_of_shard,
+    folder_of,
+    name_of,
+    read_record,
+    upload_shards,
+)
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers import remote
 
@@ -39,7 +46,7 @@ SIDES = {"train": (IDS, ENDS), "held_out": HELD_OUT}
 
 
 def unheard(_):
-    """Ignore progress messages."""
+    """Nobody listens."""
 
 
 def cache_of(folder, place, record, *, shards=3, next_use=never, tell=unheard):
@@ -69,7 +76,7 @@ def record(tmp_path):
 
 @pytest.fixture
 def elsewhere(record, tmp_path):
-    """Return the folder that `record` describes."""
+    """Folder that `record` describes."""
     return tmp_path / "elsewhere"
 
 
@@ -187,9 +194,9 @@ def test_what_is_needed_now_is_not_removed_for_what_is_needed_later(record, else
         cache.fetch_ahead(uses)
     assert names(folder) == ["train-00000.shard", "train-00001.shard"]
     uses["train-00000.shard"] = inf
-    cache.fetch_ahead(uses)  # 0 is never missing, 2 takes its place
+    cache.fetch_ahead(uses)  # 0 is missing nowhere, 2 has the room of it
     assert names(folder) == ["train-00001.shard", "train-00002.shard"]
-    os.close(cache.opened("train-00010.shard"))  # a requested shard replaces the last one
+    os.close(cache.opened("train-00010.shard"))  # one that is asked for takes the room of the last
     assert names(folder) == ["train-00001.shard", "train-00010.shard"]
     tiny = cache_of(folder, str(elsewhere), record, shards=0.5)
     with pytest.raises(TrainctlError, match="has no room in") as refused:
@@ -215,7 +222,7 @@ def test_what_is_not_as_it_was_written_is_fetched_again_and_then_refused(
     assert tokens[4000:4010].tolist() == IDS[4000:4010].tolist()
     assert len(told) == 2 and "checksum" in told[0] and "not 2," in told[1]
     path = tmp_path / "cache" / name_of("train", 4)
-    path.write_bytes(wrong)  # on a disk that lost the data
+    path.write_bytes(wrong)  # by a disk that forgets
     (tmp_path / "cache" / "train-00005.shard").write_bytes(b"short")
     (tmp_path / "cache" / "other.shard").write_bytes(b"")
     cache(unheard).clean()
@@ -230,7 +237,7 @@ FETCHER = """
 import sys, time
 from pathlib import Path
 from trainctl.data.streaming.cache import ShardCache, never
-from trainctl.data.streaming.layout import ShardFacts
+from trainctl.data.streaming.transfer import ShardFacts
 def fetch(name):
     yield b"x"
     print("begun", flush=True)
@@ -248,8 +255,7 @@ def test_what_a_killed_rank_was_fetching_is_fetched_by_another(tmp_path):
     raw = b"12345678"
     facts = ShardFacts(0, 8, zlib.crc32(raw))
     cache = ShardCache(tmp_path, 8, lambda _: facts, lambda _: [raw], never, unheard)
-    # Another process fetches it; no space for b.
-    assert not cache.fetch_ahead(["a.shard", "b.shard"])
+    assert not cache.fetch_ahead(["a.shard", "b.shard"])  # another is at it; no room for b
     assert names(tmp_path) == ["a.shard.tmp"] and cache.size() == 8
     found = []
     waits = threading.Thread(target=lambda: found.append(cache.opened("a.shard")))

@@ -14,7 +14,7 @@ from trainctl.config.registry import new_section
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.data.streaming.cache import Lookahead, choose_evictions
 from trainctl.data.streaming.corpora import open_streamed_corpus
-from trainctl.data.streaming.layout import (
+from trainctl.data.streaming.transfer import (
     ShardFacts,
     StreamRecord,
     name_of,
@@ -151,7 +151,7 @@ def test_what_is_in_sight_is_what_samples_need(seed, shards, window, chunk, lag,
         real = needs(at, end - at)
         later = [shard for shard in wanted if ahead.next_use(shard)]
         assert later == [shard for shard in real if shard in later]
-        # A shard that is out of sight is needed after all visible ones.
+        # What is not in sight is needed after all that is.
         assert all(ahead.next_use(shard) is None for shard in set(real) - set(wanted))
 
 

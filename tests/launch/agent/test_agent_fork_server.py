@@ -1,6 +1,6 @@
-"""Tests of the agent's side of the fork server, with stand-ins for the server.
+"""The agent's side of the process that ranks are forked from, with stand-ins for that process.
 
-`tests/e2e/test_forked_ranks.py` and launches without `preloaded` use the real one.
+Real ones: `tests/e2e/test_forked_ranks.py`, and launches of tests that do without `preloaded`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the display of DeepSpeed's builds, based on torch's lock."""
+"""DeepSpeed's builds, as torch's own lock shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests on real processes that progress, wait for one another, are busy, or are stopped."""
+"""Real processes that go on, wait for one another, are busy, or were stopped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attempt(tmp_path: Path) -> AttemptPaths:
 
 @pytest.fixture
 def start(attempt: AttemptPaths) -> Iterator[Start]:
-    """Start a rank of each kind; return the pids by rank once all have sent a heartbeat."""
+    """Start a rank of each kind; gives the pids by rank once all have beaten."""
     ranks: list[subprocess.Popen[bytes]] = []
 
     def start(*kinds: str) -> dict[int, int]:

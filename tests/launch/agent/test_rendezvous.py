@@ -34,7 +34,7 @@ def test_ranks_of_one_node_meet_where_no_other_user_can(tmp_path: Path) -> None:
 def test_ranks_that_join_no_process_group_are_told_once(
     monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
-    """Otherwise two independent models would train, and end with 0."""
+    """Two models that know nothing of each other would train, and end with 0."""
     meeting = NodeRendezvous("r", 0, 1, None, None)
     told: list[float] = []
     joining = JoinWatch(meeting, told.append)

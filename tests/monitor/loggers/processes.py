@@ -1,6 +1,5 @@
-"""Processes that send a run's metrics, as a launcher and `runs sync` start them, but forked with
-all imports done.
-"""
+"""Processes that send a run's metrics, as a launcher and `runs sync` start them, but that they are
+forks of one that has imported what they do."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def following(run: RunPaths, name: str, **variables: str) -> Iterator[Forked]:
 
 
 def send(run: RunPaths, name: str, *options: str, **variables: str) -> tuple[int, str]:
-    """Send everything; return the exit code and the messages."""
+    """Send all that there is: the exit code, and what was said."""
     process = start(run, name, *options, **variables)
     said = process.communicate(timeout=SECONDS)[1]
     assert process.returncode is not None

@@ -1,4 +1,4 @@
-"""Records of runs that were never trained, with rewinds, resumes and evaluations, from a seed."""
+"""Runs that were never trained: records with rewinds, resumes and evaluations, from a seed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def new_run(folder: Path) -> RunPaths:
 
 
 def draw(seed: int, steps: int) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Draw attempt, kind and fields of records up to a step, with rewinds within an attempt or by a
-    new one.
-    """
+    """Attempt, kind and fields of records until that step: now and then it goes back, within an
+    attempt or with a new one."""
     chance = random.Random(seed)
     attempt, step = 1, 0
     while step < steps:

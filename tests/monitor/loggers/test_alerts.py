@@ -1,6 +1,4 @@
-"""Tests of alerts: each is sent once, to a real server that is slow, refuses or hangs, and over
-kill -9.
-"""
+"""Alerts: each is told once, by a real server that is slow, refuses or hangs, and over kill -9."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ URL = "${oc.env:ALERT_URL}"
 
 
 class Webhook(ThreadingHTTPServer):
-    """Server that answers by `mode`: a code, or `hang`. Keeps the accepted messages."""
+    """Answers as `mode` says: a code, or `hang`. Keeps what it answered with 200."""
 
     daemon_threads = True
 
@@ -189,7 +187,7 @@ def test_who_cannot_be_told_is_told_later_and_keeps_nobody_else_waiting(tmp_path
             wait_for(lambda: server.got)
             assert server.got[0]["tries"] > 1
             wait_for(lambda: cursor(run, "alerts")["problem"] == "")
-            server.mode = 404  # refused by everyone: given up at last, and later alerts are sent
+            server.mode = 404  # nobody wants it: left out at last, and what follows is told
             write(run, restart(2))
             wait_for(lambda: server.asked == 5)
             server.mode = 200
@@ -291,7 +289,7 @@ def test_that_nothing_moves_is_told_once_until_it_does(tmp_path: Path) -> None:
 
 
 class _Drips(BaseHTTPRequestHandler):
-    """Server that sends a header line more often than any read times out."""
+    """Sends a header line more often than any read times out."""
 
     def do_POST(self) -> None:
         self.wfile.write(b"HTTP/1.1 200 OK\r\n")
@@ -301,7 +299,7 @@ class _Drips(BaseHTTPRequestHandler):
                 time.sleep(0.1)
 
     def log_message(self, *arguments: Any) -> None:
-        """Print nothing."""
+        """Says nothing."""
 
 
 def test_a_server_that_drips_is_left_after_the_limit_in_all(

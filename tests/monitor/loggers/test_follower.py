@@ -1,4 +1,4 @@
-"""Tests that each step reaches a logger once, with the values that count, whatever is killed."""
+"""Each step reaches a logger once, with the values that count, whatever happens to its process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_kill_between_a_logger_s_commit_and_the_cursor_repeats_nothing(tmp_pat
     assert send(run, "csv") == (0, "")
     run.logger("csv").cursor.write_text(before)
     with (run.root / "csv" / "train.csv").open("a") as stream:
-        stream.write("301,17")  # also in the middle of a row
+        stream.write("301,17")  # and in the middle of a row
     assert send(run, "csv") == (0, "")
     check(run)
 
@@ -188,7 +188,7 @@ class Faulty:
 
 @pytest.fixture
 def faulty(tmp_path: Path) -> str:
-    """PYTHONPATH with a package that has a faulty logger."""
+    """PYTHONPATH with the package that brings such a logger."""
     package = tmp_path / "packages" / "faulty" / "logger"
     package.mkdir(parents=True)
     for folder in (package, package.parent):

@@ -1,4 +1,4 @@
-"""Tests of `trainctl runs sync`."""
+"""`trainctl runs sync`."""
 
 from __future__ import annotations
 

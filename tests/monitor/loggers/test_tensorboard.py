@@ -1,4 +1,4 @@
-"""Tests of TensorBoard's files: TensorBoard reads the steps that count, each once."""
+"""TensorBoard's files: what TensorBoard reads is the run as it stands, each step once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(run: RunPaths) -> None:
 
 
 def written(run: RunPaths) -> Counter[tuple[int, float]]:
-    """Return step and time of all points in the files, replaced ones included."""
+    """Step and time of all points in the files, those that others have replaced among them."""
     files = sorted((run.root / "tensorboard").iterdir())
     raw = [record for path in files for record in RawEventFileLoader(str(path)).Load()]
     events = [Event.FromString(record) for record in raw]

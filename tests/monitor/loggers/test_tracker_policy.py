@@ -1,4 +1,4 @@
-"""Tests of trackers that cannot go back by a step, with their process killed anywhere."""
+"""Trackers that cannot take a step back, with their process killed anywhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ Key = tuple[str, int]
 
 
 class Kept:
-    """Memory of a tracker, which outlives the sending processes.
-
-    As W&B, it drops points that are not above its last step, and loses points in flight when a
-    process is killed.
-    """
+    """A tracker's memory, which outlives the processes that send to it: as W&B, it drops what is
+    not above its last step, and loses what was on its way when one is killed."""
 
     def __init__(self) -> None:
         self.branches: dict[int, dict[Key, float]] = {}
@@ -67,7 +64,7 @@ class Client:
             self._kept.given_up.append(branch)
 
     def flush(self) -> None:
-        """Do nothing: points arrive when the next run is opened, or at the end."""
+        """Nothing is certain to be there; it comes when the next run is opened, or at the end."""
 
     def arrive(self) -> None:
         self._kept.branches[self._branch].update(self._under_way)
@@ -92,10 +89,8 @@ def followed(run: RunPaths) -> Followed:
 
 
 def feed(run: RunPaths, kept: Kept, chance: random.Random) -> int:
-    """Send all records in batches, with kills; return the number of kills.
-
-    The process is killed before a commit, or after one with the points in flight lost.
-    """
+    """Send all records in batches; now and then the process is killed before its commit, or after
+    it with what was under way lost. How often."""
     events = list(iter_events(run.events))
     at, state, kills = 0, None, 0
     reader = CurveReader()
@@ -137,7 +132,7 @@ def test_what_stands_is_the_run_s_curve(tmp_path: Path, seed: int) -> None:
     train, evaluations = losses(run)
     expected = {("train", step): loss for step, loss in train.items()}
     expected |= {("evaluation", step): loss for step, loss in evaluations.items()}
-    # A killed process may lose an evaluation whose step has arrived.
+    # A process that was killed may take an evaluation with it whose step has come.
     lost = set(expected) - set(kept.standing)
     assert {kind for kind, _ in lost} <= {"evaluation"}
     kept_of = {key: expected[key] for key in expected if key not in lost}

@@ -1,8 +1,8 @@
-"""Tests of W&B, MLflow, Trackio and Prometheus as installed: each has the steps that count.
+"""W&B, MLflow, Trackio and Prometheus as they are installed: each has the run as it stands.
 
 The records are those of a real run: killed at step 26, resumed at another ZeRO stage on half the
-processes, and rewound. They come in two parts, as the followers of its two launches get them. Each
-tracker's own reader reads them back.
+processes, and rewound. They come in two parts, as to the followers of its two launches.
+What is read back is what each tracker's own reader finds.
 """
 
 from __future__ import annotations

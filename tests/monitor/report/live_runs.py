@@ -1,4 +1,4 @@
-"""Runs that are created and not started, with steps as ranks record them."""
+"""Runs that were made and not started, with steps as they are recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_run(root: Path, *words: str) -> RunPaths:
 
 
 def train(run: RunPaths, steps: range, loss: float = 3.0) -> None:
-    """Append records of steps, all with the same loss."""
+    """Records of steps, all with the same loss."""
     with EventWriter(run.events, 1) as events:
         for step in steps:
             events.write("step", step=step, loss=loss, learning_rate=1e-3, tokens_per_second=9.0)

@@ -1,4 +1,4 @@
-"""Tests of downsampled curves: outliers are kept, and the page's text about them is exact."""
+"""Curves made shorter: nothing that stands out is lost, and the page's text of them is exact."""
 
 from __future__ import annotations
 

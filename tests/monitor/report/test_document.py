@@ -1,4 +1,4 @@
-"""Tests of the document of runs, its page, and the command that writes them."""
+"""The document of runs, the page that carries it, and the command that writes them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_said_of_a_run(tmp_path: Path) -> None:
                 other("failure", message="rank 1 was killed", cause="killed", rank=1),
                 other("unheard_of", step="x"),
                 other("memory", step=1, measured={}, phases=7),
-                other("checkpoint", step=8),  # of another version without the field
+                other("checkpoint", step=8),  # of another version: it lacks what is told
                 other("memory", step=2, measured={"device_peak_bytes": 7}, planned=None),
             ]
         ),
@@ -149,7 +149,7 @@ def test_a_sweep_s_folder_stands_for_its_runs(
     folder = new_sweep(Path("rates"), ["recipe=tiny", "optimizer.lr=1e-3,2e-3,1"], points)
     assert command(["report", "rates"]) == ExitCode.run_state
     assert "none of the 3 runs of the sweep rates has been made yet" in capsys.readouterr().err
-    for index, rate in enumerate(("1e-3", "2e-3")):  # the third does not exist yet
+    for index, rate in enumerate(("1e-3", "2e-3")):  # the third is not made yet
         append(new_run(folder / str(index), f"optimizer.lr={rate}"), drawn(1, 5))
     assert command(["report", "rates", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -192,7 +192,7 @@ def test_whatever_stands_in_the_records_is_shown(
 ) -> None:
     run = new_run(tmp_path / "run")
     steps = [step(1, loss=1e300, values={"accuracy": 0.5}), step(2, values={"accuracy": 10**400})]
-    message = "no file a\udc80\ud800"  # a name that is not UTF-8
+    message = "no file a\udc80\ud800"  # of a name that is no UTF-8
     append(run, iter([*steps, other("failure", message=message, cause="reported", rank=0)]))
     for name in ("page.html", "curves.json"):
         more = ["--json"] if name == "curves.json" else []

@@ -1,4 +1,4 @@
-"""Tests of charts as files."""
+"""Charts as files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a run's records as columns: the values that count, however they are read."""
+"""A run's records as columns: the run as it stands, whatever was done again, however it is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainctl.runs.records import Event, number, read_events, record_files, step
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_run_as_it_stands(tmp_path: Path, seed: int) -> None:
-    """Read in pieces of any size, the result equals that of reading all records at once."""
+    """Read in pieces of any size, it is what the reader of all records has."""
     run = new_run(tmp_path / "run")
     append(run, drawn(seed, 300))
     piecewise, whole = History(run), History(run)
@@ -50,7 +50,7 @@ def test_what_is_appended_is_taken_in(
     append(run, iter([step(2, attempt=2, loss=7.0), step(9, attempt=1)]))  # which is over
     assert history.read() and history.steps["loss"].tolist()[1:] == [7.0]
     with run.events.open("a") as stream:
-        stream.write('{"schema": 1, "attempt": 2, "event": "st')  # a writer is active
+        stream.write('{"schema": 1, "attempt": 2, "event": "st')  # a writer at work
     assert not history.read()
     for file in record_files(run.events):
         os.truncate(file, 0)
@@ -80,7 +80,7 @@ def test_an_evaluation_that_is_made_again_takes_the_place_of_the_last(tmp_path: 
 
 
 def test_where_the_time_went(tmp_path: Path) -> None:
-    """Two attempts of four steps with a known clock; the second repeats two steps."""
+    """Two attempts of four steps, of which the second does two again; by a clock that is known."""
     run = new_run(tmp_path / "run")
     append(
         run,

@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunPaths]:
 
 
 class Client:
-    """Client of the server."""
+    """Asks a server."""
 
     def __init__(self, server: PageServer) -> None:
         self.server = server
@@ -172,7 +172,7 @@ def test_a_body_is_no_next_request(one: Client) -> None:
             while part := raw.recv(65536):
                 answer += part
         except ConnectionResetError:
-            pass  # with unread data in its buffer it closes in this way
+            pass  # with what was not read in its buffer it closes so
     assert answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 404" not in answer
 
 

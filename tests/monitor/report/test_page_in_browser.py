@@ -1,6 +1,6 @@
-"""Tests of two real runs' page in a real browser, from disk and without a network.
+"""The page of two real runs in a real browser, from disk, with nothing to be had from a network.
 
-One of the runs had a rank killed and restarted, and rewound over a spike of its gradient.
+One of them had a rank killed and started again, and went back over a spike of its gradient.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[Path
 
 
 def _kill_a_rank(run: Path) -> None:
-    """Kill a rank after a checkpoint and a few more steps."""
+    """Once it has a checkpoint to go back to, and steps to lose."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         steps = [event["step"] for event in read_events(run / "events.jsonl", "step")]
@@ -133,7 +133,7 @@ def test_every_curve_is_drawn_and_nothing_is_asked_for(page: Browser, file: Path
         if chart == "parts":
             assert _drawn(pixels, _colour(page, "--part-1")) > 500
             continue
-        for run in ("--run-0", "--run-1"):  # both use the same memory: one curve hides the other
+        for run in ("--run-0", "--run-1"):  # of memory they use the same: one hides the other
             drawn = _drawn(pixels, _colour(page, run))
             assert drawn > 100 or (chart, run) == ("memory", "--run-0"), (chart, run)
     layers = _canvas(page, "layer_statistics-layers-update_ratio")
@@ -150,7 +150,7 @@ def test_what_the_lines_of_the_budget_are_stands_below_the_chart(page: Browser) 
         "window.written = []; const its = CanvasRenderingContext2D.prototype, own = its.fillText;"
         "its.fillText = function (text) { written.push(text); own.apply(this, arguments); };"
     )
-    page.press("t", "t")  # the dark theme: everything is drawn again
+    page.press("t", "t")  # the dark theme: all is drawn anew
     page.wait("return written.length > 0")
     assert not any("planned" in text for text in page.script("return written"))
     page.press("t")

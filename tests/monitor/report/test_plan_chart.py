@@ -1,4 +1,4 @@
-"""Tests of a search's chart: all variants, a true frontier, and numbers of the listed ones."""
+"""The chart of a search: all variants, a frontier that is one, numbers for what is listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `trainctl watch` in a real browser: a training run, and a folder of runs."""
+"""`trainctl watch` in a real browser: a run that trains meanwhile, and a folder of runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_folder_of_hundreds_of_runs(tmp_path: Path, window: Browser) -> None:
         copied = tmp_path / "folder" / f"copy-{index}"
         subprocess.run(["cp", "-r", str(made[index % 2]), str(copied)], check=True)
     with watched("folder", cwd=tmp_path) as (url, _):
-        window.console()  # of the earlier page, whose server is gone
+        window.console()  # of the page before, whose server is gone
         begun = time.monotonic()
         window.open(url, ready=READY)
         assert time.monotonic() - begun < 20

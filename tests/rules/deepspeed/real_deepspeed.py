@@ -1,9 +1,9 @@
-"""Process that runs the real DeepSpeed on each of many JSONs.
+"""Run as a process: what the real DeepSpeed does with each of many JSONs.
 
 Reads a list of cases from standard input and writes one answer a line. Each case runs in ranks
-forked from this process, which has only imported torch and DeepSpeed: a case starts at once, and
-leaves nothing behind for the next. The ranks build a small model, call `deepspeed.initialize`, and
-take one optimizer step.
+forked from this process, which has imported torch and DeepSpeed and nothing else of them: a case
+starts at once, and leaves nothing behind for the next. The ranks build a small model, call
+`deepspeed.initialize`, and take one optimizer step.
 """
 
 import contextlib
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# Otherwise each rank would compile Muon's kernels.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Muon's kernels would be compiled in each rank
 import deepspeed
 import torch
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-# Importing Muon compiles helpers of torch: once here, instead of once per rank.
+# Importing Muon compiles helpers of torch: once here, not in each of the ranks.
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
 import deepspeed.runtime.zero.stage3  # noqa: E402
 
@@ -34,7 +33,7 @@ CASE_SECONDS = 60.0
 
 
 class Model(torch.nn.Module):
-    """Model of a norm, two matrices that AutoTP can split by column and by row, and a bias."""
+    """A norm, two matrices that AutoTP can split by column and by row, and a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class Model(torch.nn.Module):
 
 
 def train(case: dict[str, Any], rank: int, store: str) -> dict[str, Any]:
-    """Initialise and make one step; return facts about the engine."""
+    """Initialise and step once; what the engine then holds."""
     ranks = case["world_size"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE=str(ranks))
@@ -85,7 +84,7 @@ def rank_process(case: dict[str, Any], rank: int, folder: str) -> None:
         os.dup2(log, stream)
     try:
         answer = {"ok": train(case, rank, f"{folder}/store")}
-    except BaseException as error:  # the caller compares DeepSpeed's message
+    except BaseException as error:  # the caller compares what DeepSpeed said
         answer = {"error": f"{type(error).__name__}: {error}"[:600]}
     Path(f"{folder}/answer{rank}.part").write_text(json.dumps(answer, default=str))
     Path(f"{folder}/answer{rank}.part").rename(f"{folder}/answer{rank}")
@@ -140,11 +139,11 @@ def wait(ranks: list[int], folder: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # Garbage collection in a rank would copy all pages that it shares with this process.
+    # A collection in a rank would copy all that it shares with this process.
     gc.collect()
     gc.freeze()
     gc.disable()
-    answers, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints to stdout
+    answers, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints
     for line in sys.stdin:
         started = time.monotonic()
         answer = run(json.loads(line))

@@ -1,7 +1,7 @@
-"""Trainctl's rules against the real DeepSpeed: each JSON is checked, and then run on two processes.
+"""Our rules against the real DeepSpeed: each JSON is checked, and then run on two processes.
 
-Both must agree on accepted JSONs. What DeepSpeed accepts silently but does differently, the checker
-must report.
+What our checker passes, DeepSpeed runs; what DeepSpeed runs as one expects, our checker passes; and
+what DeepSpeed accepts without a word and does otherwise, our checker reports.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def compared(cases: Sequence[Case], answers: Sequence[dict[str, Any]]) -> tuple[
         found = ours(case)
         errors = [finding for finding in found if finding.is_error]
         runs = "ok" in answer
-        # An error about something that DeepSpeed accepts silently must say so in its text.
+        # An error for what DeepSpeed accepts in silence says so itself.
         mistaken = [each for each in errors if BY_ID[each.rule].meets is Enforcement.refused]
         if runs:
             kind = "runs, refused" if mistaken else "trap, refused" if errors else "runs, passed"

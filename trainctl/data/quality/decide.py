@@ -27,8 +27,7 @@ from trainctl.data.quality.batches import I64, Bool, Entry
 from trainctl.data.quality.columns import MeasuredCorpus, MeasuredPart, PartToMeasure, key_of
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.duplicates import MEMORY, Pairs, Passages, find_duplicates, key_of_corpus
-from trainctl.data.quality.measure import WantedColumns, measure_all
-from trainctl.data.quality.minhash import covered
+from trainctl.data.quality.measurement import WantedColumns, covered, measure_all
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,

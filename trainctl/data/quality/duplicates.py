@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from trainctl.data.quality.batches import I64, U64, run_starts
 from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredCorpus, key_of
-from trainctl.data.quality.minhash import HASHES, Bands, jaccard
+from trainctl.data.quality.measurement import HASHES, Bands, jaccard
 from trainctl.data.quality.selection import Rules
 
 MEMORY = 1 << 30

@@ -25,7 +25,7 @@ from math import inf
 from pathlib import Path
 
 from trainctl.data.cache_files import crc32_of, writing
-from trainctl.data.streaming.layout import ShardFacts
+from trainctl.data.streaming.transfer import ShardFacts
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.remote import Notify
 from trainctl.runs.files import open_lock

@@ -23,18 +23,16 @@ from trainctl.data.cache_files import cache_folder, writing
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.order import SampleOrder
 from trainctl.data.streaming.cache import Lookahead, ShardCache
-from trainctl.data.streaming.layout import (
+from trainctl.data.streaming.transfer import (
     RECORD,
     StreamRecord,
+    as_url,
+    blocks_of_shard,
     name_of,
+    read_record,
     shards_of,
     split_and_number,
     unpacked,
-)
-from trainctl.data.streaming.transfer import (
-    as_url,
-    blocks_of_shard,
-    read_record,
     upload_shards,
 )
 from trainctl.data.tokenizer import Tokenizer

@@ -4,15 +4,4 @@ Each checks a `Case`. They mirror DeepSpeed's behaviour: what it refuses only af
 have started, and what it accepts but treats unexpectedly.
 """
 
-from trainctl.rules.deepspeed import (
-    batch,
-    engine,
-    keys,
-    offload,
-    optimizer,
-    precision,
-    schedule,
-    zero,
-)
-
-__all__ = ["batch", "engine", "keys", "offload", "optimizer", "precision", "schedule", "zero"]
+from trainctl.rules.deepspeed import batch, engine, keys, offload, optimizer, precision, zero

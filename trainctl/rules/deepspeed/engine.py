@@ -7,9 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from trainctl.config.schema import ModelConfig
-from trainctl.plan.nearest import choices, nearest_divisors
-from trainctl.rules.deepspeed.case import Case, JsonContext
-from trainctl.rules.deepspeed.values import is_number, outside
+from trainctl.plan.derive import choices, nearest_divisors
+from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, outside
 from trainctl.rules.rule import WARNING, Problem, rule
 
 ZERO = "zero_optimization"

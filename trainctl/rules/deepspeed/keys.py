@@ -12,8 +12,10 @@ from trainctl.rules.deepspeed.case import (
     LITERAL_AUTO_KEYS,
     Case,
     JsonContext,
+    outside,
+    read,
+    shown,
 )
-from trainctl.rules.deepspeed.values import outside, read, shown
 from trainctl.rules.deepspeed_schema import Path, Schema
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 

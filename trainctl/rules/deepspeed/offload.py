@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import Accelerator, ModelConfig
-from trainctl.rules.deepspeed.case import Case, JsonContext
-from trainctl.rules.deepspeed.values import is_number, shown
+from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, shown
 from trainctl.rules.rule import LEFT_OUT, Problem, rule
 
 STAGE = "zero_optimization.stage"

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from trainctl.config.suggest import nearest
-from trainctl.rules.deepspeed.case import AUTO, Case
-from trainctl.rules.deepspeed.values import is_number, shown
+from trainctl.rules.deepspeed.case import AUTO, Case, is_number, shown
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ADAMS = ("adam", "adamw")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed.values import is_number, shown
+from trainctl.rules.deepspeed.case import Case, is_number, shown
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 STAGE = "zero_optimization.stage"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.plan.nearest import choices, nearest_divisors
-from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.deepspeed.values import is_number, shown, words
+from trainctl.plan.derive import choices, nearest_divisors
+from trainctl.rules.deepspeed.case import Case, is_number, shown, words
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ZERO = "zero_optimization"

@@ -16,20 +16,3 @@ from trainctl.rules.plan import (
     trainable,
     zero,
 )
-
-__all__ = [
-    "batch",
-    "data",
-    "documents",
-    "engine",
-    "experts",
-    "kernels",
-    "layout",
-    "model",
-    "no_effect",
-    "optimizer",
-    "precision",
-    "run",
-    "trainable",
-    "zero",
-]

@@ -17,12 +17,15 @@ from trainctl.options.schedule import (
 )
 from trainctl.plan.derive import (
     UNCOUNTED_STEPS,
+    choices,
     derive_ramp,
+    divisors,
     is_counted_in_epochs,
     is_ramp_entry,
+    nearest_divisors,
+    nearest_multiples,
     samples_of_epoch,
 )
-from trainctl.plan.nearest import choices, divisors, nearest_divisors, nearest_multiples
 from trainctl.plan.schedule import decay_length, warmup_length
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule, warning

@@ -13,7 +13,7 @@ from trainctl.options.data import spec_of
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.options.precision import precision_of
 from trainctl.options.tokenizer import spec_of as tokenizer_of
-from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.derive import choices, divisors, is_counted_in_epochs, nearest_multiples
 from trainctl.plan.mixture import (
     are_valid_weights,
     batch_of_length,
@@ -22,7 +22,6 @@ from trainctl.plan.mixture import (
     exact,
     sources_of,
 )
-from trainctl.plan.nearest import choices, divisors, nearest_multiples
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import Problem, rule, warning
 

@@ -8,7 +8,7 @@ from math import gcd
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
 from trainctl.options.limits import Limit, only, value_of
 from trainctl.options.optimizer import ELEMENT, spec_of
-from trainctl.plan.nearest import choices, nearest_divisors
+from trainctl.plan.derive import choices, nearest_divisors
 from trainctl.plan.settings import auxiliary_loss
 from trainctl.plan.shapes import anatomy
 from trainctl.rules.plan.draft import Draft, outside

@@ -11,7 +11,7 @@ from trainctl.config.schema import (
 )
 from trainctl.options import model as families
 from trainctl.options.precision import is_emulated, loss_scaling, precision_of
-from trainctl.plan.nearest import choices, nearest_multiples
+from trainctl.plan.derive import choices, nearest_multiples
 from trainctl.plan.settings import formats
 from trainctl.rules.deepspeed import precision as json
 from trainctl.rules.plan.draft import Draft, json_problems, on_json

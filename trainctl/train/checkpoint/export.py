@@ -27,7 +27,7 @@ from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
-from trainctl.models.safetensors_files import INDEX, ONE_FILE
+from trainctl.models.tensors import INDEX, ONE_FILE
 from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import sync_directory, write_json

@@ -24,7 +24,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.models.safetensors_files import stored_tensors
+from trainctl.models.tensors import stored_tensors
 from trainctl.options.adapter import low_rank
 from trainctl.plan.identity import CONTEXT_LENGTH_KEYS, check_model, check_shapes
 from trainctl.plan.trainable import adapted_layers, added_tensors, also_trained, is_partial

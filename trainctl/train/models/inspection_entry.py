@@ -18,7 +18,7 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import Finding, TrainctlError
-from trainctl.models.safetensors_files import stored_tensors
+from trainctl.models.tensors import stored_tensors
 from trainctl.models.tracing import NOT_TRACED, Question
 
 

@@ -22,7 +22,7 @@ from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.registry import new_section
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import StoredModel, tied_names
-from trainctl.models.safetensors_files import INDEX, WIDTHS, StoredTensor, stored_tensors
+from trainctl.models.tensors import INDEX, WIDTHS, StoredTensor, stored_tensors
 from trainctl.models.tokenizer_files import read_facts
 from trainctl.runs.files import write_json
 from trainctl.train.checkpoint.export import new_folder

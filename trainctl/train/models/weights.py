@@ -25,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Converted, StoredModel
-from trainctl.models.safetensors_files import stored_tensors
+from trainctl.models.tensors import stored_tensors
 from trainctl.plan import mup
 
 CHUNK = 1 << 16

@@ -13,8 +13,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.engines.shards import ParameterPiece, Pieces
 from trainctl.options.optimizer import Maker
-from trainctl.plan.groups import GroupKey, group_of, in_order
-from trainctl.plan.optimizers import optimizer_maker
+from trainctl.plan.optimizers import GroupKey, group_of, in_order, optimizer_maker
 from trainctl.plan.types import RunPlan
 
 

@@ -1,4 +1,4 @@
-"""Recomputation of blocks from their inputs, with a mark in profiles."""
+"""Recomputes blocks from their inputs, with a mark around it in a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running mean of the loss: a callback outside trainctl."""
+"""A running mean of the loss: a callback from outside trainctl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts separated by a line, as `fortune` has them: a data source outside trainctl."""
+"""Texts with a line of their own between them, as `fortune` has them. A source from outside."""
 
 from __future__ import annotations
 

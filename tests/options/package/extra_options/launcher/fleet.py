@@ -1,4 +1,4 @@
-"""Fleet of machines, of which the tests have this one: a launcher outside trainctl."""
+"""A launcher that only this package has: a fleet of machines, of which the tests have this one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_config(config: Any, hardware: Any) -> list[Finding]:
 
 
 def run_launch(launch: Any) -> Any:
-    """Start an agent on this machine, and leave a record of it."""
+    """Start an agent on this machine, and leave word of it."""
     from trainctl.launch import local
 
     (launch.run.root / "fleet.txt").write_text(str(launch.plan.config.launcher.fleet_size))

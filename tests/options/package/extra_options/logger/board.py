@@ -1,4 +1,4 @@
-"""Text file with the losses of the run after rewinds: a logger outside trainctl."""
+"""A board: the losses of the run as it stands, in a text file. A logger from outside trainctl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEC = Logger(name="board", keys=BoardConfig, build="extra_options.logger.board:
 
 
 class Board:
-    """Board of a run; its content is the logger's state."""
+    """The board of a run; what is on it is the state."""
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
         self._path = run.folder / "board.txt"

@@ -1,4 +1,4 @@
-"""Granite (arXiv:2408.13359), a Llama with scaling factors: a model family outside trainctl."""
+"""Granite (arXiv:2408.13359): a Llama whose parts have factors. A family from outside trainctl."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Focal loss (arXiv:1708.02002), which lowers the weight of likely tokens: an objective outside
-trainctl.
-"""
+"""Focal loss (arXiv:1708.02002): tokens that the model knows already count less."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class FocalConfig(ObjectiveConfig):
 
 
 def focal(config: FocalConfig, tokens: Any) -> Any:
-    """Return -(1 - p)^focus log p of each token, and the share of tokens with p > 1/2."""
+    """-(1 - p)^focus log p of each token, and how often the model was surer than not."""
     probability = tokens.log_probabilities.exp()
     losses = -((1 - probability) ** config.focus) * tokens.log_probabilities
     return losses, {"sure": (probability > 0.5).float()}

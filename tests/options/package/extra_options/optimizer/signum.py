@@ -1,4 +1,4 @@
-"""Signum (arXiv:1802.04434), the sign of a momentum: an optimizer outside trainctl."""
+"""Signum (arXiv:1802.04434): the sign of a momentum. An option from outside trainctl."""
 
 from __future__ import annotations
 

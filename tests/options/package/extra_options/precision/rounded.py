@@ -1,4 +1,4 @@
-"""bf16 with rounded embeddings: a number format outside trainctl."""
+"""bf16, with embeddings rounded to a few binary places as they are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RoundedConfig(PrecisionConfig):
 
 
 def build(model: Any, section: RoundedConfig) -> None:
-    """Round the embedding's output; the gradient passes unchanged."""
+    """Round what the embedding gives; its gradient is that of the number before."""
     scale = 2.0**section.places
 
     def rounded(module: Any, inputs: Any, output: Any) -> Any:

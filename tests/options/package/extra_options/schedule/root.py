@@ -1,4 +1,4 @@
-"""Decay by a root of the remaining share of the run: a schedule outside trainctl."""
+"""A root of what is left of the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RootConfig(WithFloor):
 
 
 def shape(course: Course, step: int) -> float:
-    """Return f + (1 - f) (1 - p)^(1 / degree)."""
+    """f + (1 - f) (1 - p)^(1 / degree)."""
     return between(course.floor, (1 - course.progress(step)) ** (1 / course.config.degree))
 
 

@@ -2,7 +2,7 @@
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
-from trainctl.rules.named_files import missing_files
+from trainctl.search.input_files import missing_files
 
 
 def test_each_missing_file_is_named_and_what_is_there_is_not(tmp_path):
