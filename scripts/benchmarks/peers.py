@@ -33,7 +33,7 @@ from trainctl.plan.settings import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.train.callbacks.memory import peak_memory
+from trainctl.train.callbacks.steps import peak_memory
 from trainctl.train.data import PackedDataset
 from trainctl.train.models.model import TORCH_TYPES, transformers_config
 

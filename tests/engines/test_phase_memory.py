@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trainctl.engines.stopwatch import LOAD, PhaseMemory
-from trainctl.train.callbacks.memory import peak_bytes
+from trainctl.train.callbacks.steps import peak_bytes
 
 CPU = torch.device("cpu")
 BEFORE, STEADY, MORE = 500, 100, 40

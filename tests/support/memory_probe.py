@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from trainctl.engines.deepspeed.partition import Partitioner
-from trainctl.train.models.build import materialise
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.model import materialise, skeleton
 from trainctl.train.models.weights import SeedWeights
 
 

@@ -17,7 +17,7 @@ from trainctl.engines.process import Process
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.train.evaluation import inference
 from trainctl.train.loop import Trainer
-from trainctl.train.models.mup import blocks_of, family_of
+from trainctl.train.models.model import blocks_of, family_of
 from trainctl.train.session import Session, assemble
 
 Sizes = dict[str, dict[str, float]]

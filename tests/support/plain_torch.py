@@ -17,8 +17,7 @@ from trainctl.plan.types import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import TrainingData
 from trainctl.train.gradients import standard_normal
-from trainctl.train.models.build import materialise
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.model import materialise, skeleton
 from trainctl.train.models.weights import SeedWeights
 
 

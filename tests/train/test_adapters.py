@@ -32,10 +32,9 @@ from trainctl.train.adapters.layers import LoraLayer, apply_adapter, attach, ini
 from trainctl.train.checkpoint.export import export
 from trainctl.train.data import held_out_data
 from trainctl.train.evaluation import evaluate_sources
-from trainctl.train.models.build import materialise
 from trainctl.train.models.frozen_base import FullModel, OverlayWeights, recorded_base
 from trainctl.train.models.loaded import load
-from trainctl.train.models.model import TORCH_TYPES, skeleton, transformers_config
+from trainctl.train.models.model import TORCH_TYPES, materialise, skeleton, transformers_config
 from trainctl.train.models.weights import SeedWeights
 
 STEPS = 6

@@ -7,7 +7,7 @@ import pytest
 
 from trainctl.config.schema import OnBadLoss, StabilityConfig
 from trainctl.runs.event_descriptions import describe_divergence, still_diverged
-from trainctl.train.callbacks.divergence import Divergence
+from trainctl.train.callbacks.steps import Divergence
 from trainctl.train.stability import BadStepKind, StepGuard
 
 

@@ -19,8 +19,7 @@ from trainctl.engines.deepspeed.pipeline import tied_weight_group
 from trainctl.engines.process import Axis
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.models.build import whole_pieces
-from trainctl.train.models.model import skeleton, transformers_config
+from trainctl.train.models.model import skeleton, transformers_config, whole_pieces
 from trainctl.train.optimizers import parameter_groups
 from trainctl.train.parallel.pipeline import tied_weight
 

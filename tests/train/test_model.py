@@ -10,8 +10,12 @@ from trainctl.config.schema import (
 )
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import TrainctlError
-from trainctl.train.models.build import materialise
-from trainctl.train.models.model import has_flash_attention, require_all_to_train, skeleton
+from trainctl.train.models.model import (
+    has_flash_attention,
+    materialise,
+    require_all_to_train,
+    skeleton,
+)
 from trainctl.train.models.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]

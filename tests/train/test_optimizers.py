@@ -15,8 +15,7 @@ from trainctl.config.registry import names
 from trainctl.config.schema import RunConfig
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.models.build import whole_pieces
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.model import skeleton, whole_pieces
 from trainctl.train.optimizers import adamw_8bit
 from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalize
 from trainctl.train.optimizers.partitioned import ParameterPart

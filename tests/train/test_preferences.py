@@ -34,7 +34,7 @@ from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
-from trainctl.train.objectives.reference import (
+from trainctl.train.objectives.preferences import (
     attach_saved_reference,
     reference_identity,
     write_reference,

@@ -25,11 +25,10 @@ from trainctl.models.hf_weights import persistent_buffers
 from trainctl.plan.identity import description
 from trainctl.plan.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.train.checkpoint.content import write_tensors
 from trainctl.train.checkpoint.export import export
-from trainctl.train.checkpoint.tensor_file import write_tensors
 from trainctl.train.models.anatomy import anatomy
-from trainctl.train.models.build import materialise, whole_pieces
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.model import materialise, skeleton, whole_pieces
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, parameter_initializers
 from trainctl.train.optimizers import parameter_groups as rank_groups
 

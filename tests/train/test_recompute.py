@@ -18,8 +18,7 @@ from trainctl.config.schema import (
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.search.speed import with_values
-from trainctl.train.models.build import materialise
-from trainctl.train.models.model import blocks, skeleton
+from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.recompute import SAVED_OPERATIONS, wrap_blocks
 from trainctl.train.models.weights import SeedWeights
 

@@ -19,7 +19,7 @@ from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.content import find_weights_checkpoint, newest_valid_checkpoint
 from trainctl.train.checkpoint.save import Saver
 from trainctl.train.models.frozen_base import FullModel, initial_base, recorded_base, whole_weights
-from trainctl.train.replay import Replay
+from trainctl.train.stability import Replay
 
 
 @pytest.fixture

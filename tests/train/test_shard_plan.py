@@ -10,8 +10,7 @@ from trainctl.engines.process import Axis
 from trainctl.memory.stages import stages_from_anatomy
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.runs.layout import RunPaths
-from trainctl.train.models.build import whole_pieces
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.model import skeleton, whole_pieces
 from trainctl.train.parallel.tensor import shard_model
 
 FEW = 4

@@ -19,8 +19,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.data import TrainingData
-from trainctl.train.models.build import materialise
-from trainctl.train.models.model import blocks, skeleton
+from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.weights import SeedWeights
 
 LAYERS = {"layer_statistics": {"every_steps": 1}}

@@ -18,8 +18,7 @@ from trainctl.plan.flops import flops_per_token
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.callbacks.memory import host_bytes_in_device_peak, peak_memory
-from trainctl.train.callbacks.steps import Throughput
+from trainctl.train.callbacks.steps import Throughput, host_bytes_in_device_peak, peak_memory
 
 PEAK_TFLOPS = 0.5
 STEPS = 5

@@ -25,7 +25,7 @@ from trainctl.runs.status import Heartbeat, Phase
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.callbacks.order import callbacks_of_run
 from trainctl.train.data import BatchPrefetcher
-from trainctl.train.objectives.reference import attach_reference
+from trainctl.train.objectives.preferences import attach_reference
 from trainctl.train.session import Session, assemble
 from trainctl.train.step import Stepper
 

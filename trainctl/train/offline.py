@@ -185,7 +185,7 @@ def _evaluate(
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.models.loaded import load
-    from trainctl.train.objectives.reference import attach_saved_reference
+    from trainctl.train.objectives.preferences import attach_saved_reference
 
     corpora = load_run_corpora(plan, run)
     datasets = held_out_data(plan, corpora)

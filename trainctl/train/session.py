@@ -30,13 +30,11 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import apply_adapter, initial_adapter
 from trainctl.train.adapters.quantized import dequantized_source, quantize, quantized_source
-from trainctl.train.checkpoint.average import WeightAverage
 from trainctl.train.checkpoint.content import Checkpoint, RunProgress, newest_valid_checkpoint
-from trainctl.train.checkpoint.optimizer_state import OptimizerState
+from trainctl.train.checkpoint.optimizer_state import OptimizerState, WeightAverage
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
 from trainctl.train.gradients import Gradients, NormHistory, centralize
 from trainctl.train.learning_rate import LearningRate
-from trainctl.train.models import build
 from trainctl.train.models.frozen_base import (
     FullModel,
     OverlayWeights,
@@ -49,8 +47,10 @@ from trainctl.train.models.model import (
     TORCH_TYPES,
     blocks,
     has_flash_attention,
+    materialise,
     require_all_to_train,
     skeleton,
+    whole_pieces,
 )
 from trainctl.train.models.recompute import wrap_blocks
 from trainctl.train.models.weights import WeightSource
@@ -61,8 +61,7 @@ from trainctl.train.parallel.experts import keep_local_experts
 from trainctl.train.parallel.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import shard_model, sum_partial_gradients, vocabulary_of
-from trainctl.train.replay import Replay
-from trainctl.train.stability import StepGuard
+from trainctl.train.stability import Replay, StepGuard
 
 
 @dataclass(slots=True)
@@ -173,7 +172,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         function_of("precision", config.precision.compute)(model, config.precision)
     pieces = shard_skeleton(model, plan, mesh)
     buffers = remaining_buffers(model, buffers)
-    pieces = build.materialise(
+    pieces = materialise(
         model,
         source,
         process.device,
@@ -232,7 +231,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
 
 def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
     """Cut a whole skeleton to this rank's part; return the pieces of the remaining parameters."""
-    pieces = build.whole_pieces(model)
+    pieces = whole_pieces(model)
     if mesh.expert.size > 1:  # before the stages, some of which may have no experts
         pieces = keep_local_experts(model, pieces, mesh.expert)
     if mesh.pipeline.size > 1:

@@ -22,11 +22,11 @@ from trainctl.plan.types import Batch
 from trainctl.runs.event_descriptions import describe_document, describe_not_finite
 from trainctl.runs.records import short
 from trainctl.train.callbacks.context import StepState
-from trainctl.train.callbacks.runner import Callbacks
+from trainctl.train.callbacks.order import Callbacks
 from trainctl.train.checkpoint.content import Checkpoint, newest_valid_checkpoint
 from trainctl.train.data import BatchPrefetcher
 from trainctl.train.gradients import Norms, clipped_groups, elementwise_change
-from trainctl.train.models.build import fill_buffers
+from trainctl.train.models.model import fill_buffers
 from trainctl.train.nonfinite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.parallel.routers import Load
 from trainctl.train.session import Session, seed_step

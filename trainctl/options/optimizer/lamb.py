@@ -17,7 +17,7 @@ from trainctl.options.optimizer import (
 SPEC = Optimizer(
     name="lamb",
     keys=WithMoments,
-    build="trainctl.train.optimizers.lamb:build",
+    build="trainctl.train.optimizers.lion_lamb:build_lamb",
     needs="the tensor",
     states=("exp_avg", "exp_avg_sq"),
     tensor=False,

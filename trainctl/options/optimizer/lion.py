@@ -20,7 +20,7 @@ from trainctl.options.optimizer import (
 SPEC = Optimizer(
     name="lion",
     keys=WithBetas,
-    build="trainctl.train.optimizers.lion:build",
+    build="trainctl.train.optimizers.lion_lamb:build_lion",
     needs=ELEMENT,
     states=("exp_avg",),
     offload=HOST,

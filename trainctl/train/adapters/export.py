@@ -28,10 +28,9 @@ from trainctl.plan.trainable import (
     trainable,
 )
 from trainctl.runs.files import write_json
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import Checkpoint, write_stream
 from trainctl.train.checkpoint.export import Exported, new_folder
 from trainctl.train.checkpoint.optimizer_state import MASTER
-from trainctl.train.checkpoint.tensor_file import write_stream
 from trainctl.train.models.frozen_base import adapter_of
 
 PREFIX = "base_model.model."

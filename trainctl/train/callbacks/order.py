@@ -1,8 +1,15 @@
-"""The callbacks of a run, in the order of their calls."""
+"""The callbacks of a run in the order of their calls, and the calls of their hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import json
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,13 +22,16 @@ from trainctl.options.callbacks import Callback, Ranks, callbacks_of
 from trainctl.options.objective import objective_of
 from trainctl.plan.types import RunPlan
 from trainctl.train.callbacks.checkpoints import Checkpoints
-from trainctl.train.callbacks.context import Journal, StepState
-from trainctl.train.callbacks.divergence import Divergence, DivergenceRecords
+from trainctl.train.callbacks.context import Journal, RankContext, StepState
 from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau, Sampling
-from trainctl.train.callbacks.memory import MemoryRecords
 from trainctl.train.callbacks.profile import Profile, Profiler
-from trainctl.train.callbacks.runner import CallbackEntry, Callbacks
-from trainctl.train.callbacks.steps import Heartbeats, StepRecords
+from trainctl.train.callbacks.steps import (
+    Divergence,
+    DivergenceRecords,
+    Heartbeats,
+    MemoryRecords,
+    StepRecords,
+)
 from trainctl.train.callbacks.stragglers import StragglerRecords, Stragglers
 from trainctl.train.session import Session
 
@@ -131,3 +141,163 @@ def _check_hooks(name: str, callback: object) -> None:
                 f"the callback {name} has a method {method}, and there is no such hook",
                 hint=did_you_mean(close) or f"other methods do not begin with {HOOK_PREFIXES}",
             )
+
+
+CONTEXT_HOOKS = (
+    "on_train_start",
+    "before_step",
+    "after_backward",
+    "after_step",
+    "on_evaluate",
+    "on_train_end",
+)
+"""Hooks that get the context alone."""
+
+STATES = "callbacks"
+"""CallbackEntry of a checkpoint's manifest with the states of users' callbacks, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallbackEntry:
+    """A callback with its declaration."""
+
+    name: str
+    callback: Callback
+    ranks: Ranks = Ranks.all
+    collectives: bool = False
+    is_users: bool = False
+    """Whether it comes from `callbacks` of the configuration."""
+
+
+class Callbacks:
+    """The callbacks of this rank. A hook that no callback overrides is an empty list.
+
+    Args:
+        entries: Callbacks that run on this rank, in the order of their calls.
+    """
+
+    def __init__(
+        self, entries: Sequence[CallbackEntry], session: Session, now: StepState, journal: Journal
+    ) -> None:
+        self._entries, self._now, self._times = entries, now, session.engine.times
+        self._contexts = [
+            RankContext(each.name, session, now, journal, collectives=each.collectives)
+            for each in entries
+        ]
+        self._hooks = {name: list(self._bound(name)) for name in CONTEXT_HOOKS}
+        self._agreeing = [
+            (entry, context)
+            for entry, context in zip(entries, self._contexts, strict=True)
+            if _overrides(entry.callback, "before_agreement")
+        ]
+        for entry, _ in self._agreeing:
+            if entry.ranks is Ranks.first:
+                raise TrainctlError(
+                    f"the callback {entry.name} runs on the first rank alone, and "
+                    "before_agreement sums over all ranks",
+                    hint="CallbackSpec(..., ranks=Ranks.all)",
+                )
+
+    def call(self, hook: str) -> None:
+        """Call a hook of `CONTEXT_HOOKS` on all callbacks that override it."""
+        for run in self._hooks[hook]:
+            run()
+
+    def before_agreement(self) -> list[list[float]]:
+        """Return the numbers of each callback that has this hook, to be summed over the ranks."""
+        found = []
+        for entry, context in self._agreeing:
+            with self._watched(entry, "before_agreement"):
+                found.append([float(each) for each in entry.callback.before_agreement(context)])
+        return found
+
+    def after_agreement(self, sums: Sequence[Sequence[float]]) -> None:
+        """Give each callback the sums of its numbers."""
+        for (entry, context), own in zip(self._agreeing, sums, strict=True):
+            with self._watched(entry, "after_agreement"):
+                entry.callback.after_agreement(context, own)
+
+    def states(self) -> dict[str, Any]:
+        """Return the manifest entries of all callbacks: trainctl's own ones by their names."""
+        found: dict[str, Any] = {}
+        for entry in self._entries:
+            if not _overrides(entry.callback, "before_save"):
+                continue
+            with self._watched(entry, "before_save"):
+                # As a resume will read it; the manifest's writer would fail without a name.
+                state = json.loads(json.dumps(dict(entry.callback.before_save()), allow_nan=False))
+            if entry.is_users:
+                found.setdefault(STATES, {})[entry.name] = state
+            else:
+                found[entry.name] = state
+        return found
+
+    def restore(self, manifest: Mapping[str, Any]) -> None:
+        """Restore the states in a manifest; callbacks without one get an empty state."""
+        for entry in self._entries:
+            if _overrides(entry.callback, "after_load"):
+                states = manifest.get(STATES, {}) if entry.is_users else manifest
+                with self._watched(entry, "after_load"):
+                    entry.callback.after_load(states.get(entry.name, {}))
+
+    def close(self) -> None:
+        """Close all callbacks, the last one first, also those before one that fails."""
+        with ExitStack() as stack:
+            for entry in self._entries:
+                stack.callback(self._close, entry)
+
+    def _close(self, entry: CallbackEntry) -> None:
+        if _overrides(entry.callback, "close"):
+            with self._watched(entry, "close"):
+                entry.callback.close()
+
+    def _bound(self, hook: str) -> Iterator[Callable[[], None]]:
+        for entry, context in zip(self._entries, self._contexts, strict=True):
+            if _overrides(entry.callback, hook):
+                yield self._bind(entry, hook, context)
+
+    def _bind(self, entry: CallbackEntry, hook: str, context: RankContext) -> Callable[[], None]:
+        function = getattr(entry.callback, hook)
+        if not entry.is_users:
+            return lambda: function(context)
+
+        def run() -> None:
+            with self._watched(entry, hook):
+                function(context)
+
+        return run
+
+    @contextmanager
+    def _watched(self, entry: CallbackEntry, hook: str) -> Iterator[None]:
+        """Time the hook of a user's callback, and name the callback in its errors."""
+        if not entry.is_users:
+            yield
+            return
+        with self._times.plain_part(f"{STATES}/{entry.name}"):
+            try:
+                yield
+            except TrainctlError:
+                raise
+            except Exception as error:
+                # For the rank's log. Its last traceback at a margin would be the launch's message.
+                print(textwrap.indent(traceback.format_exc(), "  "), file=sys.stderr)
+                file = file_of(entry.callback)
+                raise TrainctlError(
+                    f"the callback {entry.name} failed in {hook} at step {self._now.step}: "
+                    f"{in_words(error, file)}",
+                    hint=f"repair {file}, or leave {entry.name} out of "
+                    "`callbacks`; resume goes on from the last checkpoint",
+                    exit_code=ExitCode.training_failed,
+                ) from error
+
+
+def file_of(callback: Callback) -> str:
+    """Return the file that defines a callback's class."""
+    try:
+        return inspect.getfile(type(callback))
+    except (TypeError, OSError):
+        return type(callback).__module__
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)

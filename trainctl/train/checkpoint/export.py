@@ -33,13 +33,11 @@ from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.adapters.layers import Merged
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import Checkpoint, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
-from trainctl.train.checkpoint.tensor_file import write_stream
 from trainctl.train.evaluation import first_source, prompts_of
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
-from trainctl.train.models.model import skeleton, with_portable_attention
-from trainctl.train.models.mup import fold_multipliers
+from trainctl.train.models.model import fold_multipliers, skeleton, with_portable_attention
 from trainctl.train.models.weights import WeightSource
 
 SHARD_BYTES = 5 * 10**9

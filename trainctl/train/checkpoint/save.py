@@ -35,8 +35,8 @@ from trainctl.runs import checkpoints
 from trainctl.runs.files import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
-from trainctl.train.checkpoint.tensor_file import write_stream
 
 Result = TypeVar("Result")
 

@@ -22,11 +22,11 @@ from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import inference
-from trainctl.train.models.build import materialise
 from trainctl.train.models.frozen_base import FullModel, adapter_of, base_file, whole_weights
 from trainctl.train.models.model import (
     TORCH_TYPES,
     has_flash_attention,
+    materialise,
     skeleton,
     with_portable_attention,
 )

@@ -1,7 +1,8 @@
-"""The model: built by transformers from the plan's shape, without memory for its weights.
+"""The model: built by transformers from the plan's shape, and filled with weights afterwards.
 
 transformers' parameter names are the canonical names, which initialisation, decay groups,
-checkpoints and exports all use.
+checkpoints and exports all use. `trainctl.plan.mup` has the table of muP's multipliers, which are
+applied here and folded into exports.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,17 +26,20 @@ from torch._subclasses.fake_tensor import (
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import AttentionKind, DataType, ModelConfig
 from trainctl.data import user_functions as user_code
 from trainctl.data.user_functions import load
+from trainctl.engines.protocol import MakeParameter
+from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
 from trainctl.errors import TrainctlError
-from trainctl.models.hf_weights import persistent_buffers
-from trainctl.options.model import spec_of
-from trainctl.plan.shapes import head_dim, key_value_heads
-from trainctl.train.models.mup import apply_multipliers
-from trainctl.train.models.weights import SkipInit
+from trainctl.models.hf_weights import Buffer, persistent_buffers
+from trainctl.options.model import Family, families, of_type, spec_of
+from trainctl.plan.mup import multipliers
+from trainctl.plan.shapes import final_norm_tensors, head_dim, key_value_heads
+from trainctl.train.models.weights import SkipInit, WeightSource
 from trainctl.train.parallel.experts import compute_in_fp32
 
 TORCH_TYPES = {
@@ -232,3 +238,171 @@ def has_own_code(model: ModelConfig) -> bool:
     except (OSError, ValueError, TypeError, LookupError):
         return False
     return not named.isdisjoint(("AutoConfig", "AutoModel", "AutoModelForCausalLM"))
+
+
+def whole_pieces(model: PreTrainedModel) -> Pieces:
+    """Return the pieces of a whole skeleton. A tied parameter goes by its first name."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    inputs_first = {module.weight for module in model.modules() if isinstance(module, Conv1D)}
+    return {
+        parameter: ParameterPiece(
+            name,
+            parameter.shape,
+            Shard.whole(parameter.shape),
+            is_embedding=parameter in embeddings,
+            is_head=parameter is head,
+            inputs_first=parameter in inputs_first,
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def materialise(
+    model: PreTrainedModel,
+    source: WeightSource,
+    device: torch.device,
+    pieces: Pieces | None = None,
+    make: MakeParameter | None = None,
+    buffers: Sequence[Buffer] | None = None,
+) -> Pieces:
+    """Give this rank's part of the skeleton its values.
+
+    Args:
+        model: The skeleton, cut to this rank's stage and shards.
+        pieces: Pieces of the skeleton's parameters; None for a whole model.
+        make: Makes each parameter where ranks partition it (ZeRO-3); None gives this rank all of
+            it.
+        buffers: Persistent buffers of the skeleton; None for a whole model.
+
+    Returns:
+        The pieces of the real parameters.
+    """
+    pieces = whole_pieces(model) if pieces is None else pieces
+    make = make or partial(_whole_shard, device)
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for module, attribute, meta in _parameter_places(model):
+        if meta not in filled:
+            piece = pieces[meta]
+            read = partial(source.read, piece.name, piece.shape)
+            filled[meta] = make(meta, piece, partial(read_shard, read, piece.shard))
+        setattr(module, attribute, filled[meta])
+    fill_buffers(persistent_buffers(model) if buffers is None else buffers, source)
+    _move_buffers(model, device)
+    return {filled[meta]: piece for meta, piece in pieces.items() if meta in filled}
+
+
+def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
+    """Copy a source's values into persistent buffers, where the source has them."""
+    for buffer in buffers:
+        values = source.buffer(buffer.name)
+        if values is not None:
+            buffer.tensor.copy_(values.view(buffer.tensor.shape))
+
+
+def _whole_shard(
+    device: torch.device, meta: nn.Parameter, piece: ParameterPiece, read: Read
+) -> nn.Parameter:
+    """Return this rank's shard of a parameter, unpartitioned."""
+    data = read(0, meta.numel()).view(meta.shape).to(device=device, dtype=meta.dtype)
+    return nn.Parameter(data, requires_grad=meta.requires_grad)
+
+
+def _parameter_places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return every place of a parameter in the module tree; a tied parameter has several."""
+    return [
+        (module, attribute, parameter)
+        for module in model.modules()
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Multiply the logits and the attention scores of a skeleton, wherever they are computed.
+
+    The factor of the logits is applied to the head's input, which is equivalent and cheaper. Every
+    loss, evaluation and sample goes through the head.
+    """
+    if not config.mup:
+        return
+    family, factors = family_of(model), multipliers(config)
+    getattr(model, family.head).register_forward_pre_hook(_multiplied_input(factors["output"]))
+    for block in blocks_of(model):
+        attention: Any = getattr(block, family.attention.module)
+        # transformers' attention modules keep their factor here; no config option sets it.
+        attention.scaling *= factors["attention"]
+
+
+def _multiplied_input(factor: float) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0] * factor, *args[1:])
+
+    return hook
+
+
+def fold_multipliers(
+    model: ModelConfig, name: str, shape: torch.Size, start: int, values: torch.Tensor
+) -> torch.Tensor:
+    """Return weights for the same model without multipliers, with these folded in.
+
+    The factor of the logits goes into the norm before the head, so it does not matter whether
+    the head is tied to the embedding. The factor of attention goes into the query projection
+    (rotary embeddings keep the factor).
+
+    Args:
+        name: Canonical name of the parameter.
+        shape: Shape of the whole parameter.
+        start: Index of the first element of `values` in the flattened parameter.
+        values: Some of its elements, flat.
+    """
+    if not model.mup:
+        return values
+    factors = multipliers(model)
+    if name in {tensor.name for tensor in final_norm_tensors(model)}:
+        return values * factors["output"]
+    module = name.rpartition(".")[0]
+    if factors["attention"] == 1:
+        return values
+    spec = spec_of(model)
+    attention = spec.attention
+    queries = (*attention.per_head, *attention.columns)[0]
+    if not module.endswith(f".{attention.module}.{queries}"):
+        return values
+    if attention.fused == 1:
+        return values * factors["attention"]
+    # Queries, keys and values lie side by side: find the output that each element belongs to.
+    element = torch.arange(start, start + values.numel(), device=values.device)
+    is_by_row = len(shape) > 1 and not spec.inputs_first
+    output = element // shape[-1] if is_by_row else element % shape[-1]
+    is_query = output < model.num_attention_heads * head_dim(model)
+    return torch.where(is_query, values * factors["attention"], values)
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """Return the family of a model, looked up by its `model_type` in transformers.
+
+    Raises:
+        TrainctlError: trainctl has no family for this architecture.
+    """
+    family = of_type(model.config.model_type)
+    if family is None:
+        known = ", ".join(spec.name for spec in families())
+        raise TrainctlError(
+            f"muP and the loss's kernels do not know the {model.config.model_type} architecture; "
+            f"they know {known}",
+        )
+    return family
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of the model's blocks."""
+    family = family_of(model)
+    found = getattr(getattr(model, family.decoder), family.blocks)
+    assert isinstance(found, nn.ModuleList)
+    return found

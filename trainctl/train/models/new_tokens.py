@@ -25,8 +25,8 @@ from trainctl.models.hf_weights import StoredModel, tied_names
 from trainctl.models.tensors import INDEX, WIDTHS, StoredTensor, stored_tensors
 from trainctl.models.tokenizer_files import read_facts
 from trainctl.runs.files import write_json
+from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.export import new_folder
-from trainctl.train.checkpoint.tensor_file import write_stream
 from trainctl.train.models.model import skeleton, with_portable_attention
 
 ROWS = 1 << 12

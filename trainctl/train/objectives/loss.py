@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.train.models.mup import family_of
+from trainctl.train.models.model import family_of
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import (

@@ -1,14 +1,37 @@
-"""Loss functions of preference objectives, as in their papers."""
+"""Preference objectives: their loss functions, as in the papers, and the reference that DPO needs.
+
+The reference is two log-probabilities per pair, under the weights before the first step. The run's
+own engine computes them once, on the layout that it has, so no second model is in memory. They are
+kept in `reference.npz` of the run, which every later attempt reads.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from trainctl.data.corpora import Corpora, corpus_digests
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.objective import ANSWERS, objective_of
 from trainctl.options.objective.dpo import DpoConfig, PreferenceLoss
 from trainctl.options.objective.orpo import OrpoConfig
 from trainctl.options.objective.simpo import SimpoConfig
+from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.runs.files import write_bytes
+from trainctl.runs.layout import RunPaths
+from trainctl.train.data import PackedDataset
+from trainctl.train.evaluation import inference
 from trainctl.train.objectives.base import Measured, SeenPairs
+from trainctl.train.session import Session
 
 
 def dpo(config: DpoConfig, pairs: SeenPairs) -> Measured:
@@ -71,3 +94,135 @@ def _log_of_rest(log_probability: torch.Tensor) -> torch.Tensor:
     p = 1 gives a finite value; its exact logarithm would have no gradient.
     """
     return torch.log(-torch.expm1(log_probability.clamp(max=-1e-12)))
+
+
+Reference = dict[str, npt.NDArray[np.float32]]
+"""Log-probabilities of chosen and rejected answers, (samples, 2), by side of the corpus: `train`
+and `held_out`.
+"""
+
+FORMAT = 1
+
+
+def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str, Any] | None:
+    """Attach the reference log-probabilities to the run's datasets; all ranks call this together.
+
+    Returns:
+        Entries for the run's record; None if the objective needs no reference.
+
+    Raises:
+        TrainctlError: The run has made steps, and its reference is gone or of other pairs (exit
+            code 5).
+    """
+    if not objective_of(session.plan.config.objective).needs_reference:
+        return None
+    started = time.monotonic()
+    sides = _datasets_by_side(session)
+    counts = {side: dataset.num_samples for side, dataset in sides.items()}
+    run, of = session.run, reference_identity(session.corpora, counts)
+    known: Reference | None = None
+    if session.progress.step:  # at step 0 the weights may differ from an earlier start's
+        known = read_reference(run, of) if session.process.is_first else None
+        known = session.process.broadcast_from_first(known)
+    if known is None:
+        if session.progress.step:
+            raise TrainctlError(
+                f"{run.reference.name} is not there any more, or of other pairs: it has what the "
+                "weights before the first step said, and the run has made "
+                f"{session.progress.step:,} steps",
+                hint="restore the file, or start a new run: model.initial_weights=RUN",
+                exit_code=ExitCode.run_state,
+            )
+        known = {
+            side: _compute_reference(session, dataset, tell) for side, dataset in sides.items()
+        }
+        if session.process.is_first:
+            write_reference(run, known, of)
+        session.process.barrier()
+    for side, dataset in sides.items():
+        dataset.reference = known[side]
+    return {**counts, "seconds": round(time.monotonic() - started, 3)}
+
+
+def read_reference(run: RunPaths, of: str) -> Reference | None:
+    """Return the reference that a run keeps; None if missing, damaged or of other pairs."""
+    try:
+        with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
+            if str(arrays["of"]) != of:
+                return None
+            return {name: arrays[name] for name in arrays.files if name != "of"}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
+    """Write a reference to the run's folder, all of it or nothing."""
+    stream = io.BytesIO()
+    np.savez(stream, of=np.array(of), **reference)  # type: ignore[arg-type]
+    write_bytes(run.reference, stream.getvalue())
+
+
+def attach_saved_reference(
+    run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]
+) -> None:
+    """Attach a run's reference to its held-out pairs, outside training.
+
+    Args:
+        held_out: Held-out datasets; pairs have the source `SINGLE_SOURCE` alone.
+
+    Raises:
+        TrainctlError: The run has no reference, or one of other pairs (exit code 5).
+    """
+    dataset = held_out[SINGLE_SOURCE]
+    try:
+        with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
+            found, of = arrays["held_out"], json.loads(str(arrays["of"]))
+            is_known = of == json.loads(reference_identity(corpora, of["samples"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        found, is_known = np.zeros((0, 2), np.float32), False
+    if not is_known or len(found) != dataset.num_samples:
+        raise TrainctlError(
+            f"{run.root} has no {run.reference.name} of these pairs",
+            hint="it is written before the first step",
+            exit_code=ExitCode.run_state,
+        )
+    dataset.reference = found
+
+
+def _datasets_by_side(session: Session) -> dict[str, PackedDataset]:
+    """Return a run's datasets by side; pairs have one source and one sequence length."""
+    (training,) = session.training.datasets.values()
+    return {"train": training, "held_out": session.held_out[SINGLE_SOURCE]}
+
+
+def reference_identity(corpora: Corpora, counts: dict[str, int]) -> str:
+    """Return the identity of a reference's pairs, as JSON. The weights are always the run's own."""
+    return json.dumps(
+        {"format": FORMAT, "samples": counts, **corpus_digests(corpora)}, sort_keys=True
+    )
+
+
+def _compute_reference(
+    session: Session, dataset: PackedDataset, tell: Callable[[str], None]
+) -> npt.NDArray[np.float32]:
+    """Compute the reference of a dataset, (pairs, 2); all ranks call this together.
+
+    Each data-parallel rank computes a share of the pairs, all in the same number of passes.
+    """
+    engine, mesh, count = session.engine, session.mesh, dataset.num_samples
+    size, rank, ranks = session.plan.batch.micro_batch_size, mesh.data.index, mesh.data.size
+    places, own = [], []
+    with inference(engine.module):
+        for start in range(0, count, size * ranks):
+            tell(f"reference: {start:,} of {count:,} pairs")
+            indices = np.arange(start + rank * size, start + (rank + 1) * size)
+            engine.score(dataset.micro_batch(np.where(indices < count, indices, -1)))
+            places.append(indices)
+            own.append(engine.measured()[:, -len(ANSWERS) :].float().cpu())
+    share = (np.concatenate(places), torch.cat(own).numpy()) if own else None
+    found = np.zeros((count, len(ANSWERS)), np.float32)
+    for each in session.process.gather(share if mesh.tensor.is_first else None):
+        if each is not None:
+            indices, values = each
+            found[indices[indices < count]] = values[indices < count]
+    return found
