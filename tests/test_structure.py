@@ -35,17 +35,9 @@ LONG_FUNCTIONS = {
     "trainctl.cli.evaluate:evaluate": 105,
     "trainctl.cli.export:export": 65,
     "trainctl.cli.report:report": 73,
-    "trainctl.config.literal_secrets:literal_secrets": 77,
     "trainctl.data.sample_contents:read_samples": 61,
     "trainctl.memory.activations:block_activations": 74,
     "trainctl.rules.resolve:resolve": 80,
-    "trainctl.train.adapters.export:export_adapter": 71,
-    "trainctl.train.callbacks.order:callbacks_of_run": 65,
-    "trainctl.train.checkpoint.export:export": 81,
-    "trainctl.train.checkpoint.save:write_checkpoint": 65,
-    "trainctl.train.parallel.tensor:shard_model": 83,
-    "trainctl.train.session:assemble": 79,
-    "trainctl.train.tasks:evaluate_tasks": 65,
 }
 """Functions that are still longer than `LONG_LINES`, with their lines: to be cut, never to grow."""
 

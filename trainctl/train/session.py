@@ -159,6 +159,74 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     checkpoint = _newest_checkpoint(run, process, corpora)
     progress = checkpoint.progress if checkpoint else RunProgress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
+    part = _make_model_part(plan, run, process, mesh, checkpoint)
+    engine = room.build(_make_job(plan, process, mesh, part))
+    state = OptimizerState(engine, config.optimizer)
+    average = _make_average(plan, state)
+    if checkpoint is not None:
+        checkpoint.check_states(set().union(*process.gather(state.all_names())))
+        checkpoint.load_into(state)
+        engine.resume_at(progress.step)
+        if engine.loss_scale is not None:
+            engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
+    manifest = dict(checkpoint.manifest) if checkpoint else {}
+    manifest.pop("fragments", None)
+    data_rank, data_size = mesh.data.index, mesh.data.size
+    session = Session(
+        plan=plan,
+        run=run,
+        process=process,
+        mesh=mesh,
+        corpora=corpora,
+        tokenizer=load_tokenizer(config.tokenizer),
+        engine=engine,
+        state=state,
+        buffers=part.buffers,
+        training=TrainingData.of(plan, corpora, data_rank=data_rank, data_size=data_size),
+        held_out=held_out_data(plan, corpora),
+        progress=progress,
+        gradients=Gradients(engine, process, config),
+        average=average,
+        guard=StepGuard(config.stability, norm_may_overflow=engine.loss_scale is not None),
+        norms=NormHistory.of(config),
+        learning_rate=LearningRate(plan),
+        routers=part.routers,
+        shapes=part.shapes,
+        frozen=part.frozen,
+        manifest_entries=part.manifest_entries,
+        wrapped_blocks=part.wrapped_blocks,
+        replay=Replay.of(run, plan, process, progress.step),
+        resumed_from=checkpoint.path if checkpoint else None,
+        manifest=manifest,
+        skipped_checkpoints=checkpoint.passed_over if checkpoint else (),
+    )
+    if checkpoint is not None:
+        session.restore(checkpoint.manifest)
+    return session
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelPart:
+    """A rank's part of the model, filled with weights; the other fields are the session's."""
+
+    model: PreTrainedModel
+    pieces: Pieces
+    buffers: list[Buffer]
+    routers: Routers
+    shapes: dict[str, list[int]]
+    frozen: int
+    manifest_entries: dict[str, Any]
+    wrapped_blocks: int
+
+
+def _make_model_part(
+    plan: RunPlan,
+    run: RunPaths,
+    process: Process,
+    mesh: ProcessMesh,
+    checkpoint: Checkpoint | None,
+) -> _ModelPart:
+    config, device = plan.config, process.device
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     require_all_to_train(model)
     routers = Routers(model, config)
@@ -172,61 +240,10 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         function_of("precision", config.precision.compute)(model, config.precision)
     pieces = shard_skeleton(model, plan, mesh)
     buffers = remaining_buffers(model, buffers)
-    pieces = materialise(
-        model,
-        source,
-        process.device,
-        pieces,
-        room.parameter_maker(plan, model, process.device, mesh),
-        buffers,
-    )
+    make = engine_backend(plan).parameter_maker(plan, model, device, mesh)
+    pieces = materialise(model, source, device, pieces, make, buffers)
     apply_kernels(model, config.kernels)
-    engine = room.build(_make_job(plan, process, mesh, model, pieces, routers))
-    state = OptimizerState(engine, config.optimizer)
-    average = _make_average(plan, state)
-    if checkpoint is not None:
-        checkpoint.check_states(set().union(*process.gather(state.all_names())))
-        checkpoint.load_into(state)
-        engine.resume_at(progress.step)
-        if engine.loss_scale is not None:
-            engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
-    session = Session(
-        plan=plan,
-        run=run,
-        process=process,
-        mesh=mesh,
-        corpora=corpora,
-        tokenizer=load_tokenizer(config.tokenizer),
-        engine=engine,
-        state=state,
-        buffers=buffers,
-        training=TrainingData.of(
-            plan, corpora, data_rank=mesh.data.index, data_size=mesh.data.size
-        ),
-        held_out=held_out_data(plan, corpora),
-        progress=progress,
-        gradients=Gradients(engine, process, config),
-        average=average,
-        guard=StepGuard(config.stability, norm_may_overflow=engine.loss_scale is not None),
-        norms=NormHistory.of(config),
-        learning_rate=LearningRate(plan),
-        routers=routers,
-        shapes=shapes,
-        frozen=frozen,
-        manifest_entries=entries,
-        wrapped_blocks=wrapped,
-        replay=Replay.of(run, plan, process, progress.step),
-        resumed_from=checkpoint.path if checkpoint else None,
-        manifest={
-            key: value
-            for key, value in (checkpoint.manifest if checkpoint else {}).items()
-            if key != "fragments"
-        },
-        skipped_checkpoints=checkpoint.passed_over if checkpoint else (),
-    )
-    if checkpoint is not None:
-        session.restore(checkpoint.manifest)
-    return session
+    return _ModelPart(model, pieces, buffers, routers, shapes, frozen, entries, wrapped)
 
 
 def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
@@ -249,16 +266,10 @@ def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> 
     return pieces
 
 
-def _make_job(
-    plan: RunPlan,
-    process: Process,
-    mesh: ProcessMesh,
-    model: PreTrainedModel,
-    pieces: Pieces,
-    routers: Routers,
-) -> Job:
+def _make_job(plan: RunPlan, process: Process, mesh: ProcessMesh, part: _ModelPart) -> Job:
     """Return the engine's job: the model with its loss, parameter groups and optimizer."""
     config, z_loss = plan.config, plan.config.stability.z_loss
+    model, pieces = part.model, part.pieces
     sum_partial_gradients(pieces, mesh.tensor)
     if config.gradients.centralize:
         centralize(model, pieces, mesh.tensor if mesh.tensor.size > 1 else None)
@@ -272,7 +283,7 @@ def _make_job(
     else:
         vocabulary = vocabulary_of(model, mesh.tensor)
         objective = loss_of(config.objective)
-        module = LanguageModel(model, vocabulary, config.kernels, z_loss, routers, objective)
+        module = LanguageModel(model, vocabulary, config.kernels, z_loss, part.routers, objective)
     return Job(
         plan=plan,
         process=process,

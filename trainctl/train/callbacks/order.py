@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from trainctl.config.registry import function_of, load
@@ -49,60 +48,46 @@ def callbacks_of_run(
     Raises:
         TrainctlError: A callback of the user's cannot be built.
     """
-    config = session.plan.config
+    config, process, times = session.plan.config, session.process, session.engine.times
     runner: Callbacks
-
-    def publish() -> None:
-        runner.call("on_evaluate")
-
-    def states() -> dict[str, Any]:
-        return runner.states()
-
-    entry = partial(CallbackEntry, ranks=Ranks.all, collectives=True)
-    checkpoints = Checkpoints(session, now, journal, states)
+    checkpoints = Checkpoints(session, now, journal, lambda: runner.states())
     vocab_size = config.model.vocab_size if objective_of(config.objective).is_entropy else None
     profiler = Profiler(
         config.logging,
-        rank=session.process.rank,
+        rank=process.rank,
         folder=session.run.attempt(journal.attempt).profile,
-        device=session.process.device,
+        device=process.device,
     )
-    runner = Callbacks(
-        [
-            entry(name="heartbeats", callback=Heartbeats(journal)),
-            entry(name="steps", callback=StepRecords(session, now, journal)),
-            entry(
-                name="divergence",
-                callback=DivergenceRecords(Divergence(vocab_size), now, journal),
-            ),
-            *(
-                [entry(name="profile", callback=Profile(profiler, journal))]
-                if config.logging.profile_steps
-                else []
-            ),
-            entry(name="memory", callback=MemoryRecords(session, journal)),
-            entry(name="evaluation", callback=Evaluation(session, now, journal, publish)),
-            entry(name="patience", callback=EarlyStopping(config.training, now)),
-            entry(name="plateau", callback=Plateau(session.learning_rate, journal)),
-            *(
-                [entry(name="sampling", callback=Sampling(session, now, journal))]
-                if config.training.sample_tokens
-                else []
-            ),
-            *_configured_callbacks(session.plan, session.process),
-            entry(
-                name="stragglers",
-                callback=StragglerRecords(
-                    Stragglers(session.plan, session.process), session.engine.times, now, journal
-                ),
-            ),
-            entry(name="checkpoints", callback=checkpoints),
-        ],
-        session,
-        now,
-        journal,
-    )
+    samples, profiles = config.training.sample_tokens, config.logging.profile_steps
+    before_users: dict[str, Callback | None] = {
+        "heartbeats": Heartbeats(journal),
+        "steps": StepRecords(session, now, journal),
+        "divergence": DivergenceRecords(Divergence(vocab_size), now, journal),
+        "profile": Profile(profiler, journal) if profiles else None,
+        "memory": MemoryRecords(session, journal),
+        "evaluation": Evaluation(session, now, journal, lambda: runner.call("on_evaluate")),
+        "patience": EarlyStopping(config.training, now),
+        "plateau": Plateau(session.learning_rate, journal),
+        "sampling": Sampling(session, now, journal) if samples else None,
+    }
+    after_users: dict[str, Callback | None] = {
+        "stragglers": StragglerRecords(Stragglers(session.plan, process), times, now, journal),
+        "checkpoints": checkpoints,
+    }
+    entries = [
+        *_own_callbacks(before_users),
+        *_configured_callbacks(session.plan, process),
+        *_own_callbacks(after_users),
+    ]
+    runner = Callbacks(entries, session, now, journal)
     return runner, checkpoints
+
+
+def _own_callbacks(callbacks: Mapping[str, Callback | None]) -> Iterator[CallbackEntry]:
+    """Yield trainctl's own callbacks, which run on all ranks and may use collectives."""
+    for name, callback in callbacks.items():
+        if callback is not None:
+            yield CallbackEntry(name=name, callback=callback, ranks=Ranks.all, collectives=True)
 
 
 def _configured_callbacks(plan: RunPlan, process: Process) -> Iterator[CallbackEntry]:
@@ -154,7 +139,7 @@ CONTEXT_HOOKS = (
 """Hooks that get the context alone."""
 
 STATES = "callbacks"
-"""CallbackEntry of a checkpoint's manifest with the states of users' callbacks, by name."""
+"""Entry of a checkpoint's manifest with the states of users' callbacks, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
