@@ -83,7 +83,9 @@ class Gradients:
         sums = self._process.sum(*_add_up(list(squares.values())))
         scale = self.scale
         return Norms(
-            total=math.sqrt(math.fsum(sums)) / scale if _all_finite(sums) else math.nan,
+            total=(
+                math.sqrt(math.fsum(sums)) / scale if all(map(math.isfinite, sums)) else math.nan
+            ),
             groups={
                 name: math.sqrt(value) / scale if math.isfinite(value) else math.nan
                 for name, value in zip(self._groups, sums, strict=True)
@@ -122,10 +124,6 @@ def _column_sums(columns: list[list[torch.Tensor]]) -> torch.Tensor:
     device = max(devices, key=lambda each: each.type != "cpu", default=torch.device("cpu"))
     sums = [torch.stack([value.to(device) for value in column]).sum() for column in columns]
     return torch.stack(sums) if sums else torch.zeros(0, device=device)
-
-
-def _all_finite(values: list[float]) -> bool:
-    return all(map(math.isfinite, values))
 
 
 def clipped_groups(norms: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:

@@ -227,7 +227,6 @@ class _Initial:
         self._dtype = dtype
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of a parameter."""
         layer = self._lengths.get(name)
         if layer is None:
             return self._drawn.read(name, shape, start, end)
@@ -235,8 +234,7 @@ class _Initial:
         return torch.linalg.norm(weight.to(self._dtype).float(), dim=1)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return None: an adapter has no buffers."""
-        return None
+        return None  # an adapter has no buffers
 
 
 def weight_of(
@@ -268,7 +266,6 @@ class Merged:
         self._has_magnitude = spec_of(section).has_magnitude
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of a parameter."""
         layer = self._layers.get(name)
         if layer is None:
             return self._base.read(name, shape, start, end)
@@ -280,7 +277,6 @@ class Merged:
         return self._rows(layer, first, last).reshape(-1)[start - offset : end - offset]
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return a persistent buffer."""
         values = self._own.buffer(name)
         return self._base.buffer(name) if values is None else values
 

@@ -126,7 +126,6 @@ class _Source:
         self._source, self._codecs, self._device = source, codecs, device
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return a persistent buffer."""
         return self._source.buffer(name)
 
     def _encoded(
@@ -176,7 +175,6 @@ class Dequantized(_Source):
     _last: tuple[str, torch.Tensor] | None = None
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of a parameter."""
         codec = self._codecs.get(name)
         if codec is None:
             return self._source.read(name, shape, start, end)

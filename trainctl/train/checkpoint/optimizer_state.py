@@ -11,7 +11,7 @@ swapped with the master weights, and swapped back afterwards. Both are fp32, so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class OptimizerState:
         self._engine, self._config, self._states = engine, config, engine.states
         self.optimizer = self._states.optimizer
         self.tensors, self.fragments = self._states.tensors, self._states.fragments
+        self.numel, self.swapped_in = self._states.numel, self._states.swapped_in
+        self.sync_master_weights = self._states.sync_master_weights
+        self.copy_masters_to_parameters = self._states.copy_masters_to_parameters
+        self.restore_scalars = self._states.restore_scalars
         self._averages: list[torch.Tensor] = []
         self.is_swapped = any(map(self._states.is_swapped, range(len(self.tensors))))
         if isinstance(self.optimizer, PartitionedOptimizer):
@@ -56,14 +60,6 @@ class OptimizerState:
     def keep_average(self) -> None:
         """Keep an average of the master weights from now on: one more state of each tensor."""
         self._averages = [tensor.detach().to(torch.float32, copy=True) for tensor in self.tensors]
-
-    def sync_master_weights(self) -> None:
-        """Bring the master weights up to date, before they are saved."""
-        self._states.sync_master_weights()
-
-    def copy_masters_to_parameters(self) -> None:
-        """Copy the master weights to the model's parameters, as an update does; on all ranks."""
-        self._states.copy_masters_to_parameters()
 
     def saved(self, index: int, state: str) -> torch.Tensor:
         """Return an optimizer tensor, or one of its states, as a checkpoint stores it; flat."""
@@ -119,18 +115,6 @@ class OptimizerState:
                     found[name] = max(found[name], number)
         return found
 
-    def numel(self, index: int) -> int:
-        """Return the number of elements of an optimizer tensor, wherever it lies."""
-        return self._states.numel(index)
-
-    def swapped_in(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
-        """Return a context within which an optimizer tensor and its states are in memory.
-
-        Args:
-            changes: Whether to write them back to NVMe, if they come from there.
-        """
-        return self._states.swapped_in(index, changes=changes)
-
     def tensor(self, index: int, state: str) -> torch.Tensor:
         """Return a writable view of an optimizer tensor or of one of its states, flat."""
         master = self.tensors[index]
@@ -159,10 +143,6 @@ class OptimizerState:
             **numbers,
             **{name: torch.zeros_like(tensor, dtype=kind).detach() for name, kind in kinds.items()},
         }
-
-    def restore_scalars(self, scalars: dict[str, float]) -> None:
-        """Bring the optimizer to where its steps would have brought it, apart from the states."""
-        self._states.restore_scalars(scalars)
 
     def _parts(self) -> dict[torch.Tensor, list[ParameterPart]]:
         """Return the parameter parts in each tensor; all replicas call this together."""

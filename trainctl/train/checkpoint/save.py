@@ -115,7 +115,7 @@ def rank_part(
         yield from beside.values()
 
     layout = {
-        f"{name}/{index}": (weights_in or _state_dtype(state, index, name), (state.numel(index),))
+        f"{name}/{index}": (weights_in or state.tensor(index, name).dtype, (state.numel(index),))
         for index in indices
         for name in names[index]
     }
@@ -128,10 +128,6 @@ def rank_part(
         tensors=tensors,
         buffers={key: buffer.name for key, buffer in kept.items()},
     )
-
-
-def _state_dtype(state: OptimizerState, index: int, name: str) -> torch.dtype:
-    return state.tensor(index, name).dtype
 
 
 def write_checkpoint(

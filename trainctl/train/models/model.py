@@ -84,7 +84,7 @@ def shape_config(model: ModelConfig) -> PretrainedConfig:
 def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the module tree with real buffers and with its parameters on the meta device.
 
-    No rank holds a weight yet, whatever the model's size; `build` fills them in.
+    No rank holds a weight yet, whatever the model's size; `materialise` fills them in.
     """
     with _parameters_on_meta(), SkipInit():
         built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)

@@ -68,7 +68,7 @@ def shard_model(
         shards.cut(head, "weight", dim=0)
         shards.cut(head, "bias", dim=0)
         head.out_features = tokens.count
-        head.register_forward_pre_hook(_copy_input(axis))
+        head.register_forward_pre_hook(lambda _, args: (Copy.apply(args[0], axis), *args[1:]))
     for block in blocks:
         for region in where.regions:
             if has_parts(block, region.module, (*region.columns, region.row)):
@@ -79,7 +79,7 @@ def shard_model(
     for parameter in model.parameters():
         shards.keep(parameter, partial=False)
     if sequence_sharded_norms:
-        blocks[0].register_forward_pre_hook(_scatter_input(axis), with_kwargs=True)
+        blocks[0].register_forward_pre_hook(_on_hidden_states(Scatter, axis), with_kwargs=True)
         blocks[-1].register_forward_hook(
             lambda module, args, output: GatherSequence.apply(output, axis)
         )
@@ -362,14 +362,6 @@ def _on_hidden_states(function: Any, axis: Axis) -> Any:
         return args, {**kwargs, "hidden_states": function.apply(kwargs["hidden_states"], axis)}
 
     return hook
-
-
-def _scatter_input(axis: Axis) -> Any:
-    return _on_hidden_states(Scatter, axis)
-
-
-def _copy_input(axis: Axis) -> Any:
-    return lambda module, args: (Copy.apply(args[0], axis), *args[1:])
 
 
 class _CrossEntropy(torch.autograd.Function):
