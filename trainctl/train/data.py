@@ -143,14 +143,12 @@ class TrainingData:
             plan, {n: packed_token_count(plan.config, corpora[n]) for n in sections}
         )
         datasets = {
-            (name, stage.length): PackedDataset(
+            (name, stage.length): _packed(
+                plan,
                 corpora[name],
                 corpora[name].train,
-                sequence_length=stage.length,
-                mask_documents=plan.config.data.mask_documents,
-                bins=load_bins(plan.config, corpora[name], corpora[name].train),
+                stage.length,
                 infilling=infilling_settings(plan.config, name),
-                has_pairs=spec_of(plan.config.data).has_pairs,
             )
             for stage in order.stages
             for name in stage.weights
@@ -222,29 +220,32 @@ def _prefetched_streams(
 
 def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, PackedDataset]:
     """Return the held-out split of each source, in samples of `training.sequence_length`."""
+    length = plan.batch.sequence_length
     return {
-        name: PackedDataset(
-            corpora[name],
-            corpora[name].held_out,
-            sequence_length=plan.batch.sequence_length,
-            mask_documents=plan.config.data.mask_documents,
-            bins=load_bins(plan.config, corpora[name], corpora[name].held_out),
-            has_pairs=spec_of(plan.config.data).has_pairs,
-        )
+        name: _packed(plan, corpora[name], corpora[name].held_out, length)
         for name in sources_of(plan.config.data)
     }
+
+
+def _packed(plan: RunPlan, corpus: Corpus, split: Split, length: int, **how: Any) -> PackedDataset:
+    data = plan.config.data
+    return PackedDataset(
+        corpus,
+        split,
+        sequence_length=length,
+        mask_documents=data.mask_documents,
+        has_pairs=spec_of(data).has_pairs,
+        bins=load_bins(plan.config, corpus, split),
+        **how,
+    )
 
 
 PREFETCH_STEPS = 2
 """Most steps to prefetch: one may be slow, as when it is read from a disk for the first time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Key of a prefetched step, which decides the samples of each rank."""
-
-    first_sample: int
-    batch: Batch
+Wanted = tuple[int, Batch]
+"""Key of a prefetched step, which decides the samples of each rank: first sample, global batch."""
 
 
 class BatchPrefetcher:
@@ -275,7 +276,7 @@ class BatchPrefetcher:
     ) -> None:
         self._data, self._batches, self._stop_step = data, batches, stop_step
         self._pins = device.type == "cuda"
-        self._made: deque[tuple[_Wanted, Future[list[MicroBatch]]]] = deque()
+        self._made: deque[tuple[Wanted, Future[list[MicroBatch]]]] = deque()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="batches",
@@ -300,7 +301,7 @@ class BatchPrefetcher:
         Raises:
             Exception: Any error from making the batches.
         """
-        wanted = _Wanted(*self._batches.at(step, first_sample))
+        wanted = self._batches.at(step, first_sample)
         while self._made and self._made[0][0] != wanted:
             _, unwanted = self._made.popleft()
             unwanted.cancel()
@@ -313,15 +314,15 @@ class BatchPrefetcher:
         for place in range(PREFETCH_STEPS + 1):
             if place and step + place >= self._stop_step:
                 return
-            wanted = _Wanted(*self._batches.at(step + place, first_sample))
-            first_sample = wanted.first_sample + wanted.batch.global_batch_size
+            wanted = self._batches.at(step + place, first_sample)
+            first_sample = wanted[0] + wanted[1].global_batch_size
             if place < len(self._made):
                 if self._made[place][0] == wanted:
                     continue
                 while len(self._made) > place:  # a batch ramp: foreseen from another step
                     self._made.pop()[1].cancel()
-            self._made.append((wanted, self._thread.submit(self._make, wanted)))
+            self._made.append((wanted, self._thread.submit(self._make, *wanted)))
 
-    def _make(self, wanted: _Wanted) -> list[MicroBatch]:
-        batches = self._data.step(wanted.first_sample, wanted.batch)
+    def _make(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
+        batches = self._data.step(first_sample, batch)
         return [batch.pinned() for batch in batches] if self._pins else batches
