@@ -14,7 +14,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.callbacks import Callback
 from trainctl.runs.failures import error_line
 from trainctl.train.callbacks.context import StepState
-from trainctl.train.callbacks.runner import CallbackEntry, Callbacks
+from trainctl.train.callbacks.order import CallbackEntry, Callbacks
 
 
 class Failing(Callback):
@@ -25,7 +25,7 @@ class Failing(Callback):
 def test_the_launch_names_callback_hook_and_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainctl.train.callbacks.runner.RankContext", lambda *_, **__: None)
+    monkeypatch.setattr("trainctl.train.callbacks.order.RankContext", lambda *_, **__: None)
     session: Any = SimpleNamespace(
         engine=SimpleNamespace(times=SimpleNamespace(plain_part=lambda name: nullcontext()))
     )
