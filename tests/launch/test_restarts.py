@@ -12,6 +12,7 @@ import pytest
 from supervised import make_plan
 
 from trainctl.launch import local
+from trainctl.launch import stop as stop_module
 from trainctl.launch.attempts import PreparedAttempt, run_with_restarts, supervise
 from trainctl.launch.interface import AttemptRequest, LaunchRequest, Outcome
 from trainctl.launch.stop import StopHandler, TimeLimit
@@ -130,6 +131,36 @@ def test_a_step_counts_from_the_moment_of_its_record(tmp_path, kinds, saves):
         signal.raise_signal(signal.SIGHUP)
         assert (stop.save_reason, bool(ended)) == (("SIGHUP", False) if saves else ("", True))
         assert pending_requests(run) == ({Request.stop} if saves else set())
+
+
+@pytest.mark.parametrize("kinds", [["step"], []])
+def test_a_second_signal_within_the_decision_about_the_first(tmp_path, kinds, monkeypatch):
+    """`timeout` sends two: the second one interrupts the reading of the records."""
+    plan = make_plan()
+    run = create_run(plan.config, root=tmp_path, folder=tmp_path)
+    with EventWriter(run.events, 1) as events:
+        for kind in kinds:
+            events.write(kind, step=1, loss=1.0)
+    read = stop_module.events_from_end
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return read(*args)
+
+    monkeypatch.setattr(stop_module, "events_from_end", interrupted)
+    ended = []
+    agents = SimpleNamespace(terminate=lambda: ended.append(True))
+    with StopHandler(
+        run, stop_grace_seconds=0, interrupt_grace_seconds=30, limit=TimeLimit(None)
+    ) as stop:
+        stop.forward_to(agents, RunTag("id", run.root, 1))
+        monkeypatch.setattr(stop_module, "terminate_processes", lambda *_, **__: ended.append(2))
+        signal.raise_signal(signal.SIGINT)
+        saves = bool(kinds)
+        assert (stop.save_reason, stop.end_signal) == (
+            ("SIGINT", None) if saves else ("", signal.SIGINT)
+        )
+        assert ended == ([] if saves else [True, 2])
 
 
 def test_the_margin_of_a_time_limit_learns_from_the_records():

@@ -84,6 +84,7 @@ class StopHandler:
         self._limit = limit
         self._save_signal: signal.Signals | None = None
         self._was_signalled = self._is_preempted = False
+        self._early_signals: list[signal.Signals] | None = None
         self._save_requested_at = self._save_by = float("inf")
         self._agents: Agents | None = None
         self._tag: RunTag | None = None
@@ -176,9 +177,22 @@ class StopHandler:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        is_first, self._was_signalled = not self._was_signalled, True
-        if is_first and self.end_signal is None and self._save_for(received):
+        if self._early_signals is not None:  # one that interrupts the decision about the first
+            self._early_signals.append(received)
             return
+        is_first, self._was_signalled = not self._was_signalled, True
+        if is_first and self.end_signal is None:
+            early: list[signal.Signals] = []
+            self._early_signals = early
+            is_saving = self._save_for(received)
+            self._early_signals = None
+            for each in early if is_saving else [received, *early]:
+                self._end_unless_saving(each)
+        else:
+            self._end_unless_saving(received)
+
+    def _end_unless_saving(self, received: signal.Signals) -> None:
+        """End the launch, unless a save is under way and the signal is a copy of the first."""
         saves = self._save_signal is not None and self.end_signal is None
         is_same = time.monotonic() - self._save_requested_at < _SAME_SECONDS
         if not (saves and (is_same or received is signal.SIGHUP)):
