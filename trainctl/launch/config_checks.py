@@ -1,7 +1,7 @@
 """Configurations that a launcher refuses by itself: found by `validate`, before any launch.
 
 Values that get into a scheduler's files or command lines must be single plain words. This module
-imports nothing that starts processes.
+imports nothing that starts processes, and a launcher's settings only where they are checked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from trainctl.config.secrets import names_in
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.options.launcher import section_of, spec_of
-from trainctl.options.launcher.kubernetes import KubernetesConfig
-from trainctl.options.launcher.mpi import MpiConfig
-from trainctl.options.launcher.slurm import SlurmConfig
-from trainctl.options.launcher.ssh import SshConfig
 
 UNREACHED_NODES = "TC077"
 UNSAFE_WORD, UNSAFE_PATH, UNSET = "TC160", "TC161", "TC168"
@@ -150,6 +146,8 @@ def check_path(path: Path) -> Iterator[Finding]:
 
 def check_ssh(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Return problems with the names of the hosts, and with the hostfile."""
+    from trainctl.options.launcher.ssh import SshConfig
+
     launcher = section_of(config, SshConfig)
     findings = [*check_programs([("launcher.python", launcher.python)])]
     findings += [
@@ -178,6 +176,8 @@ def check_ssh(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def check_slurm(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
+    from trainctl.options.launcher.slurm import SlurmConfig
+
     launcher = section_of(config, SlurmConfig)
     words = {
         "slurm_partition": launcher.slurm_partition,
@@ -199,6 +199,8 @@ def check_slurm(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def check_kubernetes(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Return problems with the image, the names and the secret; not with where the run is."""
+    from trainctl.options.launcher.kubernetes import KubernetesConfig
+
     launcher = section_of(config, KubernetesConfig)
     findings = []
     if launcher.kubernetes_image is None:
@@ -245,6 +247,8 @@ def check_kubernetes(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def check_mpi(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Return problems with the program's name, and with the number and names of hosts."""
+    from trainctl.options.launcher.mpi import MpiConfig
+
     launcher, nodes = section_of(config, MpiConfig), hardware.nodes
     findings = [*check_programs([("launcher.mpi_program", launcher.mpi_program)])]
     if launcher.mpi_hostfile is not None:

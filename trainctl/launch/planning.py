@@ -17,7 +17,6 @@ from trainctl.data.source_lengths import count_epoch, preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.config_checks import refusals
-from trainctl.launch.interface import check, has_scheduler, missing_tool
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace_model
 from trainctl.models.anatomy import shape_from_anatomy
@@ -371,6 +370,8 @@ def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Find
 
     With `launcher=ssh` this connects to the hosts.
     """
+    from trainctl.launch.interface import check, missing_tool
+
     found = check(made, folder, checkpoint_bytes(planned))
     return name_sources(planned.composed, [*missing_tool(made.config), *found])
 
@@ -399,6 +400,8 @@ def can_launch(planned: Planned, folder: Path) -> tuple[bool | None, str]:
     found = [each for each in machine_findings(planned, made, folder) if each.is_error]
     if found:
         return False, found[0].message
+    from trainctl.launch.interface import has_scheduler
+
     if has_scheduler(made.config):
         return None, f"{made.config.launcher.kind} decides: it can be handed over from here"
     return budget.fits, "" if budget.fits else "too close to tell whether a device holds it"
