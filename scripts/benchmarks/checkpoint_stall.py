@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import CheckpointConfig
-from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
+from trainctl.engines.shards import Fragment
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.train.checkpoint.optimizer_state import MASTER

@@ -19,7 +19,7 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.engines import patch_checks as declared
-from trainctl.engines import source
+from trainctl.engines import patches
 from trainctl.engines.patches import At, How, Table, Use, compare_with_installed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
@@ -134,23 +134,23 @@ def test_definitions_are_read_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = _module(tmp_path, monkeypatch, "first_package", PLAIN)
-    method = source.find_definition(f"{module}:Outer.of")
+    method = patches.find_definition(f"{module}:Outer.of")
     assert method is not None
-    digest = source.definition_digest(method)
-    assert source.definition_signature(method) == "(self, a, /, b=1, *rest, c='x', **more)"
-    size = source.find_definition(f"{module}:Outer.size")
-    assert size is not None and source.definition_text(size) == "size: int = 3"
-    late = source.find_definition(f"{module}:late")
-    assert late is not None and "not the end" in source.definition_text(late)
-    assert source.find_definition(f"{module}:Outer.late") is None
-    assert source.find_definition("no_such_package.code:late") is None
+    digest = patches.definition_digest(method)
+    assert patches.definition_signature(method) == "(self, a, /, b=1, *rest, c='x', **more)"
+    size = patches.find_definition(f"{module}:Outer.size")
+    assert size is not None and patches.definition_text(size) == "size: int = 3"
+    late = patches.find_definition(f"{module}:late")
+    assert late is not None and "not the end" in patches.definition_text(late)
+    assert patches.find_definition(f"{module}:Outer.late") is None
+    assert patches.find_definition("no_such_package.code:late") is None
 
     layout = _module(tmp_path, monkeypatch, "second_package", OTHERWISE)
-    same = source.find_definition(f"{layout}:Outer.of")
-    assert same is not None and source.definition_digest(same) == digest
+    same = patches.find_definition(f"{layout}:Outer.of")
+    assert same is not None and patches.definition_digest(same) == digest
     other = _module(tmp_path, monkeypatch, "third_package", PLAIN.replace('f"{a}"', 'f"{b}"'))
-    changed = source.find_definition(f"{other}:Outer.of")
-    assert changed is not None and source.definition_digest(changed) != digest
+    changed = patches.find_definition(f"{other}:Outer.of")
+    assert changed is not None and patches.definition_digest(changed) != digest
 
 
 def test_a_fallback_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from rank_processes import Case
 from torch import nn
 
 from trainctl.config import registry
-from trainctl.engines.fragments import ElementRange, Fragment
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch, Sums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
-from trainctl.engines.shards import Pieces
+from trainctl.engines.shards import ElementRange, Fragment, Pieces
 from trainctl.options.engine import EngineSpec
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import ModelConfig
-from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
+from trainctl.engines.shards import Fragment
 from trainctl.plan.identity import description
 from trainctl.train.checkpoint.optimizer_state import MASTER
 

@@ -16,8 +16,7 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
-from trainctl.engines.fragments import ElementRange
-from trainctl.engines.shards import Shard
+from trainctl.engines.shards import ElementRange, Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.gradients import NormHistory, _column_sums, elementwise_change, standard_normal

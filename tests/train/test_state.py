@@ -8,7 +8,8 @@ from deepspeed.ops.lion import FusedLion
 from torch import nn
 
 from trainctl.config.registry import new_section
-from trainctl.engines.deepspeed.wrappers import base, wrapper_adapter
+from trainctl.engines.deepspeed import wrapper_base
+from trainctl.engines.deepspeed.wrappers import wrapper_adapter
 from trainctl.engines.shards import ParameterPiece, Shard
 from trainctl.train.checkpoint.optimizer_state import OptimizerState
 
@@ -48,7 +49,7 @@ class CountsOnTheLast(torch.optim.SGD):
 
 
 def test_the_step_count_of_the_fused_lion_is_that_of_the_last_of_a_group(monkeypatch):
-    monkeypatch.setitem(base._KINDS, CountsOnTheLast, base._KINDS[FusedLion])
+    monkeypatch.setitem(wrapper_base._KINDS, CountsOnTheLast, wrapper_base._KINDS[FusedLion])
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = CountsOnTheLast(parameters)
     for parameter, step in zip(parameters, (0, 0, 5), strict=True):

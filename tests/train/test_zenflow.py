@@ -14,8 +14,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice
-from trainctl.engines.fragments import Fragment, split_transposed
-from trainctl.engines.shards import Shard, read_whole
+from trainctl.engines.shards import Fragment, Shard, read_whole, split_transposed
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest, verify

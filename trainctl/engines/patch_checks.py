@@ -11,9 +11,8 @@ from typing import Any
 
 from trainctl.config.schema import RunConfig
 from trainctl.engines.deepspeed.patches import DEEPSPEED
+from trainctl.engines.library_patches import TORCH, TORCHAO, TRANSFORMERS
 from trainctl.engines.patches import At, compare_with_installed, load_function
-from trainctl.engines.torch_patches import TORCH, TORCHAO
-from trainctl.engines.transformers_patches import TRANSFORMERS
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import CheckResult
 

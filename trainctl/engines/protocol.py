@@ -18,10 +18,16 @@ from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import Packing
-from trainctl.engines.fragments import ElementRange, Fragment, sum_of_squares
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Process, ProcessMesh
-from trainctl.engines.shards import ParameterPiece, Pieces, Read
+from trainctl.engines.shards import (
+    ElementRange,
+    Fragment,
+    ParameterPiece,
+    Pieces,
+    Read,
+    sum_of_squares,
+)
 from trainctl.engines.stopwatch import Stopwatch
 from trainctl.options.objective import objective_of
 from trainctl.plan.types import Batch, RunPlan

@@ -20,10 +20,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.schema import AdaptiveClipping, GradientsConfig, RunConfig
-from trainctl.engines.fragments import ElementRange
 from trainctl.engines.process import Axis, Process
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine
-from trainctl.engines.shards import ParameterPiece, Pieces
+from trainctl.engines.shards import ElementRange, ParameterPiece, Pieces
 from trainctl.train.optimizers import group_key
 
 

@@ -1,10 +1,16 @@
-"""Training steps with DeepSpeed's engine around the model."""
+"""Training steps with DeepSpeed's engine around the model, and the folder of its swap files."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -17,15 +23,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainctl.config.schema import CompileKind, DataType
 from trainctl.engines.deepspeed.process_groups import model_parallel_unit, register_experts
-from trainctl.engines.deepspeed.swap import remove_swap_folder
+from trainctl.engines.deepspeed.wrapper_base import Wrapper
 from trainctl.engines.deepspeed.wrappers import wrapper_adapter
-from trainctl.engines.deepspeed.wrappers.base import Wrapper
 from trainctl.engines.micro_batch import MicroBatch, Sums
-from trainctl.engines.process import ProcessMesh
+from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.settings import formats
 from trainctl.plan.types import Batch, RunPlan
+from trainctl.runs.layout import RunPaths
 
 _COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of a dynamic loss scale (deepspeed/runtime/fp16/loss_scaler.py)."""
@@ -288,3 +294,121 @@ class DeepSpeedEngine(Engine):
         if self._attention is not None:
             self._attention.close()
         remove_swap_folder(self._plan)
+
+
+class ZenFlowEngine(DeepSpeedEngine):
+    """Engine with ZenFlow's optimizer (arXiv:2505.12242): data-parallel, one micro-batch per step.
+
+    At each step, during the backward pass, AdamW on the device updates all vectors and the selected
+    columns: those with the largest gradients at the time of selection. The other gradients
+    accumulate in host memory, where CPUAdam makes one update of them per interval.
+
+    DeepSpeed 0.19.8 does four things silently wrong. `trainctl.engines.deepspeed.changes` corrects
+    the first and the last, this class the others:
+
+    - Its flat buffers hold matrices transposed, but the model's weights are cut out of them as if
+      they were not: every matrix is scrambled (zero/stage_1_and_2.py,
+      `_update_model_bit16_weights`).
+    - The optimizer on the device has one weight decay for all groups (zenflow_stage_1_and_2.py).
+    - The optimizer on the device uses the learning rate of the previous step (engine.py, `step`).
+    - Each selection of columns rounds all master weights to the weights' format
+      (`sync_fp32_param_from_gpu`), although only those of the updated columns are out of date.
+    """
+
+    updates_in_backward = True
+
+    def __init__(self, job: Job) -> None:
+        matrix = min((p for p in job.pieces if p.dim() == 2), key=torch.numel)
+        before = matrix.detach().clone()
+        super().__init__(job)
+        assert torch.equal(matrix, before), "ZenFlow changed the weights that it was given"
+        self._zenflow = self.deepspeed.optimizer
+        groups = (self._zenflow.selective_optimizer.param_groups, self._zenflow.param_groups)
+        for on_device, group in zip(*groups, strict=True):
+            on_device["weight_decay"] = group["weight_decay"]
+        self._steps_since_update = 0
+        self._was_skipped = False
+        self._norm: float | None = None
+
+    def set_learning_rate(self, factor: float) -> None:
+        super().set_learning_rate(factor)
+        # The engine's `step` does this only after the backward pass, which has used the rate.
+        self._zenflow._sync_selective_optimizer_lr()
+
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        """Update in host memory at the end of an interval; columns on the device are updated
+        already.
+        """
+        assert norm is None and clip_at is None
+        self._steps_since_update += 1
+        is_time = self.deepspeed.is_gradient_accumulation_boundary()
+        with self.times.part("optimizer"):
+            self._step()
+        self._was_skipped = is_time and not self.deepspeed.was_step_applied()
+        self._norm = None
+        if is_time:
+            self._norm = float(self.deepspeed.get_global_grad_norm()) / self._steps_since_update
+            self._steps_since_update = 0
+
+    @property
+    def norm_of_update(self) -> float | None:
+        """Norm of the mean gradient of the interval's steps, if the last step updated in host
+        memory.
+        """
+        return self._norm
+
+    @property
+    def was_skipped(self) -> bool:
+        return self._was_skipped
+
+    def resume_at(self, step: int) -> None:
+        """Continue after `step` steps with a new selection: the selected columns' moments are lost.
+
+        DeepSpeed selects columns at the end of the warm-up.
+        """
+        self.deepspeed.micro_steps = step
+        self._zenflow.micro_step = step - 1
+        for counted in (self.deepspeed, self._zenflow):
+            counted.full_warm_up_rounds = max(step, counted.full_warm_up_rounds)
+
+
+_SECTIONS = ("offload_optimizer", "offload_param")
+
+
+def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
+    """Return the plan with an emptied swap folder of this run; on all ranks together.
+
+    The folder lies below `offload.nvme_path`. DeepSpeed names its files by rank and parameter only:
+    two runs that share a drive would overwrite each other's states. Files that a dead attempt left
+    there are removed.
+    """
+    if not _nvme_folders(plan.deepspeed):
+        return plan
+    digest = hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:12]
+    deepspeed = deepcopy(plan.deepspeed)
+    for section in _nvme_sections(deepspeed):
+        section["nvme_path"] = str(Path(section["nvme_path"]) / f"{run.root.name}-{digest}")
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        _remove_folders(deepspeed)
+    process.barrier()
+    return replace(plan, deepspeed=deepspeed)
+
+
+def remove_swap_folder(plan: RunPlan) -> None:
+    """Remove this run's swap files from this machine, once no rank uses them."""
+    _remove_folders(plan.deepspeed)
+
+
+def _remove_folders(deepspeed: dict[str, Any]) -> None:
+    for folder in _nvme_folders(deepspeed):
+        shutil.rmtree(folder, ignore_errors=True)  # other ranks remove the folder too
+
+
+def _nvme_folders(deepspeed: dict[str, Any]) -> set[str]:
+    return {section["nvme_path"] for section in _nvme_sections(deepspeed)}
+
+
+def _nvme_sections(deepspeed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the sections of the JSON that name an NVMe folder."""
+    zero = deepspeed.get("zero_optimization", {})
+    return [zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})]

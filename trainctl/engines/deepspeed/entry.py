@@ -13,11 +13,9 @@ from torch import nn
 
 from trainctl.engines import patch_checks as declared
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
-from trainctl.engines.deepspeed.engine import DeepSpeedEngine
+from trainctl.engines.deepspeed.engine import DeepSpeedEngine, ZenFlowEngine, with_own_swap_folder
 from trainctl.engines.deepspeed.partition import Partitioner
 from trainctl.engines.deepspeed.pipeline import PipelineEngine
-from trainctl.engines.deepspeed.swap import with_own_swap_folder
-from trainctl.engines.deepspeed.zenflow import ZenFlowEngine
 from trainctl.engines.process import (
     Process,
     ProcessMesh,

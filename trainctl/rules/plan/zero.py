@@ -234,7 +234,7 @@ def zenflow_findings(draft: Draft) -> Iterator[Problem]:
 
     ZenFlow updates a part of the columns during the backward pass, before DeepSpeed's work at the
     end of a step: clipping, unscaling, the check for non-finite gradients. What it would silently
-    do differently is refused; what can be corrected is in `trainctl.engines.deepspeed.zenflow`.
+    do differently is refused; what can be corrected is in `trainctl.engines.deepspeed.engine`.
     """
     config = draft.config
     if not config.offload.zenflow or not config.trains_itself:

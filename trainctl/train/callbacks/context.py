@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainctl.engines.fragments import ElementRange
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.shards import ElementRange
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter

@@ -26,9 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainctl.config.schema import ModelConfig
-from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
-from trainctl.engines.shards import Shard, read_shard, read_whole
+from trainctl.engines.shards import Fragment, Shard, read_shard, read_whole
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.identity import (
     NON_OPTIMIZER_STATES,

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import OptimizerConfig
-from trainctl.engines.fragments import Fragment
 from trainctl.engines.protocol import Engine
+from trainctl.engines.shards import Fragment
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.settings import ema_decay
 from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer, SideState

@@ -27,8 +27,8 @@ import torch
 from trainctl import __version__
 from trainctl.config.quantities import disk_text
 from trainctl.config.schema import CheckpointConfig
-from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
+from trainctl.engines.shards import Fragment
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Buffer
 from trainctl.runs import checkpoints

@@ -16,10 +16,15 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch.optim import Optimizer
 
-from trainctl.engines.fragments import ElementRange, Fragment, cut_into_fragments, sum_of_squares
 from trainctl.engines.process import ProcessMesh
 from trainctl.engines.protocol import Change, States, Updater
-from trainctl.engines.shards import Pieces
+from trainctl.engines.shards import (
+    ElementRange,
+    Fragment,
+    Pieces,
+    cut_into_fragments,
+    sum_of_squares,
+)
 
 
 class _CountsInInt(Updater):
