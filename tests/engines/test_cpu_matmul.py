@@ -52,7 +52,7 @@ before = {
     for format in AS_THEY_WERE
     if format != "int64" or name in ("mm", "transposed", "empty")
 }
-cpu_matmul.widen(torch.bfloat16)
+cpu_matmul.widen_format(torch.bfloat16)
 for (name, format), expected in before.items():
     found = made(PRODUCTS[name], format)
     assert torch.equal(found, expected) and found.dtype is expected.dtype, (name, format)
