@@ -47,9 +47,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.check:
         names = arguments.only.split(",") if arguments.only else list(ARCHITECTURES)
-        kept = architectures.table().rows if arguments.only else {}
+        kept = architectures.architectures_table().rows if arguments.only else {}
         write({**kept, **dict(measured(names))})
-        architectures.table.cache_clear()
+        architectures.architectures_table.cache_clear()
     text = PAGE.read_text(encoding="utf-8")
     wanted = with_table(text)
     if not arguments.check:
@@ -153,7 +153,7 @@ def with_table(text: str) -> str:
 
 def lines() -> Iterator[str]:
     """Yield the table as Markdown, followed by the numbered reasons of its refusals."""
-    table = architectures.table()
+    table = architectures.architectures_table()
     versions = ", ".join(f"{name} {of}" for name, of in table.versions.items())
     yield f"{table.steps} steps each, with {versions}."
     yield ""

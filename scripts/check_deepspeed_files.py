@@ -38,7 +38,7 @@ from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
 from trainctl.rules.registry import JSON_RULES, CheckedFile, check_file, check_json
 from trainctl.rules.resolve import resolve
 from trainctl.rules.rule import Enforcement
-from trainctl.search.import_json import BATCH, Imported, import_json, ranks_of
+from trainctl.search.import_json import BATCH, Imported, import_json, world_size_of
 
 TOGETHER = 50
 """Files loaded by one child process: importing DeepSpeed takes a child some seconds."""
@@ -140,7 +140,7 @@ def _taken_because(identifier: str) -> str | None:
 def report_on(path: Path, folder: Path) -> Report:
     """Check, import and plan one file."""
     document = read_json(path)
-    ranks = ranks_of(document.value)
+    ranks = world_size_of(document.value)
     checked = check_file(path, JsonContext(world_size=ranks, fills_auto=True))
     imported, why_not, plan_errors = None, "", ()
     if checked.has_error:

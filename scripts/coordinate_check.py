@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 
 from coordinates import check, table
 
-from trainctl.config.registry import specs
+from trainctl.config.registry import load_specs
 from trainctl.options.model import families as known_families
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     families = [spec.name for spec in known_families()]
     parser.add_argument("--family", choices=families, default="llama")
-    kinds = [spec.name for spec in specs("optimizer") if spec.width_rule is not None]
+    kinds = [spec.name for spec in load_specs("optimizer") if spec.width_rule is not None]
     parser.add_argument("--optimizer", choices=kinds, default="adamw")
     arguments = parser.parse_args()
     results = {}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.registry import new_section, specs
+from trainctl.config.registry import load_specs, new_section
 from trainctl.config.schema import (
     Accelerator,
     ModelConfig,
@@ -36,7 +36,7 @@ def _allowed() -> Iterator[str]:
     heads = "kind", "made by", "one element needs", "ZeRO", "states in", "tensor parallel"
     yield f"| {' | '.join(heads)} | bf16 states |"
     yield "|---|---|---|---|---|---|---|"
-    for can in specs("optimizer"):
+    for can in load_specs("optimizer"):
         stages = f"{min(can.stages)} to {max(can.stages)}"
         places = ["device" if place is OffloadDevice.none else place.value for place in can.offload]
         cells = (
@@ -79,7 +79,7 @@ def _refused() -> Iterator[str]:
     yield "| what is refused | kinds | why |"
     yield "|---|---|---|"
     reasons: dict[tuple[str, str], list[str]] = {}
-    for can in specs("optimizer"):
+    for can in load_specs("optimizer"):
         for what, why in can.why_not.items():
             reasons.setdefault((what, why), []).append(f"`{can.name}`")
     for (what, why), kinds in sorted(

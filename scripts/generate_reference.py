@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from trainctl.config.catalog import options
+from trainctl.config.catalog import list_options
 from trainctl.config.keys import Leaf, leaves, option_leaves, part_leaves
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import GROUPS, RunConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -43,7 +43,7 @@ def _section(name: str, cls: type) -> Iterator[str]:
         yield ""
         yield "| option | what it is |"
         yield "|---|---|"
-        for info in options(name):
+        for info in list_options(name):
             if not info.is_users:
                 yield f"| `{name}={info.name}` | {_cell(info.summary)} |"
     yield ""
@@ -70,7 +70,7 @@ def _section(name: str, cls: type) -> Iterator[str]:
 
 def option_names(group: str) -> tuple[str, ...]:
     """Return the options that have sections with this key; empty for most keys."""
-    return names(group) if group else ()
+    return list_kinds(group) if group else ()
 
 
 def _table(leaves: list[Leaf]) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _kinds(leaf: Leaf) -> str:
     """
     if not leaf.kinds:
         return ""
-    others = [kind for kind in names(leaf.key.partition(".")[0]) if kind not in leaf.kinds]
+    others = [kind for kind in list_kinds(leaf.key.partition(".")[0]) if kind not in leaf.kinds]
     if others == ["none"]:
         return ""
     has_most = len(others) < len(leaf.kinds)

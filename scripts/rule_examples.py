@@ -29,7 +29,7 @@ from trainctl.rules.handbook import (
     READING_PAGE,
     RULE,
     Meaning,
-    everything,
+    all_meanings,
 )
 from trainctl.rules.registry import JSON_RULES, PLAN_RULES, check_file, check_json, json_context
 from trainctl.rules.rule import Rule
@@ -62,7 +62,7 @@ def meanings(*, all_again: bool) -> dict[str, Meaning]:
 
     The earlier output of an unchanged example is kept unless `all_again` is set.
     """
-    known = {each.word: each for each in everything() if each.kind.startswith(RULE)}
+    known = {each.word: each for each in all_meanings() if each.kind.startswith(RULE)}
     before = {} if all_again else known
     explanations = {rule.code: _of_json(rule) for rule in JSON_RULES}
     for rule in PLAN_RULES:

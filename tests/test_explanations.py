@@ -27,10 +27,10 @@ from trainctl.rules.handbook import (
     RULE,
     SITE,
     Meaning,
-    address,
-    everything,
+    all_meanings,
     explain,
     hint_line,
+    page_address,
 )
 from trainctl.runs.failures import Cause
 
@@ -42,7 +42,7 @@ SOURCES = list((ROOT / "trainctl").rglob("*.py"))
 
 def of_kind(kind: str) -> dict[str, Meaning]:
     """Return the explanations of one kind by their words."""
-    return {each.word: each for each in everything() if each.kind.startswith(kind)}
+    return {each.word: each for each in all_meanings() if each.kind.startswith(kind)}
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def test_every_word_has_an_entry_and_nothing_else_has() -> None:
 
 
 def test_every_word_stands_for_one_thing() -> None:
-    words = [each.word.lower() for each in everything()]
+    words = [each.word.lower() for each in all_meanings()]
     assert len(set(words)) == len(words)
 
 
@@ -150,7 +150,7 @@ def test_every_example_brings_its_rule_about_and_prints_what_is_shown() -> None:
 def test_texts_live_once() -> None:
     """A rule's text is in its docstring alone; what a page says by hand is not in the code."""
     sources = [" ".join(path.read_text().split()) for path in SOURCES]
-    for each in everything():
+    for each in all_meanings():
         made = each.page in (JSON_PAGE, PLAN_PAGE)
         cause = each.cause.partition(" DeepSpeed ")[0] if made else each.cause
         for text in (each.meaning, cause, each.cure):
@@ -167,7 +167,7 @@ def test_explain_says_it_in_words_and_as_json(capsys: pytest.CaptureFixture[str]
     (found,) = json.loads(capsys.readouterr().out)["explanations"]
     assert found["address"] == "docs/troubleshooting/rules-of-the-plan.md#tc024"
     assert run(["explain"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(everything())
+    assert len(capsys.readouterr().out.splitlines()) == len(all_meanings())
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_a_message_names_the_page_of_a_site(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_address_is_a_heading_of_its_page() -> None:
-    for found in everything():
-        path, _, anchor = address(found).partition("#")
+    for found in all_meanings():
+        path, _, anchor = page_address(found).partition("#")
         headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
         slugs = {heading.lower().replace(" ", "-") for heading in headings}
         assert anchor in slugs, found.word

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainctl.config.registry import function_of, load, names
+from trainctl.config.registry import function_of, list_kinds, load_spec
 from trainctl.data.permutation import mix
 from trainctl.data.quality import measurement
 from trainctl.data.quality.batches import DocumentBatch, Entry, batches
@@ -57,7 +57,9 @@ def main() -> None:
             "near copies: signatures and sketches": _near,
             "shared passages: anchors": anchors,
             f"held-out passages: {len(held_out.ngrams):,} n-grams": held_out.find,
-            **{f"filter {each}": _measure(each) for each in names("filter") if _is_plain(each)},
+            **{
+                f"filter {each}": _measure(each) for each in list_kinds("filter") if _is_plain(each)
+            },
             "near copies, the plain way": _plainly,
         }
         times: dict[str, list[float]] = {step: [] for step in steps}
@@ -140,12 +142,14 @@ def _measure(name: str) -> Callable[[DocumentBatch], object]:
 
 def _is_plain(name: str) -> bool:
     """Return True if the step needs no option from the user."""
-    return not load("filter", name).settings
+    return not load_spec("filter", name).settings
 
 
 def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     """Measure texts into columns, find duplicates and decide on documents, each once."""
-    filters = {name: load("filter", name).keys() for name in names("filter") if _is_plain(name)}
+    filters = {
+        name: load_spec("filter", name).keys() for name in list_kinds("filter") if _is_plain(name)
+    }
     parts = [
         PartToMeasure("all", str(number), "", partial(_entries, texts[number::PARTS]), filters)
         for number in range(PARTS)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainctl.data.corpus import Corpus
 from trainctl.engines.deepspeed.entry import start_process
 from trainctl.engines.process import Process, stop_process
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
@@ -89,7 +89,7 @@ def transformers(
     """Train with transformers' Trainer."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    optimizer, precision = plan.config.optimizer, formats(plan.config.precision)
+    optimizer, precision = plan.config.optimizer, number_formats(plan.config.precision)
     with tempfile.TemporaryDirectory() as folder:
         # Created before the model: with stage 3 they partition the model as it is built.
         arguments = TrainingArguments(
@@ -142,7 +142,7 @@ def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Build the plan's model with the given type, or with that of the plan's weights."""
     model = AutoModelForCausalLM.from_config(
         transformers_config(plan.config.model),
-        dtype=dtype or TORCH_TYPES[formats(plan.config.precision).weights],
+        dtype=dtype or TORCH_TYPES[number_formats(plan.config.precision).weights],
         attn_implementation=plan.config.model.attention.value,
     )
     if plan.config.activation_checkpointing.mode == "full":
@@ -157,7 +157,7 @@ def fsdp2(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: C
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     optimizer, device = plan.config.optimizer, torch.device(get_accelerator().current_device_name())
-    low = TORCH_TYPES[formats(plan.config.precision).weights]
+    low = TORCH_TYPES[number_formats(plan.config.precision).weights]
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     model = _model(plan, torch.float32).to(device)
     partitioned = plan.config.zero_stage.stage == 3

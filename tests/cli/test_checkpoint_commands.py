@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import small_checkpoints
 
-from trainctl.cli.console import Meter, warn
+from trainctl.cli.console import Meter, print_warning
 from trainctl.cli.main import run
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
@@ -215,7 +215,7 @@ def test_now_says_when_the_run_ends_first(
 
 
 def choose(paths: RunPaths, step: int | None = None, best: bool = False) -> str:
-    return choose_checkpoint(paths, Meter(), warn, step=step, best=best).name
+    return choose_checkpoint(paths, Meter(), print_warning, step=step, best=best).name
 
 
 def test_the_choice_is_the_newest_the_best_or_the_named_one(paths: RunPaths) -> None:

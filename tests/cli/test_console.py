@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from trainctl.cli.console import print_json, put, say, short_count
+from trainctl.cli.console import count_text, print_data, print_json, print_message
 
 
 class Terminal(io.StringIO):
@@ -19,23 +19,23 @@ class Terminal(io.StringIO):
 
 
 def test_data_and_talk_have_their_own_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    put("data [/not] :markup:", style="good")
-    say("talk", style="error")
+    print_data("data [/not] :markup:", style="good")
+    print_message("talk", style="error")
     assert capsys.readouterr() == ("data [/not] :markup:\n", "talk\n")
 
 
 def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    say("bad", style="error")
-    say("plain")
+    print_message("bad", style="error")
+    print_message("plain")
     assert sys.stderr.getvalue() == "\x1b[31mbad\x1b[0m\nplain\n"
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    put("good", style="good")
+    print_data("good", style="good")
     assert sys.stdout.getvalue() == "good\n"
 
 
@@ -48,7 +48,7 @@ def test_json_keeps_every_digit(capsys: pytest.CaptureFixture[str]) -> None:
     ("number", "text"), [(12, "12"), (8190, "8.19 k"), (6.74e9, "6.74 B"), (1.5e13, "15 T")]
 )
 def test_short_count(number: float, text: str) -> None:
-    assert short_count(number) == text
+    assert count_text(number) == text
 
 
 class Closed(io.StringIO):
@@ -63,12 +63,12 @@ class Closed(io.StringIO):
 
 def test_talk_that_nobody_hears_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Closed())
-    say("bad", style="error")
+    print_message("bad", style="error")
 
 
 def test_a_dumb_terminal_gets_no_escape_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    put("good", style="good")
+    print_data("good", style="good")
     assert sys.stdout.getvalue() == "good\n"

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from trainctl.cli.curves_view import CURVES, picture, reduced, value_range
+from trainctl.cli.curves_view import CURVES, average_in_buckets, render_screen, value_range
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
@@ -49,10 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 def test_an_evaluation_without_a_loss_is_none(run: RunPaths) -> None:
     history = History(run)
     history.read()
-    assert any("held-out loss" in line for line in picture(history, summarise(run), 80, 24))
+    assert any("held-out loss" in line for line in render_screen(history, summarise(run), 80, 24))
     history.evaluations = GrowingColumns()
     history.evaluations.append({"step": 300.0, "time": 0.0})  # of a program of the user's
-    assert not any("nan" in line for line in picture(history, summarise(run), 80, 24)[-2:])
+    assert not any("nan" in line for line in render_screen(history, summarise(run), 80, 24)[-2:])
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(200, 60), (130, 40), (80, 24), (40, 12), (10, 3)])
@@ -61,7 +61,7 @@ def test_the_picture_fits_and_shows_what_there_is_room_for(
 ) -> None:
     history = History(run)
     history.read()
-    lines = picture(history, summarise(run), columns, rows)
+    lines = render_screen(history, summarise(run), columns, rows)
     assert len(lines) <= max(rows, 4) and max(map(len, lines)) <= columns
     text = "\n".join(lines)
     shown = [name for name in CURVES if f"{name.replace('_', ' ')} " in text]
@@ -77,7 +77,7 @@ def test_a_range_is_that_of_what_comes_after_the_first_steps() -> None:
     low, high = value_range(steps, 2 + 1000 / steps)
     assert low == 3 and 45 < high < 55
     assert value_range(steps[:3], np.full(3, 2.0)) == (1.0, 3.0)
-    x, y = reduced(steps, np.where(steps == 7, np.nan, steps), 50)
+    x, y = average_in_buckets(steps, np.where(steps == 7, np.nan, steps), 50)
     assert len(x) == 50 and np.array_equal(x, y) and np.isfinite(y).all()
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from trainctl import __version__
-from trainctl.cli.commands import COMMANDS, imported
+from trainctl.cli.commands import COMMANDS, import_command
 from trainctl.cli.main import run
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
@@ -142,7 +142,7 @@ def test_help_wraps_where_the_terminal_does(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_listing_says_what_a_command_says_of_itself(name: str) -> None:
     _, _, summary = COMMANDS[name]
-    assert imported(name).help.partition("\n\n")[0] == summary
+    assert import_command(name).help.partition("\n\n")[0] == summary
 
 
 def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_json_reports_the_findings_of_a_config_that_does_not_compose(
 
 def path_parameters() -> Iterator[tuple[Any, Any]]:
     """Yield each command with each parameter that is a path."""
-    commands = [imported(name) for name in COMMANDS]
+    commands = [import_command(name) for name in COMMANDS]
     while commands:
         command = commands.pop()
         commands += getattr(command, "commands", {}).values()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainctl.config.catalog import (
-    options,
-    recipes,
+    list_options,
+    list_recipes,
     search_folders,
     shipped_root,
     split_hardware,
@@ -35,26 +35,26 @@ def test_a_config_dir_comes_before_the_current_folder(
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "mine.yaml").write_text(f"# {name}\ndefaults: [tiny, _self_]\n")
     monkeypatch.chdir(tmp_path / "here")
-    info = recipes(tmp_path / "there")[0]
+    info = list_recipes(tmp_path / "there")[0]
     assert (info.name, info.summary, info.is_users) == ("mine", "there/recipes", True)
     assert info.hardware == "2xcpu"
 
 
 def test_options_are_listed_with_what_they_are() -> None:
-    found = {info.name: info for info in options("zero_stage")}
+    found = {info.name: info for info in list_options("zero_stage")}
     assert list(found) == ["0", "1", "2", "3"]
     assert found["3"].summary.startswith("ZeRO-3")
     assert found["3"].path == shipped_root() / "conf/zero_stage/3.yaml"
 
 
 def test_models_are_in_order_of_size() -> None:
-    llamas = [info.name for info in options("model") if info.name.startswith("llama")]
+    llamas = [info.name for info in list_options("model") if info.name.startswith("llama")]
     sizes = ("1b", "3b", "7b", "8b", "13b", "70b", "405b")
     assert llamas == [f"llama-{size}" for size in sizes]
 
 
 def test_recipes_tell_their_hardware_as_it_is_typed() -> None:
-    hardware = {info.name: info.hardware for info in recipes()}
+    hardware = {info.name: info.hardware for info in list_recipes()}
     assert hardware["tiny"] == "2xcpu"
     assert hardware["7b-zero3"] == "8xh100-80g"
     assert hardware["70b-3d"] == "8x8xh100-80g"

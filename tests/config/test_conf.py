@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.config.catalog import leading_comment, options, shipped_root
+from trainctl.config.catalog import leading_comment, list_options, shipped_root
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
 from trainctl.config.schema import (
@@ -18,7 +18,7 @@ from trainctl.config.schema import (
 )
 
 FILES = sorted((shipped_root() / "conf").rglob("*.yaml"))
-CHOICES = [(group, info.name) for group in GROUPS for info in options(group)]
+CHOICES = [(group, info.name) for group in GROUPS for info in list_options(group)]
 
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
@@ -71,7 +71,7 @@ def test_every_option_composes_and_its_file_sets_what_it_says(group: str, option
 
 @pytest.mark.parametrize("group", PROMISED)
 def test_a_group_has_the_options_that_were_promised(group: str) -> None:
-    assert {info.name for info in options(group)} == set(PROMISED[group].split())
+    assert {info.name for info in list_options(group)} == set(PROMISED[group].split())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -111,7 +111,7 @@ def _peak(hardware: HardwareConfig, name: str) -> float | None:
     return peak
 
 
-@pytest.mark.parametrize("name", [info.name for info in options("hardware")])
+@pytest.mark.parametrize("name", [info.name for info in list_options("hardware")])
 def test_peak_rates_name_their_source_and_are_dense(name: str) -> None:
     hardware = compose([f"hardware={name}"]).config.hardware
     rates = {item: _peak(hardware, item.name) for item in DataType}
@@ -124,7 +124,7 @@ def test_peak_rates_name_their_source_and_are_dense(name: str) -> None:
     assert bf16 is None or fp8 is None or fp8 == pytest.approx(2 * bf16, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", [info.name for info in options("hardware")])
+@pytest.mark.parametrize("name", [info.name for info in list_options("hardware")])
 def test_hardware_is_counted_one_unless_written_otherwise(name: str) -> None:
     hardware = compose([f"hardware={name}"]).config.hardware
     assert hardware.name == name

@@ -31,7 +31,7 @@ from trainctl.config.catalog import chosen_options, option_names, search_folders
 from trainctl.config.check import REFUSED
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
-from trainctl.config.keys import Leaf, ValueProblem, accept, leaves, leaves_under
+from trainctl.config.keys import Leaf, ValueProblem, convert_value, leaves, leaves_under
 from trainctl.config.layers import ALTERNATIVES
 from trainctl.config.registry import kind_key, unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
@@ -142,7 +142,9 @@ def drawn(leaf: Leaf, dice: random.Random) -> Any:
     """Draw a value that the key accepts unchanged, or return the key's default if there is none."""
     for value in values_of(leaf, dice):
         try:
-            if accept(leaf, value) == value and type(accept(leaf, value)) is type(value):
+            if convert_value(leaf, value) == value and type(convert_value(leaf, value)) is type(
+                value
+            ):
                 return value
         except ValueProblem:
             continue
@@ -172,7 +174,7 @@ def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
 
 def _takes(leaf: Leaf, value: Any) -> bool:
     try:
-        return bool(accept(leaf, value) == value) and type(leaf.default) is type(value)
+        return bool(convert_value(leaf, value) == value) and type(leaf.default) is type(value)
     except ValueProblem:
         return False
 

@@ -9,16 +9,23 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
+from trainctl.config.keys import (
+    ValueProblem,
+    convert_value,
+    find_leaf,
+    leaves,
+    range_problem,
+    sections,
+)
 from trainctl.config.schema import GROUPS
-from trainctl.config.suggest import OTHER_NAMES, nearest, nearest_keys
+from trainctl.config.suggest import OTHER_NAMES, nearest_keys, nearest_names
 
 NUMBERS = st.one_of(st.integers(-(10**20), 10**20), st.floats(allow_nan=True))
 
 
 def test_every_default_is_a_legal_value_of_its_key() -> None:
     for leaf in leaves().values():
-        assert accept(leaf, leaf.default) == leaf.default
+        assert convert_value(leaf, leaf.default) == leaf.default
 
 
 def test_sections_are_the_groups_and_training() -> None:
@@ -26,16 +33,16 @@ def test_sections_are_the_groups_and_training() -> None:
 
 
 def test_a_free_form_mapping_owns_the_keys_inside_it() -> None:
-    assert leaf_of(("deepspeed", "a", "b")) == leaves()["deepspeed"]
-    assert leaf_of(("optimizer", "lr", "x")) is None
-    assert leaf_of(("optimizer.lr",)) is None
+    assert find_leaf(("deepspeed", "a", "b")) == leaves()["deepspeed"]
+    assert find_leaf(("optimizer", "lr", "x")) is None
+    assert find_leaf(("optimizer.lr",)) is None
 
 
 @given(st.sampled_from(sorted(leaves())), NUMBERS)
 def test_a_number_that_is_accepted_is_finite_and_in_range(key: str, number: float) -> None:
     leaf = leaves()[key]
     try:
-        accepted = accept(leaf, number)
+        accepted = convert_value(leaf, number)
     except ValueProblem as problem:
         assert problem.message
         return
@@ -83,7 +90,7 @@ def test_a_number_of_another_form_is_told_in_the_keys_unit(
     key: str, written: str | float, hint: str
 ) -> None:
     with pytest.raises(ValueProblem) as caught:
-        accept(leaves()[key], written)
+        convert_value(leaves()[key], written)
     assert caught.value.hint == hint
 
 
@@ -91,7 +98,7 @@ def test_every_example_is_a_legal_value_of_its_key() -> None:
     with_example = [leaf for leaf in leaves().values() if leaf.metadata["example"]]
     assert len(with_example) >= 5
     for leaf in with_example:
-        assert accept(leaf, yaml.safe_load(leaf.metadata["example"]))
+        assert convert_value(leaf, yaml.safe_load(leaf.metadata["example"]))
 
 
 @pytest.mark.parametrize(
@@ -134,4 +141,4 @@ def test_the_first_suggestion_is_what_was_meant(typed: str, meant: str) -> None:
 @given(st.text(max_size=300))
 def test_suggestions_never_fail_and_are_few(typed: str) -> None:
     assert len(nearest_keys(typed, leaves(), GROUPS)) <= 3
-    assert len(nearest(typed, GROUPS)) <= 3
+    assert len(nearest_names(typed, GROUPS)) <= 3

@@ -11,8 +11,8 @@ from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.keys import keys_of, leaves
 from trainctl.config.registry import (
     changed_section,
-    load,
-    names,
+    list_kinds,
+    load_spec,
     new_section,
     unit_groups,
     with_parts,
@@ -20,12 +20,12 @@ from trainctl.config.registry import (
 from trainctl.config.schema import LoggingConfig, RunConfig
 from trainctl.errors import TrainctlError
 
-UNITS = [(group, name) for group in unit_groups() for name in names(group)]
+UNITS = [(group, name) for group in unit_groups() for name in list_kinds(group)]
 
 
 @pytest.mark.parametrize(("group", "name"), UNITS)
 def test_a_unit_is_found_by_its_name_and_adds_keys_to_those_of_all(group, name):
-    spec = load(group, name)
+    spec = load_spec(group, name)
     shared = type(getattr(RunConfig(), group)).__mro__[-2]
     assert spec.name == name
     assert {item.name for item in fields(shared)} <= {item.name for item in fields(spec.keys)}

@@ -6,7 +6,7 @@ import pytest
 
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose, recompose
-from trainctl.config.literal_secrets import literal_secrets, references
+from trainctl.config.literal_secrets import literal_secrets, referenced_variables
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     is_plain_variable,
@@ -172,7 +172,7 @@ def test_a_webhook_is_a_reference_that_stays_one(monkeypatch: pytest.MonkeyPatch
     override = "logging.alerts.urls=['${oc.env:ALERT_URL}']"
     config = compose([override]).config
     assert config.logging.alerts.urls == ["${oc.env:ALERT_URL}"]
-    assert CANARY not in dump_config(config) and references(config) == ["ALERT_URL"]
+    assert CANARY not in dump_config(config) and referenced_variables(config) == ["ALERT_URL"]
     assert redact_setting(override) == override
 
 

@@ -10,7 +10,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.schema import DataFromRecords, RunConfig, SourceConfig
 from trainctl.errors import TrainctlError
-from trainctl.options.data import identity_of
+from trainctl.options.data import document_identity
 from trainctl.readers.check import check_text
 from trainctl.readers.files import split_files
 
@@ -59,8 +59,8 @@ def test_a_source_has_the_keys_of_its_kind_and_of_a_mixture():
 def test_how_much_is_drawn_of_it_does_not_change_what_it_is():
     sources = compose(["recipe=mix"]).config.data.sources
     more = compose(["recipe=mix", "data.sources.shipped.weight=0.5"]).config.data.sources
-    assert identity_of(sources["shipped"]) == identity_of(more["shipped"])
-    assert identity_of(sources["code"]) != identity_of(sources["prose"])
+    assert document_identity(sources["shipped"]) == document_identity(more["shipped"])
+    assert document_identity(sources["code"]) != document_identity(sources["prose"])
 
 
 def test_it_is_written_and_read_without_the_keys_of_the_whole_run():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
-from trainctl.config.store import Change, diff, dump_config, load_config
+from trainctl.config.store import Change, diff_configs, dump_config, load_config
 from trainctl.errors import ExitCode, TrainctlError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -82,10 +82,10 @@ def test_a_missing_file_is_a_run_state_error(tmp_path: Path) -> None:
 
 def test_diff_lists_every_changed_key() -> None:
     left, right = RunConfig(), RunConfig()
-    assert diff(left, right) == []
+    assert diff_configs(left, right) == []
     right.training.seed = 2
     right.deepspeed = {"a": 1}
-    assert diff(left, right) == [
+    assert diff_configs(left, right) == [
         Change("training.seed", 1234, 2),
         Change("deepspeed", {}, {"a": 1}),
     ]

@@ -18,8 +18,8 @@ from trainctl.hardware.resolve import (
     calibration_file,
     device_name,
     installed_torch,
+    merge_calibration,
     read_calibration,
-    with_calibration,
 )
 
 
@@ -59,9 +59,9 @@ def test_a_user_without_a_home_has_no_measurements(monkeypatch: pytest.MonkeyPat
 
 
 def test_each_measurement_adds_what_it_measured(file: Path) -> None:
-    file.write_text(json.dumps(with_calibration(_measured(runtime_bytes_alone=10))))
-    file.write_text(json.dumps(with_calibration(_measured(runtime_bytes_in_group=20))))
-    file.write_text(json.dumps(with_calibration(_measured(device="h100-80g", fragmentation=0.1))))
+    file.write_text(json.dumps(merge_calibration(_measured(runtime_bytes_alone=10))))
+    file.write_text(json.dumps(merge_calibration(_measured(runtime_bytes_in_group=20))))
+    file.write_text(json.dumps(merge_calibration(_measured(device="h100-80g", fragmentation=0.1))))
     cpu, gpu = read_calibration("cpu"), read_calibration("h100-80g")
     assert cpu is not None and (cpu.runtime_bytes(1), cpu.runtime_bytes(8)) == (10, 20)
     assert gpu is not None and gpu.runtime_bytes(1) is None and gpu.fragmentation == 0.1
@@ -82,19 +82,19 @@ DAMAGED = (
 def test_a_file_that_is_no_calibration_is_as_good_as_none(file: Path, content: str) -> None:
     file.write_text(content)
     assert read_calibration("cpu") is None
-    assert with_calibration(_measured(runtime_bytes_alone=1))["devices"]["cpu"]["date"]
+    assert merge_calibration(_measured(runtime_bytes_alone=1))["devices"]["cpu"]["date"]
 
 
 def test_what_another_torch_was_measured_with_does_not_hold(file: Path) -> None:
     old = _measured(torch="1.0", runtime_bytes_alone=10)
-    file.write_text(json.dumps(with_calibration(old)))
+    file.write_text(json.dumps(merge_calibration(old)))
     assert read_calibration("cpu") is None
 
 
 def test_only_devices_that_are_here_are_calibrated(file: Path) -> None:
     for device in ("cpu", "h100-80g"):
         new = _measured(device=device, runtime_bytes_alone=123, runtime_bytes_in_group=456)
-        file.write_text(json.dumps(with_calibration(new)))
+        file.write_text(json.dumps(merge_calibration(new)))
     cpu = HardwareConfig(name="cpu", accelerator=Accelerator.cpu, devices_per_node=2)
     assert resolve_hardware(cpu).runtime_bytes == 456
     assert resolve_hardware(cpu, calibrated=False).runtime_bytes is None
@@ -120,7 +120,7 @@ def test_an_estimate_uses_it_says_so_and_can_leave_it(
     assert run(arguments) == 0
     before = json.loads(capsys.readouterr().out)
     size = before["components"]["runtime"] + 2**30
-    file.write_text(json.dumps(with_calibration(_measured(runtime_bytes_in_group=size))))
+    file.write_text(json.dumps(merge_calibration(_measured(runtime_bytes_in_group=size))))
     assert run(arguments) == 0
     after = json.loads(capsys.readouterr().out)
     assert after["components"]["runtime"] == size

@@ -119,7 +119,7 @@ def test_a_folder_of_a_logger_s_name_is_not_installed(
     monkeypatch.syspath_prepend("")
     spec = logger.Logger(name="x", modules=("csv", "no_such_tracker"))
     for python in (sys.executable, f"{sys.base_prefix}/bin/python3"):
-        found = logger.missing(spec, python)
+        found = logger.missing_modules_finding(spec, python)
         assert found is not None and "no_such_tracker" in found.message
 
 
@@ -436,10 +436,10 @@ def test_the_lock_of_a_killed_build_is_found(
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
 def test_a_program_is_really_linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert builds.links("int main() { return 0; }\n", "-lm")
-    assert not builds.links("int main() { return 0; }\n", "-lno_such_library")
-    assert not builds.links("#include <no_such_header.h>\nint main() { return 0; }\n")
-    monkeypatch.setattr(builds, "links", lambda *_: False)
+    assert builds.can_link("int main() { return 0; }\n", "-lm")
+    assert not builds.can_link("int main() { return 0; }\n", "-lno_such_library")
+    assert not builds.can_link("#include <no_such_header.h>\nint main() { return 0; }\n")
+    monkeypatch.setattr(builds, "can_link", lambda *_: False)
     made = config("offload=nvme", "zero_stage=3")
     assert only(builds.libaio_is_installed(made, CPU)).rule == "TC127"
     assert list(builds.libaio_is_installed(config("offload=cpu"), CPU)) == []
@@ -547,13 +547,13 @@ def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_no_local_disk_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(storage, "filesystem", lambda folder: kind)
+    monkeypatch.setattr(storage, "filesystem_type", lambda folder: kind)
     finding = only(nvme_findings(tmp_path))
     assert not finding.is_error and kind in finding.message
 
 
 def test_the_file_system_of_a_folder() -> None:
-    assert storage.filesystem(Path("/proc/self")) == "proc"
+    assert storage.filesystem_type(Path("/proc/self")) == "proc"
 
 
 def test_a_full_disk_is_no_place(tmp_path: Path) -> None:

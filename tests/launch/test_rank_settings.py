@@ -9,7 +9,12 @@ import pytest
 from supervised import Launches
 
 from trainctl.config.schema import Accelerator, CpuBinding
-from trainctl.hardware.binding import parse_list, processors_by_socket, rank_processors, shares
+from trainctl.hardware.binding import (
+    parse_list,
+    processor_shares,
+    processors_by_socket,
+    rank_processors,
+)
 from trainctl.launch.agent.benchmark import Speed, slow
 
 
@@ -79,11 +84,11 @@ def test_threads_of_a_core_stay_together(tmp_path: Path) -> None:
     ],
 )
 def test_each_rank_has_its_share(homes: list[int | None], expected: list[list[int]]) -> None:
-    assert shares({0: [0, 4, 1, 5], 1: [2, 6, 3, 7]}, homes) == expected
+    assert processor_shares({0: [0, 4, 1, 5], 1: [2, 6, 3, 7]}, homes) == expected
 
 
 def test_more_ranks_than_processors_share_them() -> None:
-    assert shares({0: [3, 5]}, [None] * 4) == [[3], [3], [5], [5]]
+    assert processor_shares({0: [3, 5]}, [None] * 4) == [[3], [3], [5], [5]]
 
 
 def test_nothing_is_bound_unless_asked() -> None:

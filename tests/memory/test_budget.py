@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_plans import GIB, GPT2, LLAMA_2_7B, LLAMA_3_8B, TINY, make_plan
 
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import (
     Accelerator,
     AttentionKind,
@@ -215,7 +215,7 @@ def test_known_configurations_are_judged_right() -> None:
 MODES = st.fixed_dictionaries(
     {
         "zero_stage__stage": st.integers(0, 3),
-        "activation_checkpointing__mode": st.sampled_from(names("activation_checkpointing")),
+        "activation_checkpointing__mode": st.sampled_from(list_kinds("activation_checkpointing")),
         "offload__optimizer": st.sampled_from([OffloadDevice.none, OffloadDevice.cpu]),
         "accumulation": st.integers(1, 3),
         "accelerator": st.sampled_from([Accelerator.cuda, Accelerator.cpu]),

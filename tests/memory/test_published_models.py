@@ -17,7 +17,7 @@ from trainctl.config.compose import compose_leniently
 from trainctl.config.schema import ModelConfig
 from trainctl.models import tracing
 from trainctl.models.anatomy import Role, parse_anatomy
-from trainctl.models.tracing import DEFAULTS, IGNORED, published_name, shape_of, table
+from trainctl.models.tracing import DEFAULTS, IGNORED, published_name, published_table, shape_of
 from trainctl.plan.flops import flops_per_token
 from trainctl.plan.shapes import count_parameters
 
@@ -81,8 +81,8 @@ def section_of(folder: Path, **changes: object) -> dict[str, Any]:
 
 
 def test_what_is_shipped_are_the_models_of_the_test_and_a_few_kilobytes() -> None:
-    assert set(table()["models"]) == set(CASES) == set(SIZES)
-    assert len(json.dumps(table())) < 64_000
+    assert set(published_table()["models"]) == set(CASES) == set(SIZES)
+    assert len(json.dumps(published_table())) < 64_000
 
 
 QUICK = ("qwen2.5-0.5b", "gpt-oss-20b")
@@ -93,7 +93,7 @@ QUICK = ("qwen2.5-0.5b", "gpt-oss-20b")
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_what_is_shipped_is_what_the_code_of_the_model_says(name: str) -> None:
-    shipped, config = table()["models"][name], composed(name)
+    shipped, config = published_table()["models"][name], composed(name)
     assert shipped["anatomy"] == config.model.anatomy
     assert shipped["attention"] == config.model.attention.value
     assert shipped["shapes"] == [shape_of(CASES[name]), shape_of(resaved(name))]

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.config.registry import load, new_section
+from trainctl.config.registry import load_spec, new_section
 from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import arrow, parquet
@@ -94,7 +94,7 @@ def test_feather_is_arrow(tmp_path):
 def test_ranges_of_parquet_have_each_row_once(tmp_path_factory, rows, group, data):
     file = tmp_path_factory.mktemp("parts") / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), file, row_group_size=group)
-    ranges = load("data", "parquet").ranges(file, data.draw(st.integers(1, 2000)))
+    ranges = load_spec("data", "parquet").ranges(file, data.draw(st.integers(1, 2000)))
     reader = Reader(new_section("data", "parquet"))
     found = [(each.text, each.line) for span in ranges for each in reader.read(file, span)]
     assert found == [(text, row) for row, text in enumerate(rows, 1)]
@@ -264,7 +264,7 @@ def test_a_saved_dataset_has_the_files_that_it_names(tmp_path):
     assert [text for file in files.train for text in texts("arrow", file)] == ["a", "b", "c"]
     assert [text for file in files.held_out for text in texts("arrow", file)] == ["d"]
     assert missing_files(config_of("arrow", tmp_path / "d")) == []
-    choose = load("data", "arrow").choose
+    choose = load_spec("data", "arrow").choose
     assert len(find_files(whole.paths[0], (".arrow",), choose).files) == 3
     (tmp_path / "d" / "train" / "data-00001-of-00002.arrow").unlink()
     (finding,) = missing_files(config_of("arrow", tmp_path / "d"))

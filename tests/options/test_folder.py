@@ -15,8 +15,8 @@ from trainctl.config import registry
 from trainctl.config.overrides import expand_sweep
 from trainctl.config.registry import (
     FOLDER_VARIABLE,
-    load,
-    names,
+    list_kinds,
+    load_spec,
     option_files,
     trusted_folder_variable,
 )
@@ -96,11 +96,11 @@ def trainctl(folder: Path):
 def trusted(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Option folder that this process trusts for the length of a test."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "options"))
-    names.cache_clear()
-    load.cache_clear()
+    list_kinds.cache_clear()
+    load_spec.cache_clear()
     yield folder / "options"
-    names.cache_clear()
-    load.cache_clear()
+    list_kinds.cache_clear()
+    load_spec.cache_clear()
 
 
 def test_without_trust_nothing_of_it_runs(trainctl, folder: Path) -> None:
@@ -174,8 +174,8 @@ def test_only_files_that_would_be_options_count(folder: Path) -> None:
 
 def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) -> None:
     assert trusted_folder_variable() == {FOLDER_VARIABLE: str(trusted)}
-    assert "signum" in names("optimizer")
-    spec = load("optimizer", "signum")
+    assert "signum" in list_kinds("optimizer")
+    spec = load_spec("optimizer", "signum")
     config = RunConfig(optimizer=spec.keys(kind="signum"))
     assert user_code_files(config, Path.cwd()) == [trusted / "optimizer" / "signum.py"]
     assert user_code_files(RunConfig(), Path.cwd()) == []
@@ -195,7 +195,7 @@ def test_a_callback_of_the_folder_is_found(trainctl, trusted: Path, callback: Pa
 
 def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:
     with pytest.raises(TrainctlError, match="optimizer has no kind 'signum' here") as raised:
-        load("optimizer", "signum")
+        load_spec("optimizer", "signum")
     assert "--trust-code" in raised.value.hint and FOLDER_VARIABLE in raised.value.hint
 
 

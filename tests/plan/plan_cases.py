@@ -6,7 +6,7 @@ from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.keys import leaves
-from trainctl.config.schema import Accelerator, RunConfig, walk
+from trainctl.config.schema import Accelerator, RunConfig, walk_leaves
 from trainctl.hardware import Hardware
 
 
@@ -48,4 +48,4 @@ def cpus(processes: int = 2) -> Hardware:
 
 
 def keys(config: RunConfig) -> set[str]:
-    return {key for key, _, _ in walk(config)}
+    return {key for key, _, _ in walk_leaves(config)}

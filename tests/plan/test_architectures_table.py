@@ -34,7 +34,7 @@ def test_the_page_has_the_table():
 
 
 def test_every_row_says_something_of_every_axis():
-    table = architectures.table()
+    table = architectures.architectures_table()
     assert set(AXES) < set(architectures.COLUMNS)
     for name, cells in table.rows.items():
         assert tuple(cells) == architectures.COLUMNS, name

@@ -14,7 +14,7 @@ from whole_recipes import WHOLE
 
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.hardware import resolve_hardware
 from trainctl.rules.resolve import resolve
 
@@ -99,7 +99,7 @@ def case_of(plan, *, mpu=True):
 def loaded():
     """DeepSpeed's reading of every case, optimizer and recipe, from one process."""
     plans = {name: plan_of(name) for name in CASES}
-    plans |= {kind: optimizer_plan(kind) for kind in names("optimizer")}
+    plans |= {kind: optimizer_plan(kind) for kind in list_kinds("optimizer")}
     for name in WHOLE:
         config = compose([f"recipe={name}"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan

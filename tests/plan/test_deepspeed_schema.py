@@ -33,12 +33,12 @@ def test_every_key_lies_in_a_section_and_every_replacement_exists():
 
 
 def test_defaults_are_legal_values_of_their_keys():
-    from trainctl.rules.deepspeed.case import outside, read
+    from trainctl.rules.deepspeed.case import outside, read_value
 
     for key in load().keys.values():
         if key.default is not None and not key.is_section:
-            assert not read(key, key.default).problem, key
-            assert outside(key, read(key, key.default).value) is None, key
+            assert not read_value(key, key.default).problem, key
+            assert outside(key, read_value(key, key.default).value) is None, key
 
 
 def test_removed_keys_are_not_keys():

@@ -12,7 +12,7 @@ from plan_cases import config_with, gpus
 from trainctl.config.codec import to_plain
 from trainctl.config.keys import leaves
 from trainctl.config.schema import RunConfig
-from trainctl.plan.deepspeed import derived_settings, render
+from trainctl.plan.deepspeed import derived_settings, nest_settings
 from trainctl.plan.deepspeed_table import SOURCES, TABLE, Modes
 from trainctl.plan.types import Batch, Mesh
 from trainctl.rules.deepspeed.case import Case, JsonContext
@@ -74,7 +74,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
 
 
 def rendered(config: RunConfig) -> dict[str, Any]:
-    return render(derived_settings(config, gpus(RANKS), MESH, BATCH))
+    return nest_settings(derived_settings(config, gpus(RANKS), MESH, BATCH))
 
 
 def plain(config: RunConfig, key: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from plan_cases import config_with, cpus
 
 from trainctl.cli.plan_view import plan_lines
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.plan.optimizers import group_of, parameter_groups
 from trainctl.plan.shapes import all_tensors, count_parameters
 from trainctl.rules.resolve import resolve
@@ -24,7 +24,7 @@ def random_config(draw: random.Random):
         model__num_layers=draw.randint(1, 12),
         model__num_key_value_heads=None,
         model__tie_word_embeddings=draw.random() < 0.5,
-        optimizer__kind=draw.choice(names("optimizer")),
+        optimizer__kind=draw.choice(list_kinds("optimizer")),
         optimizer__weight_decay=draw.choice((0.0, 0.1)),
         optimizer__decay_embeddings=draw.random() < 0.5,
         optimizer__layer_lr_decay=draw.choice((1.0, 0.9)),

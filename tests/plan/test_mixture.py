@@ -16,9 +16,9 @@ from trainctl.plan.mixture import (
     StagedBatches,
     are_valid_weights,
     batch_of_length,
-    exact,
+    exact_fraction,
     largest_batches,
-    shares_of_amounts,
+    shares_of_quotas,
     sources_of,
     stages_of,
     stages_of_plan,
@@ -121,7 +121,9 @@ def test_a_batch_of_another_length_has_the_same_tokens_and_no_more_at_once(
 
 
 def test_weights_are_what_was_written():
-    assert exact(0.7) + exact(0.1) + exact(0.2) == 1 and exact(1e-7) == Fraction(1, 10**7)
+    assert exact_fraction(0.7) + exact_fraction(0.1) + exact_fraction(0.2) == 1 and exact_fraction(
+        1e-7
+    ) == Fraction(1, 10**7)
     assert (
         are_valid_weights([0.7, 0.1, 0.2])
         and are_valid_weights([7, 3])
@@ -139,15 +141,15 @@ def test_tokens_and_epochs_come_first_and_weights_share_what_they_leave():
         "later": SourceConfig(),
     }
     lengths = dict.fromkeys(sources, 200)
-    assert shares_of_amounts(sources, lengths, 1000) == {
+    assert shares_of_quotas(sources, lengths, 1000) == {
         "a": 100,
         "b": 300,
         "c": 150,
         "d": 450,
     }
     only = {name: sources[name] for name in "ab"}
-    assert shares_of_amounts(only, lengths, 1000) == {"a": 100, "b": 300}
-    assert shares_of_amounts(sources, lengths, 300)["d"] == 0
+    assert shares_of_quotas(only, lengths, 1000) == {"a": 100, "b": 300}
+    assert shares_of_quotas(sources, lengths, 300)["d"] == 0
 
 
 def staged():

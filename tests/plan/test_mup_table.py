@@ -7,7 +7,7 @@ import math
 import pytest
 from plan_cases import config_with, cpus
 
-from trainctl.config.registry import specs
+from trainctl.config.registry import load_specs
 from trainctl.options.model import families
 from trainctl.plan import mup
 from trainctl.plan.mup import TensorKind
@@ -52,7 +52,7 @@ def test_the_factors_are_those_of_the_table(kind):
         deviation = mup.initial_factor(config.model, tensor)
         assert deviation == (0.5 if tensor is TensorKind.hidden else 1)
     assert mup.output_multiplier(config.model) == 1 / 4
-    assert set(TABLE) == {spec.name for spec in specs("optimizer") if spec.width_rule}
+    assert set(TABLE) == {spec.name for spec in load_specs("optimizer") if spec.width_rule}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from anatomies import SMALL
 from plan_cases import config_with, cpus, gpus
 
-from trainctl.config.keys import leaf_of
+from trainctl.config.keys import find_leaf
 from trainctl.config.schema import Packing
 from trainctl.errors import Severity
 from trainctl.rules.registry import PLAN_RULES
@@ -1834,7 +1834,7 @@ def test_an_error_says_what_is_wrong_and_what_would_be_right(
     assert all(finding.severity is Severity.error for finding in found)
     for finding in found:
         top = finding.key.split(".")[0]
-        assert leaf_of(tuple(finding.key.split("."))) or top in ("deepspeed", "parallelism")
+        assert find_leaf(tuple(finding.key.split("."))) or top in ("deepspeed", "parallelism")
 
 
 @pytest.mark.parametrize(("rule", "changes", "hardware", "message"), WARNINGS)

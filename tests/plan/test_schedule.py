@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import config_with, cpus
 
 from trainctl.config.keys import keys_of
-from trainctl.config.registry import names, new_section
+from trainctl.config.registry import list_kinds, new_section
 from trainctl.config.schema import ScheduleUnit
 from trainctl.monitor.report.charts import points_of
 from trainctl.options.schedule import WithInterval
@@ -21,7 +21,7 @@ from trainctl.plan.schedule import Curve, decay_length, warmup_length
 from trainctl.plan.types import Batch, Batches, BatchPhase
 from trainctl.rules.resolve import resolve
 
-KINDS = names("schedule")
+KINDS = list_kinds("schedule")
 
 DECAYING = (
     "linear",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_cases import config_with, gpus, keys
 
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import RunConfig
 from trainctl.rules.resolve import not_yet, resolve
 
@@ -38,7 +38,7 @@ from trainctl.rules.resolve import not_yet, resolve
         {"offload__optimizer": "cpu", "offload__zenflow": True},
         {"checkpoint__best_of": "loss", "checkpoint__asynchronous": True},
         {"logging__profile_steps": [2, 3]},
-        *({"schedule__kind": kind} for kind in names("schedule")),
+        *({"schedule__kind": kind} for kind in list_kinds("schedule")),
         {"stability__on_bad_loss": "rewind", "stability__spike_factor": 2.0},
         {"stability__z_loss": 1e-4, "gradients__noise": 0.01, "gradients__centralize": True},
         {"model__mup": True, "model__mup_base_width": 64},

@@ -122,7 +122,7 @@ def test_packed_text_and_lines_are_the_same_documents(ending, tmp_path):
             [(each.text, each.line) for each in Reader(section).documents([file])] for file in files
         )
         assert packed == plainly
-        assert plain.places(files[0]) == plain.places(files[1])
+        assert plain.line_numbers(files[0]) == plain.line_numbers(files[1])
         assert [is_compressed(file) for file in files] == [False, True]
         assert uncompressed_name(files[1]) == name
     found = find_files(str(tmp_path), (".jsonl", ".txt"))

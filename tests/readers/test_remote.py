@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainctl.config.registry import load, new_section
+from trainctl.config.registry import load_spec, new_section
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers import remote
@@ -218,7 +218,7 @@ def test_a_server_without_ranges_is_named(server, waits, monkeypatch):
 def test_ranges_of_a_remote_file_have_each_line_once(server):
     (server.folder / "a.jsonl").write_bytes(LINES)
     (file,), _ = list_url(server.url("a.jsonl"))
-    ranges = load("data", "files").ranges(file, 100_000)
+    ranges = load_spec("data", "files").ranges(file, 100_000)
     assert len(ranges) > 2
     reader = Reader(new_section("data", "files"))
     assert [each.text for span in ranges for each in reader.read(file, span)] == EXPECTED

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from whole_recipes import WHOLE
 
-from trainctl.config.catalog import leading_comment, recipes
+from trainctl.config.catalog import leading_comment, list_recipes
 from trainctl.config.compose import compose
 from trainctl.config.schema import DataType, RunConfig
 from trainctl.config.yaml_files import read_document
 
-RECIPES = {info.name: info for info in recipes()}
+RECIPES = {info.name: info for info in list_recipes()}
 PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
     "70b-zero3-nodes 70b-3d 8b-long-context "

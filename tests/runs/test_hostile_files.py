@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.cli.console import print_json, put
+from trainctl.cli.console import print_data, print_json
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
@@ -106,7 +106,7 @@ def test_names_with_escapes_and_other_bytes_are_seen_and_not_obeyed(
 
 
 def test_json_and_lines_have_no_control_characters(capfd: pytest.CaptureFixture[str]) -> None:
-    put("a\x1b[31m\x9b\r\u202eb\tc", style="")
+    print_data("a\x1b[31m\x9b\r\u202eb\tc", style="")
     print_json({"a": "\x1b\x9b\u202e"}, indent=None)
     said = capfd.readouterr().out
     assert said.splitlines()[0] == "a\\x1b[31m\\x9b\\r\\u202eb\tc"

@@ -220,10 +220,10 @@ def test_what_is_auto_was_set_by_nobody_and_is_named():
 
 
 def test_every_name_for_what_is_auto_exists():
-    from trainctl.config.schema import RunConfig, walk
+    from trainctl.config.schema import RunConfig, walk_leaves
     from trainctl.rules.deepspeed.case import HF_AUTO_KEYS
 
-    keys = {key for key, _, _ in walk(RunConfig())}
+    keys = {key for key, _, _ in walk_leaves(RunConfig())}
     assert LEFT_OPEN.keys() <= HF_AUTO_KEYS
     named = {name for text in LEFT_OPEN.values() for name in text.split(" and ")}
     assert {name for name in named if not name.startswith("the group ")} <= keys

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from throughput_rows import config_of, hardware_of
 
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
@@ -128,7 +128,7 @@ def test_nothing_that_fits_is_faster(changes: dict[str, Any]) -> None:
         assert seconds_per_token(result.found[0]) <= min(fitting) * 1.011
 
 
-@pytest.mark.parametrize("kind", names("optimizer"))
+@pytest.mark.parametrize("kind", list_kinds("optimizer"))
 def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
     """The search budgets sketches, which must know as much about each optimizer as plans do."""
     hardware = hardware_of("h100-80g", 1, 8)

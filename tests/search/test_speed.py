@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from throughput_rows import Row, hardware_of, plan_of, rows
 
-from trainctl.search.compute import rates
+from trainctl.search.compute import device_rates
 from trainctl.search.speed import StepTime, step_time
 
 OTHERS = [row for row in rows() if not row.is_for_fit]
@@ -206,7 +206,7 @@ def test_a_model_of_nothing_and_one_of_1e13_parameters() -> None:
 
 def test_a_device_of_unknown_rates_counts_as_an_a100() -> None:
     plan = plan_of(hardware_of("t4-16g", 1, 8), LLAMA_7B | {"precision.compute": "bf16"})
-    assert not rates(plan.hardware, plan.config.precision).is_known
+    assert not device_rates(plan.hardware, plan.config.precision).is_known
     assert step_time(plan).seconds > 0
     known = hardware_of("a100-80g", 1, 8)
-    assert rates(known, plan.config.precision).is_known
+    assert device_rates(known, plan.config.precision).is_known

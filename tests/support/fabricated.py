@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trainctl.config.schema import ModelConfig
-from trainctl.plan.identity import description
+from trainctl.plan.identity import model_description
 from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
@@ -42,7 +42,7 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: fl
         {
             "format": FORMAT,
             "run": checkpoints.manifest_run_id(run) or "",
-            "model": description(model, listed),
+            "model": model_description(model, listed),
             "weights_only": False,
             "step": step,
             "samples": 0,

@@ -136,7 +136,7 @@ def train(cases: list[Case], process: Process) -> None:
     registered = EntryPoint(
         name=f"engine.{SPEC.name}", value="plain_engine:SPEC", group=registry.ENTRY_POINTS
     )
-    registry._registered = lambda: (registered,)  # as an installed package does
+    registry._registered_entry_points = lambda: (registered,)  # as an installed package does
     for case in cases:
         plan = replace(case.plan, engine=SPEC.name)
         session = assemble(plan, case.run, process)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import ModelConfig
-from trainctl.plan.identity import description
+from trainctl.plan.identity import model_description
 from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.attempts import config_of
@@ -62,7 +62,7 @@ def save(
     manifest = {
         "format": FORMAT,
         "run": checkpoints.manifest_run_id(run) or "",
-        "model": description(model, shapes),
+        "model": model_description(model, shapes),
         "multipliers": multipliers(model),
         "weights_only": False,
         "step": step,

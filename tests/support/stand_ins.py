@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainctl.config.schema import ModelConfig
 from trainctl.engines.process import Process
 from trainctl.engines.shards import Fragment
-from trainctl.plan.identity import description
+from trainctl.plan.identity import model_description
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 NUMEL = 1000
@@ -67,7 +67,7 @@ def facts(step: int, *, ranks: int = 1, weights_only: bool = False) -> dict[str,
     shapes = {f"parameter.{rank}.{index}": [NUMEL] for rank in range(ranks) for index in range(2)}
     return {
         "run": "",
-        "model": description(ModelConfig(), shapes),
+        "model": model_description(ModelConfig(), shapes),
         "weights_only": weights_only,
         "step": step,
         "samples": 0,

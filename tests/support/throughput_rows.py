@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.keys import accept, leaves
+from trainctl.config.keys import convert_value, leaves
 from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh, derive_stages
@@ -67,7 +67,7 @@ def rows() -> tuple[Row, ...]:
 
 def _row(line: dict[str, str]) -> Row:
     values = {
-        key: accept(leaves()[key], yaml.safe_load(text), text)
+        key: convert_value(leaves()[key], yaml.safe_load(text), text)
         for key, _, text in (setting.partition("=") for setting in line["settings"].split())
     }
     nodes, devices = int(line["nodes"]), int(line["devices"])

@@ -1,6 +1,6 @@
 """Shipped recipes that need no further keys; the others wait for a model or data of the user."""
 
-from trainctl.config.catalog import recipes
+from trainctl.config.catalog import list_recipes
 
 WAITING = {"sft-tiny": "model.path"}
-WHOLE = [info.name for info in recipes() if info.name not in WAITING]
+WHOLE = [info.name for info in list_recipes() if info.name not in WAITING]

@@ -21,7 +21,7 @@ from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import Adapter
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.trainable import adapted_layers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
@@ -132,7 +132,7 @@ def test_a_narrow_model_is_evaluated_as_it_was_trained(tmp_path: Path, base: Pat
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_dora_starts_as_its_base_in_the_format_that_it_computes_in(precision: str) -> None:
     config = config_of(Adapting("dora", precision=precision), STEPS)
-    dtype = TORCH_TYPES[formats(config.precision).weights]
+    dtype = TORCH_TYPES[number_formats(config.precision).weights]
     plain, model = (skeleton(config.model, dtype) for _ in range(2))
     shapes = FullModel.of(config.model, plain).shapes
     drawn = SeedWeights.of(config.model, plain, 7)

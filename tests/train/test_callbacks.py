@@ -26,7 +26,7 @@ HALF, STEPS = 2, 4
 @pytest.fixture(autouse=True)
 def own_options(monkeypatch: pytest.MonkeyPatch):
     """Options of the folder `own_options`, here and on the ranks."""
-    caches = (registry.names, registry.load)
+    caches = (registry.list_kinds, registry.load_spec)
     monkeypatch.setenv(registry.FOLDER_VARIABLE, str(OWN))
     for cache in caches:
         cache.cache_clear()

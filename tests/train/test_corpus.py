@@ -23,7 +23,7 @@ from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.data import identity_of
+from trainctl.options.data import document_identity
 from trainctl.plan.mixture import SINGLE_SOURCE
 from trainctl.readers.files import split_files
 from trainctl.runs.files import write_json
@@ -52,8 +52,8 @@ def files_config(texts, **fields):
 
 
 def test_the_cache_of_before_has_the_key_of_the_text():
-    assert identity_of(DataConfig()) == "text"
-    assert identity_of(new_section("data", "files", text_key="body")) == "body"
+    assert document_identity(DataConfig()) == "text"
+    assert document_identity(new_section("data", "files", text_key="body")) == "body"
 
 
 def test_the_standard_library_is_there_and_its_tests_are_not():

@@ -8,7 +8,7 @@ from poison import Poisoned, train_poisoned
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.cli.record_lines import event_lines
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import LrScaling, OnBadLoss
 from trainctl.options.schedule.wsd import DecayShape
 from trainctl.plan.schedule import Curve
@@ -43,7 +43,7 @@ def steps_of(run):
 
 @pytest.mark.slow
 def test_every_kind_trains_with_its_own_rates(tmp_path):
-    kinds = [kind for kind in names("schedule") if kind != "plateau"]  # which is below
+    kinds = [kind for kind in list_kinds("schedule") if kind != "plateau"]  # which is below
     plans = [tiny_plan(scheduled(kind, stage=3), 2) for kind in kinds]
     cases = [Case(plan, RunPaths(tmp_path / kind)) for plan, kind in zip(plans, kinds, strict=True)]
     (found, _) = train_cases(2, cases, probe="rates_probe:train_with_each")

@@ -11,7 +11,7 @@ import torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from torch.optim import _muon
 
-from trainctl.config.registry import names
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import RunConfig
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -23,7 +23,7 @@ from trainctl.train.optimizers.partitioned import ParameterPart
 Curve = dict[int, tuple[float, float]]
 
 STEPS = 5
-KINDS = names("optimizer")
+KINDS = list_kinds("optimizer")
 
 LEARNING_RATES = {
     "lion": 1e-3,

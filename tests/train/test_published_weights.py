@@ -22,7 +22,7 @@ from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.engines.shards import Shard, read_shard
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import persistent_buffers
-from trainctl.plan.identity import description
+from trainctl.plan.identity import model_description
 from trainctl.plan.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.checkpoint.content import write_tensors
@@ -52,7 +52,7 @@ def checkpoint_of(folder: Path, model: PreTrainedModel, config: ModelConfig) -> 
         {
             "format": FORMAT,
             "run": "",
-            "model": description(config, shapes),
+            "model": model_description(config, shapes),
             "weights_only": False,
             **dict.fromkeys(("step", "samples", "tokens"), 1),
             "metrics": {},

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.complete import complete_overrides, complete_target
-from trainctl.config.registry import option_files, trust, trusted_folder
+from trainctl.config.registry import option_files, trust_folder, trusted_folder
 from trainctl.errors import TrainctlError
 
 
@@ -30,7 +30,7 @@ def register_config_dir(ctx: typer.Context, value: Path | None) -> Path | None:
             f"{code[0]} is code, which runs wherever its option is read",
             hint="`trainctl --trust-code COMMAND ...` runs it; or choose another folder",
         )
-    trust(folder)
+    trust_folder(folder)
     return value
 
 

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from trainctl.cli.arguments import Json, NamedRun, Run
-from trainctl.cli.console import Meter, print_json, print_table, put, say, size_text
+from trainctl.cli.console import (
+    Meter,
+    print_data,
+    print_json,
+    print_message,
+    print_table,
+    size_text,
+)
 from trainctl.errors import ExitCode
 from trainctl.launch.stop import save_now
 from trainctl.runs.checkpoint_selection import describe_checkpoints, require_another, select
@@ -34,7 +41,7 @@ def list_(run: Run = None, as_json: Json = False) -> None:
     elif rows:
         _print_table(rows)
     else:
-        say(f"{paths.root} has no checkpoint yet")
+        print_message(f"{paths.root} has no checkpoint yet")
 
 
 @app.command()
@@ -61,9 +68,9 @@ def verify(
     else:
         for row in rows:
             if not row["problems"]:
-                put(f"{Path(row['path']).name}: intact")
+                print_data(f"{Path(row['path']).name}: intact")
             for problem in row["problems"]:
-                put(problem, style="error")
+                print_data(problem, style="error")
     if any(row["problems"] for row in rows):
         raise typer.Exit(ExitCode.run_state)
 
@@ -96,20 +103,20 @@ def rm(
         )
     else:
         for _, path in doomed:
-            put(f"removed {path}")
+            print_data(f"removed {path}")
 
 
 @app.command()
 def now(run: Run = None, as_json: Json = False) -> None:
     """Have a run that is training save at its next step, and wait until that is committed."""
     paths = open_or_newest(run)
-    saved = save_now(paths, say)
+    saved = save_now(paths, print_message)
     path = paths.root / saved["path"]
     if as_json:
         where = {"run": str(paths.root), "step": saved["step"], "path": str(path)}
         print_json({"schema": 1, **where})
     else:
-        put(f"saved {path}")
+        print_data(f"saved {path}")
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -131,4 +138,4 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     print_table(("step", "saved", "size", "metrics", ""), lines, right=(0, 2))
     for row in rows:
         if row["problem"]:
-            say(f"warning: {row['problem']}", style="warning")
+            print_message(f"warning: {row['problem']}", style="warning")

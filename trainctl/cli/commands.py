@@ -109,10 +109,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Resolve the command that the arguments begin with, and import it."""
         name, _, rest = super().resolve_command(ctx, args)
-        return name, imported(name) if name else None, rest
+        return name, import_command(name) if name else None, rest
 
 
-def imported(name: str) -> Any:
+def import_command(name: str) -> Any:
     """Import a command of the table, or a group with its commands."""
     module, _, attribute = COMMANDS[name][1].partition(":")
     app = getattr(import_module(f"trainctl.cli.{module}"), attribute)
@@ -136,10 +136,10 @@ def _refuse_addresses(command: Any) -> None:
     hints = get_type_hints(command.callback)
     for parameter in command.params:
         if Path in (hints[parameter.name], *get_args(hints[parameter.name])):
-            parameter.callback = partial(_check_places, parameter.callback)
+            parameter.callback = partial(_refuse_url_parameters, parameter.callback)
 
 
-def _check_places(callback: Any, context: Any, parameter: Any, value: Any) -> Any:
+def _refuse_url_parameters(callback: Any, context: Any, parameter: Any, value: Any) -> Any:
     """Return a parameter's value after its own callback; refuse what is, or contains, a URL."""
     for place in value if isinstance(value, list | tuple) else [value]:
         wrong = explain_address(str(place))

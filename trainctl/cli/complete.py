@@ -32,7 +32,7 @@ Suggestions = list[tuple[str, str]]
 
 def complete_overrides(incomplete: str, ctx: typer.Context | None = None) -> Suggestions:
     """Return overrides that start with `incomplete`, including options of `--config-dir`."""
-    words = _overrides(incomplete, _folders(ctx))
+    words = _suggest_overrides(incomplete, _search_folders(ctx))
     found = {word: doc for word, doc in words if word.startswith(incomplete)}
     return sorted(found.items())
 
@@ -42,8 +42,11 @@ def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
     found = complete_overrides(incomplete, ctx)
     if any(ctx.params.get(name) for name in ("target", "run", "overrides")):
         return found
-    recipes = _recipes(_folders(ctx))
-    targets = [*((name, "a recipe") for name in recipes), *((run, "a run") for run in _runs())]
+    recipes = _suggest_recipes(_search_folders(ctx))
+    targets = [
+        *((name, "a recipe") for name in recipes),
+        *((run, "a run") for run in _suggest_runs()),
+    ]
     return [*(each for each in targets if each[0].startswith(incomplete)), *found]
 
 
@@ -61,7 +64,7 @@ def answer_bash(app: typer.Typer, environment: MutableMapping[str, str]) -> str:
     """
     words = environment["COMP_WORDS"].split("\n")
     cursor = min(int(environment["COMP_CWORD"]), len(words) - 1)
-    whole = _rejoin(words[: cursor + 1])
+    whole = _rejoin_words(words[: cursor + 1])
     environment["COMP_WORDS"] = "\n".join(whole)
     environment["COMP_CWORD"] = str(len(whole) - 1)
     answers = StringIO()
@@ -73,7 +76,7 @@ def answer_bash(app: typer.Typer, environment: MutableMapping[str, str]) -> str:
     return "".join(line.removeprefix(there) for line in lines)
 
 
-def _rejoin(words: list[str]) -> list[str]:
+def _rejoin_words(words: list[str]) -> list[str]:
     whole: list[str] = []
     for index, word in enumerate(words):
         if whole and (word == "=" or words[index - 1] == "="):
@@ -83,12 +86,12 @@ def _rejoin(words: list[str]) -> list[str]:
     return whole
 
 
-def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, str]]:
+def _suggest_overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, str]]:
     """Yield overrides to choose from; options only of the group that is being typed."""
-    yield from ((f"recipe={name}", "a recipe") for name in _recipes(folders))
+    yield from ((f"recipe={name}", "a recipe") for name in _suggest_recipes(folders))
     for group in GROUPS:
         if f"{group}=".startswith(incomplete) or incomplete.startswith(f"{group}="):
-            counted = _count_of(incomplete) if group == "hardware" else ""
+            counted = _hardware_count_prefix(incomplete) if group == "hardware" else ""
             for option in option_names(folders, group):
                 yield f"{group}={counted}{option}", f"an option of {group}"
     for group in LIST_GROUPS:
@@ -97,11 +100,11 @@ def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, st
                 yield f"{group}=[{option}]", f"an option of {group}"
     for leaf in leaves().values():
         if leaf.key != "recipe" and not leaf.is_mapping:
-            for value in _values(leaf):
+            for value in _suggest_values(leaf):
                 yield f"{leaf.key}={value}", leaf.metadata["doc"]
 
 
-def _values(leaf: Leaf) -> list[str]:
+def _suggest_values(leaf: Leaf) -> list[str]:
     """Return all values of a key that has few, else its default as a value to edit."""
     kinds, default = get_args(leaf.hint) or (leaf.hint,), leaf.default
     found: list[str] = ["null"] if type(None) in kinds else []
@@ -115,14 +118,14 @@ def _values(leaf: Leaf) -> list[str]:
     return found
 
 
-def _count_of(incomplete: str) -> str:
+def _hardware_count_prefix(incomplete: str) -> str:
     """Return the count in front of a hardware option: `4x8x` of `hardware=4x8xh1`."""
     written = incomplete.partition("=")[2]
     option = split_hardware(f"{written}_")[2]  # `_` stands in for an empty option
     return f"{written}_".removesuffix(option)
 
 
-def _folders(ctx: typer.Context | None) -> list[Folder]:
+def _search_folders(ctx: typer.Context | None) -> list[Folder]:
     """Return the folders to search; without `--config-dir` if it cannot be used (the command says
     why).
     """
@@ -131,10 +134,10 @@ def _folders(ctx: typer.Context | None) -> list[Folder]:
     return search_folders()
 
 
-def _recipes(folders: list[Folder]) -> list[str]:
+def _suggest_recipes(folders: list[Folder]) -> list[str]:
     return recipe_names(folders)
 
 
-def _runs() -> list[str]:
+def _suggest_runs() -> list[str]:
     folders = sorted(DEFAULT_ROOT.iterdir()) if DEFAULT_ROOT.is_dir() else []
     return [str(folder) for folder in folders if isinstance(folder, Path) and is_run(folder)]

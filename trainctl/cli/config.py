@@ -19,7 +19,7 @@ from trainctl.cli.arguments import (
     split_target,
 )
 from trainctl.cli.complete import complete_key
-from trainctl.cli.console import print_json, print_table, put, say, show_findings
+from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.config.json_file import read_json
 from trainctl.config.json_schema import option_schema, recipe_schema
@@ -36,7 +36,7 @@ from trainctl.search.config_diff import (
     json_config,
     planned_config,
 )
-from trainctl.search.import_json import Imported, ranks_of
+from trainctl.search.import_json import Imported, world_size_of
 from trainctl.search.import_json import import_json as imported_from
 from trainctl.search.recipes import import_recipe
 from trainctl.search.value_explanation import explain, unknown_key_error
@@ -65,21 +65,21 @@ def import_json(
 
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
-    ranks = world_size or ranks_of(read_json(file).value)
+    ranks = world_size or world_size_of(read_json(file).value)
     checked = check_file(file, JsonContext(world_size=ranks, fills_auto=True))
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)
     imported = imported_from(checked.document.value, world_size=ranks)
     show_findings(checked.findings)
     for left in imported.left_out:
-        say(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")
+        print_message(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")
     if as_json:
         print_json(_import_json_document(imported))
     elif as_recipe:
-        put(import_recipe(imported, file))
+        print_data(import_recipe(imported, file))
     else:
         for override in imported.overrides:
-            put(quote(override))
+            print_data(quote(override))
 
 
 def _import_json_document(imported: Imported) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def show(
     if as_json:
         print_json(to_plain(composed.config))
     else:
-        put(dump_config(composed.config).rstrip("\n"))
+        print_data(dump_config(composed.config).rstrip("\n"))
 
 
 @app.command()
@@ -162,7 +162,7 @@ def why(
         print_json(answer.to_json())
         return
     for line in answer.lines():
-        put(line)
+        print_data(line)
 
 
 @app.command()
@@ -181,14 +181,14 @@ def diff(
     Examples: trainctl config diff 7b-zero2 7b-zero3; trainctl config diff ds_config.json 7b-zero3;
     trainctl config diff runs/NAME runs/NAME --attempt 1
     """
-    differences = compare(_side(left, config_dir, attempt), _side(right, config_dir))
+    differences = compare(_read_side(left, config_dir, attempt), _read_side(right, config_dir))
     if as_json:
         print_json([{"key": d.key, "left": d.left, "right": d.right} for d in differences])
     else:
         _print_differences(differences, left, right)
 
 
-def _side(name: str, config_dir: Path | None, attempt: int | None = None) -> ComparedConfig:
+def _read_side(name: str, config_dir: Path | None, attempt: int | None = None) -> ComparedConfig:
     """Read a recipe, a run directory, or a file of DeepSpeed's JSON."""
     path = Path(name).expanduser()
     if attempt is None and (path.is_file() or path.suffix == ".json"):
@@ -200,7 +200,7 @@ def _side(name: str, config_dir: Path | None, attempt: int | None = None) -> Com
 
 def _print_differences(differences: Sequence[Difference], left: str, right: str) -> None:
     if not differences:
-        say(f"{left} and {right} are the same")
+        print_message(f"{left} and {right} are the same")
         return
     print_table(("key", left, right), ((d.key, d.left_text, d.right_text) for d in differences))
 

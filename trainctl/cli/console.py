@@ -54,19 +54,21 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def put(text: str, *, style: str = "") -> None:
+def print_data(text: str, *, style: str = "") -> None:
     """Print one line of data on stdout, in colour if a style is named and stdout is a terminal.
 
     Raises:
         OSError: The reader has gone, and `tolerate_broken_pipe` was not called.
     """
     try:
-        _write(sys.stdout, text, style)
+        _write_line(sys.stdout, text, style)
     except OSError as error:
         _handle_broken_pipe(error)
 
 
-def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[str, str]) -> None:
+def print_marked_data(
+    pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[str, str]
+) -> None:
     """Print one line of data on stdout with some pieces highlighted.
 
     Args:
@@ -76,7 +78,9 @@ def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[s
     is_plain = not _has_colour(sys.stdout)
     before, behind = marks if is_plain else (f"\x1b[{STYLES[style]}m", "\x1b[0m")
     line = "".join(
-        f"{before}{visible(text)}{behind}" if is_marked and text else visible(text)
+        f"{before}{escape_control_characters(text)}{behind}"
+        if is_marked and text
+        else escape_control_characters(text)
         for text, is_marked in pieces
     )
     try:
@@ -97,23 +101,23 @@ def _handle_broken_pipe(error: OSError) -> None:
     discard_output()
 
 
-def say(text: str, *, style: str = "") -> None:
+def print_message(text: str, *, style: str = "") -> None:
     """Print one message on stderr, in colour if a style is named and stderr is a terminal.
 
     A message that cannot be written (a closed terminal, `2>&1 | head`) is dropped: neither the
     command's work nor its exit code depends on messages.
     """
     with suppress(OSError):
-        _write(sys.stderr, text, style)
+        _write_line(sys.stderr, text, style)
 
 
-def warn(text: str) -> None:
+def print_warning(text: str) -> None:
     """Print one warning on stderr."""
-    say(f"warning: {text}", style="warning")
+    print_message(f"warning: {text}", style="warning")
 
 
-def _write(stream: TextIO, text: str, style: str) -> None:
-    text = visible(text)
+def _write_line(stream: TextIO, text: str, style: str) -> None:
+    text = escape_control_characters(text)
     if style and _has_colour(stream):
         text = f"\x1b[{STYLES[style]}m{text}\x1b[0m"
     stream.write(text + "\n")
@@ -128,22 +132,22 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
     is_ascii = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
     # Control characters above 127, and bytes that are no UTF-8, have escapes in JSON as well.
-    put(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    print_data(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def rich_console(*, stderr: bool = False) -> Console:
-    """Return a Rich console on stdout or stderr; without colour where `put` has none."""
+    """Return a Rich console on stdout or stderr; without colour where `print_data` has none."""
     from rich.console import Console
     from rich.text import Text
 
     class PlainConsole(Console):
-        """Console that treats a reader who has gone as `put` does."""
+        """Console that treats a reader who has gone as `print_data` does."""
 
         def on_broken_pipe(self) -> None:
             _handle_broken_pipe(BrokenPipeError())
 
         def render_str(self, text: str, **settings: Any) -> Text:
-            return super().render_str(visible(text), **settings)
+            return super().render_str(escape_control_characters(text), **settings)
 
     console = PlainConsole(highlight=False, markup=False, emoji=False, stderr=stderr)
     if not console.is_terminal:
@@ -182,7 +186,7 @@ def print_table(
     console.print(table)
 
 
-def gib(size: float) -> str:
+def gib_text(size: float) -> str:
     """Format bytes as GiB, such as ``12.50 GiB``."""
     return f"{size / 2**30:,.2f} GiB"
 
@@ -195,7 +199,7 @@ def size_text(size: float) -> str:
     return f"{size:g} B"
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     r"""Escape control characters, which names of runs and paths may contain, for a terminal.
 
     Line feeds and tabs stay.
@@ -206,12 +210,12 @@ def visible(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def printable(line: str) -> str:
+def to_printable(line: str) -> str:
     """Replace the unprintable characters of a line that a model wrote, such as escape sequences."""
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
-def short_count(number: float) -> str:
+def count_text(number: float) -> str:
     """Format a large count with three digits, such as ``6.74 B``."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
@@ -227,14 +231,14 @@ def show_findings(findings: Sequence[Finding]) -> None:
     findings = sorted(findings, key=lambda finding: finding.is_error)
     for finding in findings:
         about = f"{finding.key}: " if finding.key else ""
-        say(
+        print_message(
             f"{finding.severity}[{finding.rule}]: {about}{finding.message}",
             style=finding.severity.value,
         )
         if finding.source:
-            say(f"  set by: {finding.source}")
+            print_message(f"  set by: {finding.source}")
         if finding.hint:
-            say(f"  hint: {finding.hint}")
+            print_message(f"  hint: {finding.hint}")
     rules = list(dict.fromkeys(finding.rule for finding in findings if finding.rule))
     if rules:
         show_explain_hint(rules)
@@ -242,9 +246,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def show_error(message: str, hint: str = "") -> None:
     """Print one error and its hint."""
-    say(f"error: {message}", style="error")
+    print_message(f"error: {message}", style="error")
     if hint:
-        say(f"hint: {hint}")
+        print_message(f"hint: {hint}")
 
 
 def show_trainctl_error(error: TrainctlError) -> None:
@@ -260,7 +264,7 @@ def show_trainctl_error(error: TrainctlError) -> None:
 
 def show_explain_hint(words: list[str]) -> None:
     """Print where rules, a cause or an exit code are explained, as the last line of a message."""
-    say(f"more: {hint_line(words)}")
+    print_message(f"more: {hint_line(words)}")
 
 
 def findings_to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -337,4 +341,4 @@ class Meter:
             self._what, self._last = what, now
         elif now - self._last >= LINE_SECONDS:
             self._last = now
-            say(f"{what}: {100 * done / max(1, total):.0f} %")
+            print_message(f"{what}: {100 * done / max(1, total):.0f} %")

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import plotext
 
-from trainctl.cli.console import printable, put
+from trainctl.cli.console import print_data, to_printable
 from trainctl.cli.record_lines import clock
 from trainctl.monitor.report.columns import Numbers
 from trainctl.monitor.report.history import History
@@ -38,12 +38,12 @@ def follow_curves(run: RunPaths) -> None:
     """Redraw until the run ends or Ctrl-C; then print the last picture."""
     history = History(run)
     shown: list[str] = []
-    with suppress(KeyboardInterrupt), _screen():
+    with suppress(KeyboardInterrupt), _alternate_screen():
         while True:
             summary = summarise(run)
             is_behind = history.read(READ_BYTES)
             size = shutil.get_terminal_size()
-            drawn = picture(history, summary, size.columns, size.lines)
+            drawn = render_screen(history, summary, size.columns, size.lines)
             if drawn != shown:
                 shown = drawn
                 sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in drawn[:-1]))
@@ -53,13 +53,13 @@ def follow_curves(run: RunPaths) -> None:
                 break
             time.sleep(0.0 if is_behind else POLL_SECONDS)
     for line in shown:
-        put(line)
+        print_data(line)
 
 
-def picture(history: History, summary: RunSummary, columns: int, rows: int) -> list[str]:
+def render_screen(history: History, summary: RunSummary, columns: int, rows: int) -> list[str]:
     """Return lines that fit the terminal: the run's state, its curves, its latest events."""
-    head = [_cut(line, columns) for line in _head(history, summary)]
-    events = [_cut(line, columns) for line in _events(history)]
+    head = [_cut_line(line, columns) for line in _head_lines(history, summary)]
+    events = [_cut_line(line, columns) for line in _event_lines(history)]
     across = 2 if columns >= 2 * LEAST_COLUMNS else 1
     free = rows - len(head) - len(events) - 1
     names = [name for name in CURVES if name in history.steps]
@@ -70,21 +70,21 @@ def picture(history: History, summary: RunSummary, columns: int, rows: int) -> l
         height, width = free // -(-len(names) // across), columns // across
         for first in range(0, len(names), across):
             beside = [
-                _chart(history, name, width, height) for name in names[first : first + across]
+                _chart_lines(history, name, width, height) for name in names[first : first + across]
             ]
             parts = zip(*beside, strict=True)
             lines += ["".join(part.ljust(width) for part in parts_).rstrip() for parts_ in parts]
     return [*lines, *events]
 
 
-def _head(history: History, summary: RunSummary) -> list[str]:
+def _head_lines(history: History, summary: RunSummary) -> list[str]:
     of = f" of {summary.stop_step:,}" if summary.stop_step else ""
     lines = [f"{summary.path.name}: {summary.state}, step {history.last_step:,}{of}"]
     left = _seconds_left(history, summary)
     if left is not None and summary.is_live:
         lines[0] += f", {clock(left)} to go"
     if summary.message:
-        lines.append(printable(summary.message))
+        lines.append(to_printable(summary.message))
     return lines
 
 
@@ -96,7 +96,7 @@ def _seconds_left(history: History, summary: RunSummary) -> float | None:
     return float((times[-1] - times[0]) / (steps[-1] - steps[0]) * (summary.stop_step - steps[-1]))
 
 
-def _events(history: History) -> list[str]:
+def _event_lines(history: History) -> list[str]:
     """Return lines for the last evaluation and the last marks."""
     lines = []
     if "loss" in history.evaluations:  # a user's own program may log other values
@@ -104,19 +104,19 @@ def _events(history: History) -> list[str]:
         lines.append(f"held-out loss {loss:.4f} at step {step:,.0f}")
     marks = [mark for mark in history.marks if mark.kind not in _QUIET] or history.marks
     for mark in marks[-MOST_EVENTS:]:
-        lines.append(f"step {mark.step:>7,}  {printable(' '.join(mark.text.split()))}")
+        lines.append(f"step {mark.step:>7,}  {to_printable(' '.join(mark.text.split()))}")
     return lines
 
 
-def _chart(history: History, name: str, width: int, height: int) -> list[str]:
+def _chart_lines(history: History, name: str, width: int, height: int) -> list[str]:
     """Draw a curve in exactly `height` lines of at most `width` characters."""
-    steps, values = reduced(history.steps["step"], history.steps[name], 2 * width)
+    steps, values = average_in_buckets(history.steps["step"], history.steps[name], 2 * width)
     figure = plotext.figure
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width - 1, height)
     if len(steps) < 2:
-        return [_cut(f"{name}: nothing yet", width), *[""] * (height - 1)]
+        return [_cut_line(f"{name}: nothing yet", width), *[""] * (height - 1)]
     low, high = value_range(history.steps["step"], history.steps[name])
     inside = np.clip(values, low, high)
     figure.draw(figure.signal(list(steps), list(inside), marker="braille").lines())
@@ -135,7 +135,7 @@ def _chart(history: History, name: str, width: int, height: int) -> list[str]:
     return [*(line[:width] for line in lines[:height]), *[""] * (height - len(lines))]
 
 
-def reduced(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Numbers]:
+def average_in_buckets(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Numbers]:
     """Average a column's finite numbers, and their steps, in `most` buckets of neighbours."""
     good = np.isfinite(values)
     steps, values = steps[good], values[good]
@@ -154,12 +154,12 @@ def value_range(steps: Numbers, values: Numbers) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1))
 
 
-def _cut(line: str, columns: int) -> str:
+def _cut_line(line: str, columns: int) -> str:
     return line if len(line) < columns else f"{line[: columns - 2]}…"
 
 
 @contextmanager
-def _screen() -> Iterator[None]:
+def _alternate_screen() -> Iterator[None]:
     """Switch to the terminal's alternate screen without a cursor, and back at the end."""
     sys.stdout.write("\x1b[?1049h\x1b[?25l")
     try:

@@ -11,7 +11,14 @@ import typer
 
 from trainctl.cli import data_plan, data_prepare
 from trainctl.cli.arguments import ConfigDir, Json, NamedRun, TargetAndOverrides, split_target
-from trainctl.cli.console import Meter, print_json, printable, put, put_marked, show_findings
+from trainctl.cli.console import (
+    Meter,
+    print_data,
+    print_json,
+    print_marked_data,
+    show_findings,
+    to_printable,
+)
 from trainctl.config.compose import Composed
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
@@ -83,22 +90,22 @@ def find(
     for each in found:
         _show_match(each)
     if not found:
-        put("no document has it")
+        print_data("no document has it")
     elif has_more:
-        put(f"and more: --most 0 shows all, these are the first {most:,}")
+        print_data(f"and more: --most 0 shows all, these are the first {most:,}")
 
 
 def _show_match(found: Match) -> None:
     of = "" if found.source == SINGLE_SOURCE else f" of {found.source}"
     line = "" if found.line is None else f":{found.line}"
-    where = "" if found.file is None else f": {printable(found.file)}{line}"
-    put(f"document {found.document:,}{of}, from token {found.token:,}{where}")
-    put(f"  | {printable(' '.join(found.text.split()))}")
+    where = "" if found.file is None else f": {to_printable(found.file)}{line}"
+    print_data(f"document {found.document:,}{of}, from token {found.token:,}{where}")
+    print_data(f"  | {to_printable(' '.join(found.text.split()))}")
     times = f"{found.times:,} times in it; " if found.times > 1 else ""
-    put(f"  {times}{_seen(found)}")
+    print_data(f"  {times}{_seen_text(found)}")
 
 
-def _seen(found: Match) -> str:
+def _seen_text(found: Match) -> str:
     if not found.seen:
         return "not seen yet"
     steps = [f"step {each.step:,} (sample {each.sample:,})" for each in found.seen]
@@ -205,19 +212,19 @@ def _planned_samples(
 
 def _show_sample(sample: Sample) -> None:
     of = "the training text" if sample.source == SINGLE_SOURCE else sample.source
-    put(
+    print_data(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
         f"{sample.first_token:,} of {of}"
     )
     for passage in sample.passages:
-        put(f"  {_source(passage)}")
+        print_data(f"  {_source_text(passage)}")
     if sample.stretches:
         _show_learnt(sample.stretches)
     else:
         for line in sample.text.split("\n"):
-            put(f"  | {printable(line)}")
+            print_data(f"  | {to_printable(line)}")
     if sample.is_cut:
-        put("  | …")
+        print_data("  | …")
 
 
 def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
@@ -226,13 +233,13 @@ def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
     for stretch in stretches:
         for number, text in enumerate(stretch.text.split("\n")):
             if number:
-                put_marked(line, style="good", marks=("[[", "]]"))
+                print_marked_data(line, style="good", marks=("[[", "]]"))
                 line = [("  | ", False)]
-            line.append((printable(text), stretch.has_loss))
-    put_marked(line, style="good", marks=("[[", "]]"))
+            line.append((to_printable(text), stretch.has_loss))
+    print_marked_data(line, style="good", marks=("[[", "]]"))
 
 
-def _source(passage: Passage) -> str:
+def _source_text(passage: Passage) -> str:
     tokens = f"tokens {passage.start:,} to {passage.end:,}"
     if passage.document is None:
         return f"{tokens} of a text whose documents nothing separates"
@@ -240,7 +247,7 @@ def _source(passage: Passage) -> str:
     if passage.file is None:
         return where
     line = "" if passage.line is None else f":{passage.line}"
-    return f"{where}: {printable(passage.file)}{line}"
+    return f"{where}: {to_printable(passage.file)}{line}"
 
 
 def _show_dropped(config: RunConfig, *, as_json: bool) -> None:
@@ -256,13 +263,13 @@ def _show_dropped(config: RunConfig, *, as_json: bool) -> None:
     for dropped in found:
         data_prepare.print_dropped(dropped)
         for row in examples_of(dropped):
-            put("")
-            _put_example(row)
+            print_data("")
+            _print_example(row)
 
 
-def _put_example(row: DroppedDocument) -> None:
-    put(f"  {printable(row.document)}")
-    put(f"    {row.reason}: {printable(row.why)}")
-    put(f"    | {printable(row.excerpt)}")
+def _print_example(row: DroppedDocument) -> None:
+    print_data(f"  {to_printable(row.document)}")
+    print_data(f"    {row.reason}: {to_printable(row.why)}")
+    print_data(f"    | {to_printable(row.excerpt)}")
     if row.other and row.other != row.excerpt:
-        put(f"    what stays | {printable(row.other)}")
+        print_data(f"    what stays | {to_printable(row.other)}")

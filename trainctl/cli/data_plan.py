@@ -12,11 +12,11 @@ from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides, sp
 from trainctl.cli.console import (
     Meter,
     findings_to_json,
+    print_data,
     print_json,
+    print_message,
     print_table,
-    put,
     rich_console,
-    say,
     show_findings,
 )
 from trainctl.data.source_lengths import data_plan_of
@@ -61,18 +61,18 @@ def plan(
 
         title = f"Data of {made.config.recipe or made.config.model.name}"
         save_chart(lambda: mixture_chart(found, title), plot, title=title)
-        say(f"wrote {plot}", style="good")
+        print_message(f"wrote {plot}", style="good")
     if as_json:
-        print_json(_document(found, problems))
+        print_json(_plan_json(found, problems))
     else:
         if found.stages:
-            _show(found)
+            _print_plan(found)
         show_findings(problems)
     if errors:
         raise typer.Exit(errors[0].exit_code)
 
 
-def _document(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
+def _plan_json(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
     return {
         "schema": 1,
         "stages": [
@@ -84,11 +84,11 @@ def _document(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
                 "tokens": stage.tokens,
                 "sequence_length": stage.sequence_length,
                 "global_batch_size": stage.global_batch_size,
-                "sources": {name: _use(use) for name, use in stage.sources.items()},
+                "sources": {name: _use_json(use) for name, use in stage.sources.items()},
             }
             for stage in found.stages
         ],
-        "run": {"sources": {n: _use(u) | {"unseen": u.unseen} for n, u in found.run.items()}},
+        "run": {"sources": {n: _use_json(u) | {"unseen": u.unseen} for n, u in found.run.items()}},
         "sources": {
             name: {"tokens": count.tokens, "is_estimate": count.is_estimate}
             for name, count in found.counts.items()
@@ -97,7 +97,7 @@ def _document(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _use(use: SourceUse) -> dict[str, Any]:
+def _use_json(use: SourceUse) -> dict[str, Any]:
     return {
         "tokens": use.tokens,
         "samples": use.samples,
@@ -106,7 +106,7 @@ def _use(use: SourceUse) -> dict[str, Any]:
     }
 
 
-def _show(found: DataPlan) -> None:
+def _print_plan(found: DataPlan) -> None:
     """Print the table of sources by stage, and a bar for each stage."""
     from rich.table import Table
 
@@ -117,53 +117,53 @@ def _show(found: DataPlan) -> None:
     for stage in found.stages:
         of_stage = f"{stage.first_step + 1:,}-{stage.end_step:,}"
         for name, use in stage.sources.items():
-            table.add_row(of_stage, *_row(name, use))
+            table.add_row(of_stage, *_source_row(name, use))
             of_stage = ""
         table.add_row(
             f"  {stage.global_batch_size:,} x {stage.sequence_length:,}", end_section=True
         )
     of_run = "whole run"
     for name, use in found.run.items():
-        table.add_row(of_run, *_row(name, use), _unseen(use, found.counts[name]))
+        table.add_row(of_run, *_source_row(name, use), _unseen_text(use, found.counts[name]))
         of_run = ""
     console.print(table)
-    put("")
+    print_data("")
     names = list(found.run)
     for stage in found.stages:
-        console.print(_bar(stage, names, console.is_terminal), soft_wrap=True)
-    put("  ".join(f"{FILLS[n % len(FILLS)]} {name}" for n, name in enumerate(names)))
+        console.print(_stage_bar(stage, names, console.is_terminal), soft_wrap=True)
+    print_data("  ".join(f"{FILLS[n % len(FILLS)]} {name}" for n, name in enumerate(names)))
     guessed = [name for name, count in found.counts.items() if count.is_estimate]
     if guessed:
-        say(
+        print_message(
             f"note: the length of {', '.join(guessed)} is guessed from the size of the files: "
             "nobody has tokenized them yet",
             style="warning",
         )
 
 
-def _row(name: str, use: SourceUse) -> tuple[str, ...]:
+def _source_row(name: str, use: SourceUse) -> tuple[str, ...]:
     return (name, f"{use.tokens:,}", f"{use.samples:,}", f"{use.share:.2%}", f"{use.epochs:.3f}")
 
 
-def _unseen(use: SourceUse, count: SourceLength) -> str:
+def _unseen_text(use: SourceUse, count: SourceLength) -> str:
     if not use.unseen:
         return "-"
     about = "about " if count.is_estimate else ""
     return f"{about}{use.unseen:,} of {count.tokens:,}"
 
 
-def _bar(stage: StageUse, names: list[str], is_terminal: bool) -> Any:
+def _stage_bar(stage: StageUse, names: list[str], is_terminal: bool) -> Any:
     """Return the bar of a stage, divided by the sources' shares of its tokens."""
     from rich.text import Text
 
     line = Text(f"{stage.first_step + 1:>12,} ")
-    for number, width in _widths(stage.sources, names):
+    for number, width in _bar_widths(stage.sources, names):
         colour = COLOURS[number % len(COLOURS)] if is_terminal else ""
         line.append(FILLS[number % len(FILLS)] * width, style=colour)
     return line.append(f" {stage.end_step:,}")
 
 
-def _widths(uses: Mapping[str, SourceUse], names: list[str]) -> list[tuple[int, int]]:
+def _bar_widths(uses: Mapping[str, SourceUse], names: list[str]) -> list[tuple[int, int]]:
     """Return the index and characters of each source in a bar of `BAR` characters."""
     found, before = [], 0.0
     for number, name in enumerate(names):
@@ -196,7 +196,7 @@ def stats(
 
         title = f"Text of {config.recipe or config.model.name}"
         save_chart(lambda: corpus_chart(found, title), plot, title=title)
-        say(f"wrote {plot}", style="good")
+        print_message(f"wrote {plot}", style="good")
     if as_json:
         print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})
         return

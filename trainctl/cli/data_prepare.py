@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, put, show_findings
+from trainctl.cli.console import print_data, print_json, show_findings
 from trainctl.cli.record_lines import bad_text_lines
 from trainctl.errors import TrainctlError
 from trainctl.launch.planning import compose_target
@@ -61,7 +61,7 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    share = _share(task) if task is not None else None
+    share = _parse_share(task) if task is not None else None
     if share is not None and to is not None:
         raise TrainctlError(
             "--task does a share, and --to writes all", hint="--to without --task, after the shares"
@@ -74,8 +74,8 @@ def prepare(
         if as_json:
             print_json({"schema": 1, "task": task, "documents": documents, "left": left})
         else:
-            put(f"share {task} is tokenized: {documents:,} documents just now")
-            put(
+            print_data(f"share {task} is tokenized: {documents:,} documents just now")
+            print_data(
                 f"{left:,} tasks of other shares are left"
                 if left
                 else "all shares are: the same command without --task, or a launch, joins them"
@@ -83,35 +83,35 @@ def prepare(
         return
     prepared = prepare_text(composed.config, workers=workers, to=to)
     if as_json:
-        print_json(_document(composed.config, prepared))
+        print_json(_prepared_json(composed.config, prepared))
     else:
-        _show(composed.config, prepared)
+        _print_prepared(composed.config, prepared)
 
 
-def _show(config: RunConfig, prepared: PreparedText) -> None:
+def _print_prepared(config: RunConfig, prepared: PreparedText) -> None:
     from trainctl.data.packing import packed_token_count
 
     for name, corpus in prepared.corpora.items():
         of = f"{name}: " if config.data.sources else ""
         for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
-            put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+            print_data(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
         for line in bad_text_lines({"bad_text": corpus.bad_text}):
-            put(f"{of}{line}")
-        packed_token_count(config, corpus, put)
+            print_data(f"{of}{line}")
+        packed_token_count(config, corpus, print_data)
     documents = prepared.documents
     just_now = f", {documents:,} documents tokenized just now" if documents else ""
     folders = ", ".join(corpus.folder for corpus in prepared.corpora.values())
-    put(f"in {folders}{just_now}")
+    print_data(f"in {folders}{just_now}")
     for place in prepared.places.values():
-        put(f"written to {place}: data=stream data.url={place}")
+        print_data(f"written to {place}: data=stream data.url={place}")
     for each in prepared.dropped:
         print_dropped(each)
 
 
-def _document(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
+def _prepared_json(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
     from trainctl.data.dropped_documents import without_examples
 
-    found = {name: _corpus(corpus) for name, corpus in prepared.corpora.items()}
+    found = {name: _corpus_json(corpus) for name, corpus in prepared.corpora.items()}
     sources: dict[str, Any] = {"sources": found}
     if not config.data.sources:
         (sources,) = found.values()
@@ -124,7 +124,7 @@ def _document(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
     }
 
 
-def _corpus(corpus: Corpus) -> dict[str, Any]:
+def _corpus_json(corpus: Corpus) -> dict[str, Any]:
     sides = {"train": corpus.train, "held_out": corpus.held_out}
     return {
         "folder": corpus.folder,
@@ -137,7 +137,7 @@ def _corpus(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _share(text: str) -> tuple[int, int]:
+def _parse_share(text: str) -> tuple[int, int]:
     """Parse `I/N` into its two numbers.
 
     Raises:
@@ -156,13 +156,15 @@ def _share(text: str) -> tuple[int, int]:
 def print_dropped(dropped: dict[str, Any]) -> None:
     """Print how many documents of a source were left out, by reason."""
     of, stay = dropped["documents"], dropped["stay"]
-    put(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")
+    print_data(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")
     for reason, tally in dropped["reasons"].items():
         also = tally["applies"] - tally["documents"]
         more = f"; and so would {also:,} that went before" if also else ""
-        put(
+        print_data(
             f"  {reason}: {tally['documents']:,} documents, {tally['characters']:,} "
             f"characters{more}"
         )
     if dropped["common_ngrams"]:
-        put(f"  {dropped['common_ngrams']:,} held-out n-grams do not count: too many have them")
+        print_data(
+            f"  {dropped['common_ngrams']:,} held-out n-grams do not count: too many have them"
+        )

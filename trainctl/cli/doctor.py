@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import findings_to_json, print_json, put, show_findings
+from trainctl.cli.console import findings_to_json, print_data, print_json, show_findings
 from trainctl.engines.patch_checks import check_definitions, list_uses
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
@@ -45,7 +45,7 @@ def doctor(
                 "checks": [
                     {
                         "name": check.name,
-                        "verdict": _verdict(check),
+                        "verdict": _check_verdict(check),
                         "facts": list(check.facts),
                         "findings": findings_to_json(check.findings),
                     }
@@ -55,14 +55,14 @@ def doctor(
             }
         )
     else:
-        _show(checks, hardware.name)
-        _show_uses(uses)
+        _print_checks(checks, hardware.name)
+        _print_uses(uses)
         show_findings(findings)
     if any(finding.is_error for finding in findings):
         raise typer.Exit(ExitCode.environment)
 
 
-def _verdict(check: CheckResult) -> str:
+def _check_verdict(check: CheckResult) -> str:
     if any(finding.is_error for finding in check.findings):
         return "error"
     if check.findings:
@@ -70,19 +70,19 @@ def _verdict(check: CheckResult) -> str:
     return "good" if check.facts else "not needed"
 
 
-def _show(checks: list[CheckResult], name: str) -> None:
-    put(f"This machine, for {name}")
+def _print_checks(checks: list[CheckResult], name: str) -> None:
+    print_data(f"This machine, for {name}")
     for check in checks:
-        verdict = _verdict(check)
+        verdict = _check_verdict(check)
         style = verdict if verdict in ("good", "warning", "error") else ""
         facts = "; ".join(check.facts)
-        put(f"  {verdict:<10}  {check.name}{f': {facts}' if facts else ''}", style=style)
+        print_data(f"  {verdict:<10}  {check.name}{f': {facts}' if facts else ''}", style=style)
 
 
-def _show_uses(uses: list[dict[str, Any]]) -> None:
+def _print_uses(uses: list[dict[str, Any]]) -> None:
     """Print what a run changes in other packages, or uses of their undocumented internals."""
-    put("What it changes in other packages, or uses of their inside (why: --json)")
+    print_data("What it changes in other packages, or uses of their inside (why: --json)")
     for use in uses:
         if use["is_needed"] and use["difference"] is not None:
             style = "good" if not use["difference"] else "warning" if use["fallback"] else "error"
-            put(f"  {style:<10}  {use['how']:<8}  {use['name']}", style=style)
+            print_data(f"  {style:<10}  {use['how']:<8}  {use['name']}", style=style)

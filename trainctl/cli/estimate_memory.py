@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, print_table, put, say, show_findings
+from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.cli.plan_view import (
     plan_subject,
     plan_title,
@@ -81,26 +81,26 @@ def estimate_memory(
                 "of an estimate",
                 hint="leave out --plot, --exact and --no-calibration, or --measure",
             )
-        _measure(overrides or [], config_dir, force=force, as_json=as_json)
+        _measure_configuration(overrides or [], config_dir, force=force, as_json=as_json)
         return
     if force:
         raise TrainctlError("--force starts the steps of --measure, and there is no --measure")
     target, rest = split_target(overrides)
     points = plan_points(target, rest, config_dir, exact=exact, calibrated=calibration)
     if len(points) > 1:
-        _compare(points, as_json)
+        _print_comparison(points, as_json)
         # An illegal configuration is a row of the table; if all are, the input is bad.
         status = 0 if any(point.budget for point in points) else int(ExitCode.bad_input)
     else:
         assert points[0].planned is not None  # a single configuration without a plan has raised
-        status = _estimate(points[0].planned, as_json)
+        status = _print_budget(points[0].planned, as_json)
     if plot is not None:
-        _draw(points, plot)
+        _write_chart(points, plot)
     if status:
         raise typer.Exit(status)
 
 
-def _compare(points: Sequence[PlannedPoint], as_json: bool) -> None:
+def _print_comparison(points: Sequence[PlannedPoint], as_json: bool) -> None:
     """Print the model, and for each configuration its values, peak, phase, host memory and
     verdict.
     """
@@ -109,7 +109,7 @@ def _compare(points: Sequence[PlannedPoint], as_json: bool) -> None:
         return
     plans = [point.planned.assessment.plan for point in points if point.planned]
     for subject in dict.fromkeys(plan_subject(each) for each in plans if each):
-        put(subject)
+        print_data(subject)
     rows = []
     for point in points:
         budget = point.budget
@@ -122,18 +122,18 @@ def _compare(points: Sequence[PlannedPoint], as_json: bool) -> None:
     print_table(("configuration", "peak, GiB", "at", "host, GiB", ""), rows, right=(1, 3))
 
 
-def _estimate(planned: Planned, as_json: bool) -> int:
+def _print_budget(planned: Planned, as_json: bool) -> int:
     """Show one budget and return the exit code."""
     budget, config, hardware = planned.budget, planned.composed.config, planned.hardware
     traced = compare_with_closed_form(planned.traced, planned.plan) if planned.traced else {}
     if as_json:
         print_json(budget.to_json() | ({"traced": traced} if traced else {}))
     else:
-        put(plan_title(planned.plan))
+        print_data(plan_title(planned.plan))
         show_budget(budget.to_json(), host_capacity_bytes=hardware.host_memory_bytes)
         for key, what in TRACED.items() if traced else ():
             sizes = traced[key]
-            put(f"traced: {sizes['traced']:,} {what} ({_size_difference(sizes)})")
+            print_data(f"traced: {sizes['traced']:,} {what} ({_size_difference(sizes)})")
     show_findings(planned.findings)
     if not planned.unforceable_errors and planned.errors and not as_json:
         show_suggestions(config, hardware)
@@ -151,7 +151,7 @@ def _size_difference(sizes: Mapping[str, int]) -> str:
     return f"the closed form: {closed:,}, {closed / traced - 1:+.2%}"
 
 
-def _draw(points: Sequence[PlannedPoint], path: Path) -> None:
+def _write_chart(points: Sequence[PlannedPoint], path: Path) -> None:
     """Write a chart of the configurations that have a budget.
 
     Raises:
@@ -168,12 +168,14 @@ def _draw(points: Sequence[PlannedPoint], path: Path) -> None:
         errors = "; ".join(error for point in points for error in point.errors)
         raise TrainctlError(f"nothing to draw: {errors}")
     save_memory_chart(budgets, path)
-    say(f"wrote {path}", style="good")
+    print_message(f"wrote {path}", style="good")
 
 
-def _measure(overrides: list[str], config_dir: Path | None, *, force: bool, as_json: bool) -> None:
+def _measure_configuration(
+    overrides: list[str], config_dir: Path | None, *, force: bool, as_json: bool
+) -> None:
     try:
-        found = measure(overrides, config_dir, force=force, say=say)
+        found = measure(overrides, config_dir, force=force, say=print_message)
     except MeasuringStopped as stopped:
         raise typer.Exit(128 + stopped.number) from None
     if as_json:
@@ -188,5 +190,5 @@ def _measure(overrides: list[str], config_dir: Path | None, *, force: bool, as_j
     heads = ("part of a step", f"predicted {what}, GiB", "measured, GiB", "")
     print_table(heads, lines, right=(1, 2, 3))
     if found.runtime_bytes is not None:
-        put(f"Outside of tensors, in a process: {found.runtime_bytes / 2**30:.2f} GiB")
-    say(f"kept in {found.calibration} for estimates on this machine")
+        print_data(f"Outside of tensors, in a process: {found.runtime_bytes / 2**30:.2f} GiB")
+    print_message(f"kept in {found.calibration} for estimates on this machine")

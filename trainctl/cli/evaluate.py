@@ -18,7 +18,7 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
-from trainctl.cli.console import Meter, print_json, print_table, put, warn
+from trainctl.cli.console import Meter, print_data, print_json, print_table, print_warning
 from trainctl.errors import TrainctlError
 from trainctl.launch import offline
 from trainctl.launch.offline import TaskSettings, WeightsChoice
@@ -112,7 +112,7 @@ def evaluate(
             weights=weights.value,
             device=device.value,
             progress=meter,
-            warn=warn,
+            warn=print_warning,
         )
         if tasks is None:
             result = offline.evaluate(choice, samples=samples)
@@ -153,12 +153,12 @@ def _show_loss(result: dict[str, Any]) -> None:
     if "unigram_entropy" in result:
         entropy = f"unigram entropy {result['unigram_entropy']:.4f}"
         notes = [f"perplexity {math.exp(result['loss']):,.2f}", entropy]
-    put(
+    print_data(
         f"{result['checkpoint']}{average}: held-out loss {result['loss']:.4f} over "
         f"{result['samples']:,} samples" + (f" ({'; '.join(notes)})" if notes else "")
     )
     for name, loss in result.get("sources", {}).items():
-        put(f"  {name}: {loss:.4f}")
+        print_data(f"  {name}: {loss:.4f}")
 
 
 def _show_tasks(result: dict[str, Any]) -> None:
@@ -168,6 +168,6 @@ def _show_tasks(result: dict[str, Any]) -> None:
         error = "-" if row["stderr"] is None else f"{number(row['stderr']):.4f}"
         cells = (row["task"], metric, f"{number(row['value']):.4f}", error)
         rows.append((*cells, *("-" if row[key] is None else f"{row[key]:,}" for key in _COUNTS)))
-    put(f"{result['checkpoint']}, by lm-eval {result['lm_eval']}")
+    print_data(f"{result['checkpoint']}, by lm-eval {result['lm_eval']}")
     heads = ("task", "metric", "value", "stderr", *_COUNTS)
     print_table(heads, rows, right=(2, 3, 4, 5), wraps=False)

@@ -10,12 +10,11 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import Json
-from trainctl.cli.console import print_json, put
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.cli.console import print_data, print_json
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.errors import TrainctlError
-from trainctl.rules.handbook import RULE, Meaning, address, everything
+from trainctl.rules.handbook import RULE, Meaning, all_meanings, known_words, page_address
 from trainctl.rules.handbook import explain as look_up
-from trainctl.rules.handbook import words as known_words
 
 _WIDTH = 100
 _COMMON_WORDS = ("exit", "code", "event", "rule")
@@ -42,33 +41,33 @@ def explain(words: Words = None, as_json: Json = False) -> None:
 
     Examples: trainctl explain TC024; trainctl explain intervention; trainctl explain exit code 75
     """
-    found = _found(words or [])
+    found = _find_meanings(words or [])
     if as_json:
         print_json({"schema": 1, "explanations": [_to_json(each) for each in found]})
     elif not words:
         for each in found:
-            put(f"{each.word:<22} {each.meaning}")
+            print_data(f"{each.word:<22} {each.meaning}")
     else:
-        put("\n\n".join("\n".join(_lines(each)) for each in found))
+        print_data("\n\n".join("\n".join(_meaning_lines(each)) for each in found))
 
 
-def _found(words: list[str]) -> list[Meaning]:
+def _find_meanings(words: list[str]) -> list[Meaning]:
     """Return the meaning of each word; all meanings if no word is given."""
     if not words:
-        return everything()
+        return all_meanings()
     # Accept the phrase `exit code 75`; `code` alone names a cause of failures.
     has_code = any(word.isdigit() for word in words)
     said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
-    return [_of(word) for word in said]
+    return [_find_meaning(word) for word in said]
 
 
-def _of(word: str) -> Meaning:
+def _find_meaning(word: str) -> Meaning:
     found = look_up(word)
     if found is None:
         known = known_words()
         number = re.fullmatch(r"(?:TC)?0*(\d{1,3})", word, re.IGNORECASE)
         rule = f"TC{int(number[1]):03}" if number else ""
-        hint = did_you_mean([rule] if rule in known else nearest(word, known))
+        hint = did_you_mean([rule] if rule in known else nearest_names(word, known))
         raise TrainctlError(
             f"there is no rule, record, cause or exit code {word!r}",
             hint=hint or "`trainctl explain` lists all",
@@ -76,11 +75,11 @@ def _of(word: str) -> Meaning:
     return found
 
 
-def _lines(found: Meaning) -> Iterator[str]:
+def _meaning_lines(found: Meaning) -> Iterator[str]:
     yield f"{found.word}: {found.kind}"
-    yield _text("", found.meaning)
+    yield _wrap_text("", found.meaning)
     if found.cause:
-        yield _text("why: " if found.kind.startswith(RULE) else "cause: ", found.cause)
+        yield _wrap_text("why: " if found.kind.startswith(RULE) else "cause: ", found.cause)
     for name, meaning in (found.fields or {}).items():
         indent = f"    {name:<20} "
         yield (
@@ -91,11 +90,11 @@ def _lines(found: Meaning) -> Iterator[str]:
         yield "  example:"
         yield from (f"    {line}".rstrip() for line in found.example)
     if found.cure:
-        yield _text("what to do: ", found.cure)
-    yield f"  {address(found)}"
+        yield _wrap_text("what to do: ", found.cure)
+    yield f"  {page_address(found)}"
 
 
-def _text(label: str, text: str) -> str:
+def _wrap_text(label: str, text: str) -> str:
     return fill(
         label + text,
         _WIDTH,
@@ -115,5 +114,5 @@ def _to_json(found: Meaning) -> dict[str, object]:
         "fields": found.fields,
         "example": list(found.example),
         "cure": found.cure,
-        "address": address(found),
+        "address": page_address(found),
     }

@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
-from trainctl.cli.console import Meter, print_json, put, say, short_count, size_text, warn
+from trainctl.cli.console import (
+    Meter,
+    count_text,
+    print_data,
+    print_json,
+    print_message,
+    print_warning,
+    size_text,
+)
 from trainctl.config.quantities import in_unit
 from trainctl.errors import TrainctlError
 from trainctl.launch import offline
@@ -70,7 +78,7 @@ def export(
             best=best,
             weights=weights.value,
             progress=meter,
-            warn=warn,
+            warn=print_warning,
         )
         result = offline.export(
             choice,
@@ -83,11 +91,11 @@ def export(
         print_json({"schema": 1, **result})
         return
     for note in result["notes"]:
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     average = " (average of the weights)" if weights is Weights.ema else ""
-    put(
+    print_data(
         f"exported {result['checkpoint']}{average} to {out}: "
-        f"{short_count(result['parameters'])} parameters, "
+        f"{count_text(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])} of {result['dtype']}"
     )
 
@@ -126,6 +134,6 @@ def add_tokens(
         print_json({"schema": 1, "directory": str(directory), **result})
         return
     for token in result["known"]:
-        say(f"note: {token} was there")
+        print_message(f"note: {token} was there")
     ids = ", ".join(f"{token} ({number})" for token, number in result["ids"].items())
-    put(f"made {out}: {ids}; {result['rows_before']:,} rows before, {result['rows']:,} now")
+    print_data(f"made {out}: {ids}; {result['rows_before']:,} rows before, {result['rows']:,} now")

@@ -26,14 +26,14 @@ from trainctl.cli.arguments import (
 from trainctl.cli.commands import script_arguments
 from trainctl.cli.console import (
     findings_to_json,
+    print_data,
     print_json,
-    put,
-    say,
+    print_message,
+    print_warning,
     show_error,
     show_explain_hint,
     show_findings,
     tolerate_broken_pipe,
-    warn,
 )
 from trainctl.cli.plan_view import (
     show_brief_budget,
@@ -143,7 +143,7 @@ def launch(
     if not dry_run:
         tolerate_broken_pipe()
     planned = plan(composed, with_files=True, tokenize=True)
-    made = accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
+    made = show_accepted_plan(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
         if has_scheduler(made.config):  # its check does not look at this machine
             check_machine(planned, made, run_dir or DEFAULT_ROOT)
@@ -209,7 +209,7 @@ def program_name(config: RunConfig) -> str:
     return Path(config.script).name if config.script is not None else str(config.trainer)
 
 
-def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
+def show_accepted_plan(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
     """Show plan, budget and findings; return the plan.
 
     The brief form keeps the following output on the screen; the whole is shown with `verbose`, or
@@ -226,7 +226,7 @@ def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> Ru
         show_plan(made, planned.data, brief=is_brief)
     if not as_json and is_brief:
         show_brief_budget(budget.to_json())
-        put("--verbose shows the reasons and the whole budget")
+        print_data("--verbose shows the reasons and the whole budget")
     elif not as_json:
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
     show_findings([*planned.findings, *ignored_trainer_settings(planned.composed)])
@@ -240,7 +240,7 @@ def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> Ru
             )
     if made.not_yet:
         for technique in made.not_yet:
-            say(f"error: {technique}", style="error")
+            print_message(f"error: {technique}", style="error")
         raise TrainctlError("this plan can be checked and budgeted, but not trained with yet")
     return made
 
@@ -261,9 +261,9 @@ def run_attempt(
     with hold(run) as lock:
         attempt = new_attempt(run, made)
         if not as_json:
-            put(f"run directory: {run.root}")
+            print_data(f"run directory: {run.root}")
         if detach and not has_scheduler(made.config):
-            _detach(run, attempt, lock, checkpoint_bytes, as_json=as_json)
+            _start_in_background(run, attempt, lock, checkpoint_bytes, as_json=as_json)
             return
         shown: Progress | LiveFollower
         if made.config.trains_itself or as_json:
@@ -290,9 +290,9 @@ def run_attempt(
     if outcome.state is State.failed:
         _show_failure(outcome)
     elif outcome.message:
-        say(outcome.message)
+        print_message(outcome.message)
     if not as_json and not outcome.exit_code:
-        put(f"run directory: {run.root}")
+        print_data(f"run directory: {run.root}")
     # A run whose own files were refused cannot be resumed: the hint says what to do.
     if outcome.state in (State.failed, State.stopped) and outcome.exit_code != ExitCode.run_state:
         _show_resume_hint(run, made)
@@ -305,12 +305,12 @@ def _show_warnings(run: RunPaths) -> None:
     told, attempt = read_events(run.events, "straggler", "divergence"), last_attempt(run)
     diverged = still_diverged(told, attempt)
     if diverged is not None:
-        say(f"warning: {describe_divergence(diverged)}", style="warning")
+        print_message(f"warning: {describe_divergence(diverged)}", style="warning")
     for event in still_slow(told, attempt):
-        say(f"slow: {describe_straggler(event)}", style="warning")
+        print_message(f"slow: {describe_straggler(event)}", style="warning")
 
 
-def _detach(
+def _start_in_background(
     run: RunPaths,
     attempt: AttemptPaths,
     lock: int,
@@ -324,15 +324,17 @@ def _detach(
     process = start_in_background(run, attempt, lock)
     if as_json:
         print_json({"schema": 1, "run": str(run.root), "pid": process.pid})
-    say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
+    print_message(
+        f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it"
+    )
 
 
 def _show_failure(outcome: Outcome) -> None:
     """Print how the attempt ended, after the end of the log that explains it."""
     if outcome.log_tail:
-        say(f"the end of {outcome.log}:")
+        print_message(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
-            say(f"  {line}")
+            print_message(f"  {line}")
     show_error(outcome.message, outcome.hint)
     show_explain_hint([outcome.cause or str(outcome.exit_code)])
 
@@ -340,9 +342,9 @@ def _show_failure(outcome: Outcome) -> None:
 def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
     """Print, as the last line, how to continue a launch that ended early."""
     if made.config.trains_itself:
-        say(ResumePoint.of(run).sentence(run))
+        print_message(ResumePoint.of(run).sentence(run))
     else:
-        say(f"trainctl resume {run.root} starts {program_name(made.config)} again")
+        print_message(f"trainctl resume {run.root} starts {program_name(made.config)} again")
 
 
 def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
@@ -355,7 +357,7 @@ def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool)
     if not as_json:
         show_commands(rendered.commands)
         for name, text in rendered.files.items():
-            put(f"{name}:\n{text}")
+            print_data(f"{name}:\n{text}")
         return
     assert planned.assessment.budget is not None
     print_json(
@@ -399,32 +401,32 @@ def resume_run(
         standing = effective_attempt(run) if attempt is None else None
         show_findings(ignored_config_findings(run, standing))
         resume = plan_resume(
-            run, configure, step=step, attempt=attempt, from_start=from_start, warn=warn
+            run, configure, step=step, attempt=attempt, from_start=from_start, warn=print_warning
         )
         _show_changes(resume, run)
         checkpoint, planned = resume.checkpoint, resume.planned
         if checkpoint is not None and planned.assessment.plan is not None:
-            check_same_model(planned.composed.config, checkpoint.path, warn)
+            check_same_model(planned.composed.config, checkpoint.path, print_warning)
             done = why_done(run, checkpoint, planned.assessment.plan)
             if done is not None:
-                say(f"nothing to do: {done[0]}")
-                say(f"hint: {done[1]}")
+                print_message(f"nothing to do: {done[0]}")
+                print_message(f"hint: {done[1]}")
                 return
-            compare_with_checkpoint(run, checkpoint, planned.assessment.plan, warn)
-        made = accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
-        say(_resuming(run, made, checkpoint, from_start=from_start))
+            compare_with_checkpoint(run, checkpoint, planned.assessment.plan, print_warning)
+        made = show_accepted_plan(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
+        print_message(_resume_message(run, made, checkpoint, from_start=from_start))
         if dry_run:
             show_start(planned, made, run, as_json=as_json)
             return
         check_machine(planned, made, run.root)
         if from_start or (checkpoint is not None and step is not None):
             for path in archive_later_checkpoints(run, step or 0, attempt=last_attempt(run) + 1):
-                say(f"left behind: {path}")
+                print_message(f"left behind: {path}")
         size = checkpoint_bytes(planned)
         run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
-def _resuming(
+def _resume_message(
     run: RunPaths, made: RunPlan, checkpoint: CheckpointInfo | None, *, from_start: bool
 ) -> str:
     if not made.config.trains_itself:
@@ -438,6 +440,6 @@ def _show_changes(resume: PlannedResume, run: RunPaths) -> None:
     is_last = resume.continues == last_attempt(run)
     since = "the last attempt" if is_last else f"attempt {resume.continues}"
     if not resume.changes:
-        say(f"configuration: unchanged since {since}")
+        print_message(f"configuration: unchanged since {since}")
     for change in resume.changes:
-        say(f"changed since {since}: {changes_text([change])}")
+        print_message(f"changed since {since}: {changes_text([change])}")

@@ -52,7 +52,7 @@ def _print_version(value: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _accept_global_options(
     version: Annotated[
         bool,
         typer.Option(
@@ -118,7 +118,7 @@ def entry_point() -> NoReturn:
     skips the teardown.
     """
     if COMPLETE_VARIABLE in os.environ:  # a shell asks for completions
-        _complete()
+        _complete_shell()
     gc.set_threshold(200_000)
     # The next file opened would get the descriptor of a closed stream (`>&-`).
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  (to the end)
@@ -132,7 +132,7 @@ def entry_point() -> NoReturn:
     os._exit(code)
 
 
-def _complete() -> None:
+def _complete_shell() -> None:
     if os.environ[COMPLETE_VARIABLE] != "complete_bash":
         app(prog_name="trainctl")
     from trainctl.cli.complete import answer_bash

@@ -10,7 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Overrides, Plot
-from trainctl.cli.console import findings_to_json, print_json, put, say, show_findings
+from trainctl.cli.console import (
+    findings_to_json,
+    print_data,
+    print_json,
+    print_message,
+    show_findings,
+)
 from trainctl.cli.plan_view import layout_words
 from trainctl.config.compose import Composed, compose
 from trainctl.config.overrides import ALIASES
@@ -18,7 +24,7 @@ from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.planning import name_sources, read_factory
 from trainctl.memory.constants import GIB
-from trainctl.search.compute import rates
+from trainctl.search.compute import device_rates
 from trainctl.search.recipes import check_recipe_file, plan_recipe
 from trainctl.search.search import FoundPlan, Rejected, Search, search
 from trainctl.search.speed import StepTime, overrides
@@ -95,10 +101,11 @@ def plan(
     if not result.found:
         raise TrainctlError.from_findings(name_sources(composed, result.findings))
     show = _Shown(
-        rates_are_known=rates(hardware, composed.config.precision).is_known, has_length=not is_open
+        rates_are_known=device_rates(hardware, composed.config.precision).is_known,
+        has_length=not is_open,
     )
     if not show.rates_are_known:
-        say(
+        print_message(
             f"note: the rates of {hardware.name} are not known, and those of an A100 are taken: "
             "only the order means something",
             style="warning",
@@ -106,17 +113,17 @@ def plan(
     if as_json:
         print_json(_to_json(result, hardware, price, show))
     else:
-        for line in _lines(result, hardware, price, show):
-            put(line)
+        for line in _result_lines(result, hardware, price, show):
+            print_data(line)
     if plot is not None:
         from trainctl.monitor.report.figure import save_plan_chart
 
         save_plan_chart(result, hardware, plot, is_absolute=show.rates_are_known)
-        say(f"wrote {plot}", style="good")
+        print_message(f"wrote {plot}", style="good")
     if write is not None:
-        text = plan_recipe(composed, result.found[0], _comment(result.found[0], show))
+        text = plan_recipe(composed, result.found[0], _recipe_comment(result.found[0], show))
         write.write_text(text + "\n", encoding="utf-8")
-        say(f"saved {write}; start it with: {_command(write, config_dir)}")
+        print_message(f"saved {write}; start it with: {_launch_command(write, config_dir)}")
 
 
 def _user_set_keys(composed: Composed) -> frozenset[str]:
@@ -125,7 +132,9 @@ def _user_set_keys(composed: Composed) -> frozenset[str]:
     return frozenset(ALIASES.get(name, name) for name in names)
 
 
-def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown) -> list[str]:
+def _result_lines(
+    result: Search, hardware: Hardware, price: float | None, show: _Shown
+) -> list[str]:
     """Return the plans as text: speed and memory first, then the reasons."""
     first = result.found[0]
     batch = first.plan.batch
@@ -134,16 +143,24 @@ def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown
         f"{batch.sequence_length:,} tokens: {len(result.found)} of {result.timed:,} variants"
     ]
     for number, found in enumerate(result.found, 1):
-        lines += ["", f"{number}. {layout_words(found.plan)}", *_details(found, first, price, show)]
+        lines += [
+            "",
+            f"{number}. {layout_words(found.plan)}",
+            *_plan_details(found, first, price, show),
+        ]
     return lines
 
 
-def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown) -> list[str]:
+def _plan_details(
+    found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown
+) -> list[str]:
     lines = []
     if show.rates_are_known:
         rate = found.tokens_per_second_per_device
         share = "" if found.utilisation is None else f", MFU {found.utilisation:.1%}"
-        lines.append(f"   {_step(found.time.seconds)} a step, {rate:,.0f} tokens/s a device{share}")
+        lines.append(
+            f"   {_step_text(found.time.seconds)} a step, {rate:,.0f} tokens/s a device{share}"
+        )
     memory = found.budget
     capacity = memory.device_capacity_bytes
     of = f" of {capacity / GIB:.1f}" if capacity else ""
@@ -153,13 +170,13 @@ def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Sho
     lines.append(size)
     if show.has_length and show.rates_are_known:
         lines.append(
-            f"   {_duration(found.seconds_to_train)} to train {found.tokens_to_train:,} tokens"
+            f"   {_duration_text(found.seconds_to_train)} to train {found.tokens_to_train:,} tokens"
         )
     if price is not None and show.rates_are_known:
         cost = found.cost_per_billion_tokens(price)
         whole = f", {cost * found.tokens_to_train / 1e9:,.2f} in all" if show.has_length else ""
         lines.append(f"   {cost:,.2f} for a billion tokens{whole}")
-    lines.append(f"   time: {_shares(found.time)}")
+    lines.append(f"   time: {_time_shares(found.time)}")
     if found is not first:
         lines.append(f"   beside 1: {_why_slower(found, first)}")
     if found.rejected is not None:
@@ -167,7 +184,7 @@ def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Sho
     return [*lines, f"   {join(found.overrides)}".rstrip()]
 
 
-def _shares(time: StepTime) -> str:
+def _time_shares(time: StepTime) -> str:
     """List the parts of a step's time by their share, the largest first."""
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     total = time.seconds or 1.0
@@ -241,28 +258,28 @@ def _plan_json(
     }
 
 
-def _duration(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
-    return _step(seconds)
+    return _step_text(seconds)
 
 
-def _step(seconds: float) -> str:
+def _step_text(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _comment(found: FoundPlan, show: _Shown) -> list[str]:
+def _recipe_comment(found: FoundPlan, show: _Shown) -> list[str]:
     lines = [f"{found.plan.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
     if show.rates_are_known:
         rate = found.tokens_per_second_per_device
         lines.append(
-            f"Predicted: {_step(found.time.seconds)} a step, {rate:,.0f} tokens/s a device."
+            f"Predicted: {_step_text(found.time.seconds)} a step, {rate:,.0f} tokens/s a device."
         )
     return lines
 
 
-def _command(path: Path, config_dir: Path | None) -> str:
+def _launch_command(path: Path, config_dir: Path | None) -> str:
     folder = path.absolute().parent
     if folder == Path.cwd() / "recipes":
         return f"trainctl launch recipe={quote(path.stem)}"

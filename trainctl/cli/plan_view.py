@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainctl.cli.console import gib, put, say, short_count
+from trainctl.cli.console import count_text, gib_text, print_data, print_message
 from trainctl.config.schema import OffloadDevice, RunConfig, TokenizerFromPath, WeightsKind
-from trainctl.config.user_code import functions
+from trainctl.config.user_code import function_keys
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.options.tokenizer import tokenizer_facts
@@ -39,7 +39,7 @@ AXES = ("data", "tensor", "pipeline", "sequence")
 def show_plan(plan: RunPlan, data: DataPlan | None, *, brief: bool = False) -> None:
     """Print the plan's summary on stdout."""
     for line in plan_lines(plan, data, brief=brief):
-        put(line)
+        print_data(line)
 
 
 def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = False) -> list[str]:
@@ -49,13 +49,13 @@ def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = Fal
     Settings of DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
     config, batch, mesh = plan.config, plan.batch, plan.mesh
-    parameters, axes = count_parameters(config.model).total, ", ".join(_axes(plan))
+    parameters, axes = count_parameters(config.model).total, ", ".join(_axis_sizes(plan))
     steps = f"{plan.total_steps:,} optimizer steps, {plan.warmup_steps:,} of them warmup"
     if plan.stop_step != plan.total_steps:
         steps += f"; this launch ends at step {plan.stop_step:,}"
     tokens = plan.batches.tokens_before(plan.total_steps)
     rows = [
-        ("model", f"{config.model.name}, {short_count(parameters)} parameters ({parameters:,})"),
+        ("model", f"{config.model.name}, {count_text(parameters)} parameters ({parameters:,})"),
         ("hardware", plan.hardware.name),
         ("mesh", f"{mesh.world_size} processes: {axes}; ZeRO stage {config.zero_stage.stage}"),
         (
@@ -67,19 +67,19 @@ def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = Fal
         (
             "tokens",
             f"{batch.sequence_length:,} a sequence, {batch.tokens_per_step:,} a step,"
-            f" {short_count(tokens)} in all",
+            f" {count_text(tokens)} in all",
         ),
         ("run", steps),
     ]
     if plan.settings:
         rows.append(("engine", plan.engine))
-    rows += [("trains", text) for text in _trained(config)]
-    rows += [("data", text) for text in _data(config, data)]
-    rows += [("weights", text) for text in _weights(config)]
-    rows += [("tokenizer", text) for text in _tokenizer(config)]
+    rows += [("trains", text) for text in _trainable_line(config)]
+    rows += [("data", text) for text in _data_lines(config, data)]
+    rows += [("weights", text) for text in _weights_line(config)]
+    rows += [("tokenizer", text) for text in _tokenizer_line(config)]
     most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN
-    rows += [("optimizer", line) for line in _groups(plan, most)]
-    rows += [("runs", program) for program in _users_code(config)]
+    rows += [("optimizer", line) for line in _group_lines(plan, most)]
+    rows += [("runs", program) for program in _user_code_lines(config)]
     name = config.recipe or config.model.name
     lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
     settings = {key for key, _ in flatten(plan.deepspeed)}
@@ -99,7 +99,7 @@ def plan_title(plan: RunPlan) -> str:
 def plan_subject(plan: RunPlan) -> str:
     """Return the model with its size, and the hardware."""
     model = plan.config.model
-    parameters = short_count(count_parameters(model).total)
+    parameters = count_text(count_parameters(model).total)
     return f"{model.name} ({parameters} parameters) on {plan.hardware.name}"
 
 
@@ -114,7 +114,7 @@ def layout_words(plan: RunPlan) -> str:
     return ", ".join(
         [
             f"ZeRO {config.zero_stage.stage}",
-            " x ".join(_axes(plan)),
+            " x ".join(_axis_sizes(plan)),
             *([f"expert {plan.mesh.expert}"] if plan.mesh.expert > 1 else []),
             *away,
             f"micro batch {batch.micro_batch_size} x {batch.gradient_accumulation_steps}",
@@ -124,25 +124,25 @@ def layout_words(plan: RunPlan) -> str:
     )
 
 
-def _axes(plan: RunPlan) -> list[str]:
+def _axis_sizes(plan: RunPlan) -> list[str]:
     """Return the mesh axes larger than 1, and the data axis, with their sizes."""
     sizes = {axis: getattr(plan.mesh, axis) for axis in AXES}
     return [f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data"]
 
 
-def _trained(config: RunConfig) -> Iterator[str]:
+def _trainable_line(config: RunConfig) -> Iterator[str]:
     """Yield the number of trainable parameters, if some are frozen."""
     if not config.trains_itself or not is_partial(config):
         return
     found = trainable(config)
     trained, frozen = found.trained_elements, found.frozen_elements
     yield (
-        f"{short_count(trained)} parameters ({trained:,}), "
-        f"{100 * trained / (trained + frozen):.2g} % of all; {short_count(frozen)} are frozen"
+        f"{count_text(trained)} parameters ({trained:,}), "
+        f"{100 * trained / (trained + frozen):.2g} % of all; {count_text(frozen)} are frozen"
     )
 
 
-def _data(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
+def _data_lines(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
     """Yield the training text, its tokens and its epochs, as far as they are known."""
     if not config.trains_itself:
         return
@@ -150,13 +150,13 @@ def _data(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
         yield f"texts of {config.data.factory}, counted when the run starts"
         return
     names = list(sources_of(config.data))
-    what = f"{len(names)} sources" if config.data.sources else _place(config.data)
+    what = f"{len(names)} sources" if config.data.sources else _data_place(config.data)
     if data is None:
         yield f"{what}, counted when the run starts"
         return
     about = "about " if any(count.is_estimate for count in data.counts.values()) else ""
-    tokens = short_count(sum(count.tokens for count in data.counts.values()))
-    epochs = [_times(data.run[name].epochs) for name in names]
+    tokens = count_text(sum(count.tokens for count in data.counts.values()))
+    epochs = [_epochs_text(data.run[name].epochs) for name in names]
     if config.data.sources:
         epochs = [f"{name} {each}" for name, each in zip(names, epochs, strict=True)]
         more = [f"{len(names) - SOURCES_SHOWN} more"] if len(names) > SOURCES_SHOWN else []
@@ -164,18 +164,18 @@ def _data(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
     yield f"{what}: {about}{tokens} tokens to train on, epochs: {epochs[0]}"
 
 
-def _place(section: DataConfig) -> str:
+def _data_place(section: DataConfig) -> str:
     """Return the kind of a data section and the first path or URL that it names."""
     paths = getattr(section, "paths", None) or [getattr(section, "url", None)]
     more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
     return f"{section.kind} {paths[0]}{more}" if paths[0] else section.kind
 
 
-def _times(epochs: float) -> str:
+def _epochs_text(epochs: float) -> str:
     return f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
 
 
-def _weights(config: RunConfig) -> Iterator[str]:
+def _weights_line(config: RunConfig) -> Iterator[str]:
     """Yield where the initial weights come from."""
     model = config.model
     if not config.trains_itself:
@@ -188,7 +188,7 @@ def _weights(config: RunConfig) -> Iterator[str]:
         yield f"of {model.initial_weights} at step 0"
 
 
-def _tokenizer(config: RunConfig) -> Iterator[str]:
+def _tokenizer_line(config: RunConfig) -> Iterator[str]:
     """Yield the vocabulary and end-of-document token; nothing if the tokenizer cannot be read."""
     tokenizer = config.tokenizer
     if not config.trains_itself:
@@ -201,7 +201,7 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
     yield f"{path or tokenizer.kind}: {facts.describe(config.model.vocab_size)}"
 
 
-def _groups(plan: RunPlan, most: int) -> Iterator[str]:
+def _group_lines(plan: RunPlan, most: int) -> Iterator[str]:
     """Yield the optimizer's parameter groups with their sizes, learning rates and weight decay."""
     config = plan.config
     if not config.trains_itself:
@@ -211,57 +211,57 @@ def _groups(plan: RunPlan, most: int) -> Iterator[str]:
         peak = group.peak_lr(config) * plan.lr_scale
         yield (
             f"{group.name}: {len(group.parameters)} tensors,"
-            f" {short_count(group.elements)} parameters, peak lr {peak:g},"
+            f" {count_text(group.elements)} parameters, peak lr {peak:g},"
             f" decay {group.weight_decay:g}"
         )
     if len(groups) > most:
         yield f"and {len(groups) - most} groups more"
 
 
-def _users_code(config: RunConfig) -> Iterator[str]:
+def _user_code_lines(config: RunConfig) -> Iterator[str]:
     """Yield the user's own script and functions, in the form in which they are called."""
     if config.script is not None:
         yield shlex.join([config.script, *config.script_arguments])
-    for key, reference in functions(config):
+    for key, reference in function_keys(config):
         yield f"{reference} ({key})"
 
 
 def show_commands(commands: Sequence[Sequence[str]]) -> None:
     """Print the command of each node, quoted for a shell."""
-    put("Commands")
+    print_data("Commands")
     for command in commands:
-        put(f"  {shlex.join(command)}")
+        print_data(f"  {shlex.join(command)}")
 
 
 def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
     """Print, on stderr, overrides with which the configuration would fit."""
     suggestions = suggest_fitting(config, hardware)
     if not suggestions:
-        say("hint: nothing that trainctl tried makes it fit; use more or larger devices")
+        print_message("hint: nothing that trainctl tried makes it fit; use more or larger devices")
         return
-    say("what would fit:")
+    print_message("what would fit:")
     for suggestion in suggestions:
-        say(f"  {_suggestion(suggestion)}")
+        print_message(f"  {_suggestion_text(suggestion)}")
 
 
 def show_slack(config: RunConfig, hardware: Hardware) -> None:
     """Print, on stderr, what the free memory of a configuration could buy."""
     suggestions = suggest_for_slack(config, hardware)
     if suggestions:
-        say("what the free memory could buy:")
+        print_message("what the free memory could buy:")
     for suggestion in suggestions:
-        say(f"  {_suggestion(suggestion)}")
+        print_message(f"  {_suggestion_text(suggestion)}")
 
 
-def _suggestion(suggestion: Suggestion) -> str:
+def _suggestion_text(suggestion: Suggestion) -> str:
     """Format a suggestion with its memory and its cost in speed."""
     change = suggestion.speed - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} "
     if speed != "as fast":
         speed += "faster" if change > 0 else "slower"
     saved = suggestion.saved_bytes
-    memory = f"{gib(abs(saved))} {'less' if saved >= 0 else 'more'}"
-    peak = gib(suggestion.peak_bytes)
+    memory = f"{gib_text(abs(saved))} {'less' if saved >= 0 else 'more'}"
+    peak = gib_text(suggestion.peak_bytes)
     return f"{' '.join(suggestion.overrides)}  (peak {peak}, {memory}; {speed})"
 
 
@@ -281,22 +281,22 @@ def show_budget(budget: Mapping[str, Any], *, host_capacity_bytes: int | None) -
     unicode_bars = (sys.stdout.encoding or "").lower().startswith("utf")
     styles = {True: "good", False: "error", None: "warning"}
     for line in budget_lines(budget, host_capacity_bytes, unicode_bars=unicode_bars):
-        put(line, style=styles[budget["fits"]] if line.startswith("  peak") else "")
+        print_data(line, style=styles[budget["fits"]] if line.startswith("  peak") else "")
 
 
 def show_brief_budget(budget: Mapping[str, Any]) -> None:
     """Print the budget in a few lines on stdout; `show_budget` prints all of it."""
     styles = {True: "good", False: "error", None: "warning"}
     first, *others = brief_lines(budget)
-    put(first, style=styles[budget["fits"]])
+    print_data(first, style=styles[budget["fits"]])
     for line in others:
-        put(line)
+        print_data(line)
 
 
 def brief_lines(budget: Mapping[str, Any]) -> list[str]:
     """Return a line each for the peak, its components, host memory, NVMe and disk."""
     number = _number_format(budget["device_peak_bytes"])
-    result, between = _verdict(budget, number)
+    result, between = _capacity_verdict(budget, number)
     peak = f"{number(budget['device_peak_bytes'])}{result} ({between})"
     lines = [f"Memory of a device, GiB: {peak}", f"  {_largest_parts(budget, number)}"]
     for name, size in (
@@ -341,13 +341,15 @@ def budget_lines(
     lines = [title]
     for name, size in budget["components"].items():
         if size:
-            bar = _bar(size / scale, unicode_bars)
+            bar = _share_bar(size / scale, unicode_bars)
             lines.append(f"  {name:<{LABEL_WIDTH}}{number(size):>10}  {bar}".rstrip())
     lines.append(_peak_line(budget, number))
     phases = ", ".join(f"{name} {number(size)}" for name, size in budget["phases"].items())
     lines.append(f"  {'by phase':<{LABEL_WIDTH}}{phases}")
     if budget["device_reserved_bytes"]:
-        lines.append(_line("reserved by the allocator", number(budget["device_reserved_bytes"])))
+        lines.append(
+            _row_text("reserved by the allocator", number(budget["device_reserved_bytes"]))
+        )
     lines += _host_lines(budget["host"], host_capacity_bytes)
     if budget["nvme_bytes_per_node"]:
         nvme = budget["nvme_bytes_per_node"]
@@ -366,7 +368,7 @@ def _disk_line(budget: Mapping[str, Any]) -> str:
     return f"Checkpoints on disk: {number(one)} GiB each, {number(kept)} GiB kept"
 
 
-def _verdict(budget: Mapping[str, Any], number: Any) -> tuple[str, str]:
+def _capacity_verdict(budget: Mapping[str, Any], number: Any) -> tuple[str, str]:
     """Return the capacity with the verdict, and the bounds of the peak, as text."""
     verdict = {True: "fits", False: "does not fit", None: "too close to tell"}[budget["fits"]]
     low, high = budget["device_peak_low_bytes"], budget["device_peak_high_bytes"]
@@ -376,9 +378,9 @@ def _verdict(budget: Mapping[str, Any], number: Any) -> tuple[str, str]:
 
 
 def _peak_line(budget: Mapping[str, Any], number: Any) -> str:
-    result, between = _verdict(budget, number)
+    result, between = _capacity_verdict(budget, number)
     value = number(budget["device_peak_bytes"])
-    return _line(f"peak, at {budget['peak_phase']}", f"{value}{result} ({between})", value)
+    return _row_text(f"peak, at {budget['peak_phase']}", f"{value}{result} ({between})", value)
 
 
 def _host_lines(host: Mapping[str, Any], capacity: int | None) -> list[str]:
@@ -391,7 +393,7 @@ def _host_lines(host: Mapping[str, Any], capacity: int | None) -> list[str]:
     return [f"Host memory of a node: {number(size)}{of} GiB ({parts})"]
 
 
-def _line(label: str, text: str, aligned: str = "") -> str:
+def _row_text(label: str, text: str, aligned: str = "") -> str:
     """Return a row in which `aligned`, by default all of `text`, ends in the column of numbers."""
     indent = 10 - len(aligned or text)
     return f"  {label:<{LABEL_WIDTH}}{' ' * max(indent, 0)}{text}"
@@ -402,7 +404,7 @@ def _number_format(largest: float) -> Any:
     return lambda size: f"{size / 2**30:,.{digits}f}"
 
 
-def _bar(share: float, unicode_bars: bool) -> str:
+def _share_bar(share: float, unicode_bars: bool) -> str:
     eighths = round(share * BAR_WIDTH * 8)
     if not unicode_bars:
         return "#" * round(share * BAR_WIDTH)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from trainctl.cli.console import print_json, put, say
+from trainctl.cli.console import print_data, print_json, print_message
 from trainctl.cli.record_lines import Event, clock, event_lines, step_line
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.status import Beat, Phase, read_beat
@@ -272,14 +272,14 @@ class Progress:
             self._show_step(event)
         else:
             for line in event_lines(event):
-                put(line)
+                print_data(line)
         if self._live is not None:
             self._live.show(self._live_text(self._live.columns))
 
     def _show_step(self, event: Event) -> None:
         step, self._step, self._left = event["step"], event, self._seconds_left(event)
         if step % self._every_steps == 0 or step == self._stop_step:
-            put(step_line(event, stop_step=self._stop_step, seconds_left=self._left))
+            print_data(step_line(event, stop_step=self._stop_step, seconds_left=self._left))
 
     def _live_text(self, columns: int) -> str:
         """Return the live line: the last step or the current activity, cut to the columns."""
@@ -349,12 +349,12 @@ class LiveFollower:
         with suppress(OSError):
             if event["event"] == "program":
                 attempt = self._run.attempt(int(event["attempt"]))
-                say(f"logs of all ranks: {attempt.logs}")
+                print_message(f"logs of all ranks: {attempt.logs}")
                 self._copy()  # the rest of the previous attempt's log
                 with self._lock:
                     self._log, self._copied = attempt.rank_log(0), 0
             for line in event_lines(event):
-                say(line)
+                print_message(line)
 
     def _follow(self) -> None:
         while not self._end.wait(_POLL_SECONDS):

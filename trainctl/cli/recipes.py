@@ -8,7 +8,7 @@ from typing import Any
 from trainctl.cli.arguments import ConfigDir, Json
 from trainctl.cli.console import print_json, print_table
 from trainctl.config.catalog import RecipeInfo
-from trainctl.config.catalog import recipes as find_recipes
+from trainctl.config.catalog import list_recipes as find_recipes
 from trainctl.errors import TrainctlError
 from trainctl.launch.planning import can_launch, compose, plan
 from trainctl.runs.directory import DEFAULT_ROOT
@@ -18,7 +18,7 @@ VERDICTS = {True: "yes", False: "no", None: "perhaps"}
 
 def recipes(config_dir: ConfigDir = None, as_json: Json = False) -> None:
     """List the recipes, for which hardware each is, and whether this machine can launch it."""
-    rows = [_row(info, config_dir) for info in find_recipes(config_dir)]
+    rows = [_recipe_row(info, config_dir) for info in find_recipes(config_dir)]
     if as_json:
         print_json(rows)
     else:
@@ -27,8 +27,8 @@ def recipes(config_dir: ConfigDir = None, as_json: Json = False) -> None:
         print_table(heads, cells, whole=(0, 2, 3))
 
 
-def _row(info: RecipeInfo, config_dir: Path | None) -> dict[str, Any]:
-    fits, reason = _fits(info.name, config_dir)
+def _recipe_row(info: RecipeInfo, config_dir: Path | None) -> dict[str, Any]:
+    fits, reason = _check_machine(info.name, config_dir)
     return {
         "name": info.name,
         "what": info.summary,
@@ -40,7 +40,7 @@ def _row(info: RecipeInfo, config_dir: Path | None) -> dict[str, Any]:
     }
 
 
-def _fits(name: str, config_dir: Path | None) -> tuple[bool | None, str]:
+def _check_machine(name: str, config_dir: Path | None) -> tuple[bool | None, str]:
     """Return whether this machine has what the recipe plans for, and the reason if not.
 
     Data and weights, which the user must name, are not checked.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainctl.cli.console import printable
+from trainctl.cli.console import to_printable
 from trainctl.runs.event_descriptions import (
     describe_divergence,
     describe_intervention,
@@ -39,7 +39,7 @@ def _own_values(event: Event) -> str:
     """Format the values logged by a user's own program, such as ` accuracy 0.93`."""
     own = event.get("values", {}).items()
     return "".join(
-        f" {printable(name)} {number(value):.4g}"
+        f" {to_printable(name)} {number(value):.4g}"
         for name, value in own
         if isinstance(value, int | float | str)
     )
@@ -55,7 +55,9 @@ def record_lines(event: Event, *, stop_step: int | None) -> list[str]:
             return event_lines(event)
         line = step_line(event, stop_step=stop_step, seconds_left=None)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return [f"a record that is not as this version writes it: {printable(str(event)[:_SHOWN])}"]
+        return [
+            f"a record that is not as this version writes it: {to_printable(str(event)[:_SHOWN])}"
+        ]
     return [line.removesuffix(f" eta {clock(None)}")]
 
 
@@ -78,7 +80,7 @@ def bad_text_lines(event: Event) -> list[str]:
         for name, words in (("replaced", "repaired"), ("skipped", "left out"))
         if bad[name]
     ]
-    return [f"bad text: {', '.join(did)}; the first: {printable(bad['examples'][0])}"]
+    return [f"bad text: {', '.join(did)}; the first: {to_printable(bad['examples'][0])}"]
 
 
 def event_lines(event: Event) -> list[str]:
@@ -114,7 +116,7 @@ def _not_joined(event: Event) -> list[str]:
 
 
 def _corpus(event: Event) -> list[str]:
-    return [printable(event["message"])]
+    return [to_printable(event["message"])]
 
 
 def _evaluation(event: Event) -> list[str]:
@@ -135,12 +137,12 @@ def _evaluation(event: Event) -> list[str]:
 
 
 def _named(values: Mapping[str, Any]) -> str:
-    return printable(", ".join(f"{name} {number(value):.4f}" for name, value in values.items()))
+    return to_printable(", ".join(f"{name} {number(value):.4f}" for name, value in values.items()))
 
 
 def _tasks(event: Event) -> list[str]:
     each = (f"{row['task']} {row['metric']} {row['value']:.4f}" for row in event["results"])
-    return [f"tasks at step {event['step']}: {printable(', '.join(each))}"]
+    return [f"tasks at step {event['step']}: {to_printable(', '.join(each))}"]
 
 
 def _checkpoint(event: Event) -> list[str]:
@@ -235,13 +237,13 @@ def _logger(event: Event) -> list[str]:
     if not event["problem"]:
         return [f"logger {event['name']}: sends again"]
     return [
-        f"logger {event['name']}: {printable(event['problem'])}; the run does not wait for it: "
+        f"logger {event['name']}: {to_printable(event['problem'])}; the run does not wait for it: "
         "`trainctl runs sync` sends what is missing"
     ]
 
 
 def _sample(event: Event) -> list[str]:
-    return ["sampled text:", *(f"  {printable(line)}" for line in event["text"].splitlines())]
+    return ["sampled text:", *(f"  {to_printable(line)}" for line in event["text"].splitlines())]
 
 
 def _intervention(event: Event) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl.cli.arguments import Json
-from trainctl.cli.console import print_json, say
+from trainctl.cli.console import print_json, print_message
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.files import write_bytes
 
@@ -78,7 +78,7 @@ def report(
     from trainctl.monitor.report.document import read_histories, report_document, title_of
     from trainctl.monitor.report.page import page
 
-    form = _form(as_json=as_json, as_csv=as_csv, output=output)
+    form = _output_form(as_json=as_json, as_csv=as_csv, output=output)
     if buckets is not None and 0 < buckets < 64:
         raise TrainctlError(
             f"--buckets {buckets} is too few for a curve",
@@ -92,17 +92,17 @@ def report(
     if form is _Form.json and output is None:
         print_json(made)
         return
-    text = page(made, title=title_of(histories)) if form is _Form.html else _text(made, form)
+    text = page(made, title=title_of(histories)) if form is _Form.html else _report_text(made, form)
     if form is not _Form.html and output is None:
         sys.stdout.write(text)
         return
     target = output or DEFAULT_FILE
-    _write(target, text)
+    _write_report(target, text)
     if form is _Form.html:
-        say(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
+        print_message(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
 
 
-def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
+def _output_form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
     """Return the requested form of output, before any work.
 
     Raises:
@@ -116,7 +116,7 @@ def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
     return _Form.json if as_json else _Form.csv if as_csv else _Form.html
 
 
-def _write(path: Path, text: str) -> None:
+def _write_report(path: Path, text: str) -> None:
     try:
         # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
         write_bytes(path.absolute(), text.encode(errors="backslashreplace"))
@@ -126,7 +126,7 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-def _text(made: dict[str, Any], form: _Form) -> str:
+def _report_text(made: dict[str, Any], form: _Form) -> str:
     """Return the document as JSON, or its series as CSV."""
     from trainctl.monitor.report.document import rows
 

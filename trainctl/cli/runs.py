@@ -12,17 +12,17 @@ import typer
 
 from trainctl.cli.arguments import Json, NamedRuns, Run
 from trainctl.cli.console import (
+    print_data,
     print_json,
+    print_message,
     print_table,
-    printable,
-    put,
-    say,
     show_error,
+    to_printable,
     tolerate_broken_pipe,
 )
 from trainctl.cli.progress import PLAIN_TERMINALS, Progress
 from trainctl.cli.record_lines import record_lines
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.stop import ask_to_stop, wait_for_end
 from trainctl.monitor.loggers.delivery import ALERTS, read_cursor, send
@@ -72,14 +72,14 @@ def list_(
         raise TrainctlError(f"{folder} is not a folder", exit_code=ExitCode.run_state)
     runs, damaged = find_runs(root)
     for problem in damaged:
-        say(f"warning: left out: {problem}", style="warning")
+        print_message(f"warning: left out: {problem}", style="warning")
     found = summaries(runs)
     if as_json:
         print_json({"schema": 1, "runs": [summary.to_json() for summary in found]})
     elif found:
         _print_table(found)
     else:
-        say(f"there is no run in {root}")
+        print_message(f"there is no run in {root}")
 
 
 @app.command()
@@ -99,15 +99,15 @@ def status(run: Run = None, as_json: Json = False) -> None:
         print_json({"schema": 1, **summary.to_json(), **found})
         return
     for line in _status_lines(summary):
-        put(line)
+        print_data(line)
     if diverged is not None:
-        put(f"warning: {describe_divergence(diverged)}", style="warning")
+        print_data(f"warning: {describe_divergence(diverged)}", style="warning")
     for event in slow:
-        put(f"slow: {describe_straggler(event)}", style="warning")
+        print_data(f"slow: {describe_straggler(event)}", style="warning")
     if failure:
-        put(f"first failure: {describe_failure(failure)}", style="error")
-        put(f"its log: {failure['log']}")
-    put(f"checkpoint: step {checkpoint.step:,}" if checkpoint else "checkpoint: none yet")
+        print_data(f"first failure: {describe_failure(failure)}", style="error")
+        print_data(f"its log: {failure['log']}")
+    print_data(f"checkpoint: step {checkpoint.step:,}" if checkpoint else "checkpoint: none yet")
 
 
 @app.command()
@@ -149,18 +149,18 @@ def logs(
         _show_records(paths, chosen, lines)
     found = logs_of(chosen, rank or ())
     for log, tail in tails(found, lines):
-        put(f"==> {log.label}: {log.path}")
+        print_data(f"==> {log.label}: {log.path}")
         for line in tail:
-            put(printable(line))
+            print_data(to_printable(line))
     if not found:
-        say(f"attempt {number} has no such log yet")
+        print_message(f"attempt {number} has no such log yet")
     while follow:
         ended = not _may_still_log(paths, chosen)
         for event in records.poll() if not rank else []:
             for line in record_lines(event, stop_step=stop_step):
-                put(f"records: {cut_line(line)}")
+                print_data(f"records: {cut_line(line)}")
         for log, line in follower.poll():
-            put(f"{log.label}: {printable(line)}")
+            print_data(f"{log.label}: {to_printable(line)}")
         if ended:
             return
         time.sleep(_POLL_SECONDS)
@@ -177,9 +177,9 @@ def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
         if len(shown) >= most:
             break
     if shown:
-        put(f"==> records: {run.events}")
+        print_data(f"==> records: {run.events}")
     for line in reversed(shown[:most]):
-        put(cut_line(line))
+        print_data(cut_line(line))
 
 
 def _stop_step(attempt: AttemptPaths) -> int | None:
@@ -204,10 +204,10 @@ def stop(
     opened = [open_run(run) for run in runs]
     live = [paths for paths in opened if summarise(paths).is_live]
     for paths in live:
-        say(f"{paths.root}: {ask_to_stop(paths, now=now)}")
+        print_message(f"{paths.root}: {ask_to_stop(paths, now=now)}")
     for paths in live if wait else []:
         ended = wait_for_end(paths, now=now)
-        put(f"{paths.root}: {ended.state}" + (f", {ended.message}" if ended.message else ""))
+        print_data(f"{paths.root}: {ended.state}" + (f", {ended.message}" if ended.message else ""))
     idle = [paths for paths in opened if paths not in live]
     if idle:
         names = ", ".join(str(paths.root) for paths in idle)
@@ -239,7 +239,7 @@ def rm(
             require_no_checkpoint(paths)
     for paths in opened:
         remove_run(paths)
-        put(f"removed {paths.root}")
+        print_data(f"removed {paths.root}")
 
 
 @app.command()
@@ -261,7 +261,7 @@ def follow(run: Run = None) -> None:
     records, then those to come.
     """
     paths = open_or_newest(run)
-    if _is_drawn():
+    if _can_redraw():
         from trainctl.cli.curves_view import follow_curves
 
         follow_curves(paths)
@@ -273,13 +273,13 @@ def follow(run: Run = None) -> None:
         is_live = summarise(paths).is_live
         for event in records.poll():
             for line in record_lines(event, stop_step=stop_step):
-                put(line)
+                print_data(line)
         if not is_live:
             return
         time.sleep(_POLL_SECONDS)
 
 
-def _is_drawn() -> bool:
+def _can_redraw() -> bool:
     """Return True if stdout is a terminal that can be redrawn."""
     return sys.stdout.isatty() and os.environ.get("TERM") not in PLAIN_TERMINALS
 
@@ -307,13 +307,17 @@ def sync(
     """
     for name in to or []:
         if name != ALERTS:
-            load("logger", name)
+            load_spec("logger", name)
     failed = []
     for paths in [open_run(run) for run in runs]:
         names = to or config_of(paths).logging.to
         if not names:
-            say(f"{paths.root}: it has no logger in logging.to; name one with --to")
-        failed += [f"{paths.root.name}: {name}" for name in names if not _send(paths, name, again)]
+            print_message(f"{paths.root}: it has no logger in logging.to; name one with --to")
+        failed += [
+            f"{paths.root.name}: {name}"
+            for name in names
+            if not _send_to_logger(paths, name, again)
+        ]
     if failed:
         raise TrainctlError(
             f"not everything was sent: {', '.join(failed)}",
@@ -322,7 +326,7 @@ def sync(
         )
 
 
-def _send(run: RunPaths, name: str, again: bool) -> bool:
+def _send_to_logger(run: RunPaths, name: str, again: bool) -> bool:
     """Send to one logger and print its position.
 
     Returns:
@@ -330,13 +334,13 @@ def _send(run: RunPaths, name: str, again: bool) -> bool:
     """
     code = send(run, name, config=config_of(run), again=again)
     if code == ExitCode.run_state:
-        say(f"{run.root}: another process sends to {name} now", style="warning")
+        print_message(f"{run.root}: another process sends to {name} now", style="warning")
         return True
     cursor = read_cursor(run.logger(name).cursor)
-    put(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
+    print_data(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
     if code:
         why = cursor.problem or f"its process ended with {code}"
-        say(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")
+        print_message(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")
     return code == ExitCode.success
 
 
@@ -393,9 +397,9 @@ def _status_lines(summary: RunSummary) -> list[str]:
 
 
 def _show_failure(failure: Event) -> None:
-    put(f"first failure: {describe_failure(failure)}", style="error")
+    print_data(f"first failure: {describe_failure(failure)}", style="error")
     for line in failure["log_tail"]:
-        put(f"  {printable(line)}")
+        print_data(f"  {to_printable(line)}")
 
 
 def _may_still_log(run: RunPaths, attempt: AttemptPaths) -> bool:
@@ -423,9 +427,9 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     plan = read_plan(run.attempt(first).plan)
     follower = EventFollower(run.events, from_start=True)
     if not as_json:
-        put(f"run directory: {run.root}")
+        print_data(f"run directory: {run.root}")
         if summary.state == "queued":
-            say(f"job {summary.job.id if summary.job else '?'} waits in its queue")
+            print_message(f"job {summary.job.id if summary.job else '?'} waits in its queue")
     every = plan.config.logging.every_steps
     with Progress(
         stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run, attempt=first
@@ -448,5 +452,5 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     if summary.exit_code:
         show_error(summary.message)
     elif summary.message:
-        say(summary.message)
+        print_message(summary.message)
     return summary.exit_code or 0

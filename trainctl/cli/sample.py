@@ -16,7 +16,7 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
-from trainctl.cli.console import Meter, print_json, printable, put, warn
+from trainctl.cli.console import Meter, print_data, print_json, print_warning, to_printable
 from trainctl.launch import offline
 from trainctl.launch.offline import WeightsChoice
 from trainctl.runs.directory import open_run
@@ -66,7 +66,7 @@ def sample(
             weights=weights.value,
             device=device.value,
             progress=meter,
-            warn=warn,
+            warn=print_warning,
         )
         result = offline.sample(
             choice,
@@ -81,4 +81,4 @@ def sample(
         print_json({"schema": 1, **result})
         return
     for line in result["text"].splitlines():
-        put(printable(line))
+        print_data(to_printable(line))

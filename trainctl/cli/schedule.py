@@ -15,7 +15,7 @@ from trainctl.cli.arguments import (
     check_chart_file,
     split_target,
 )
-from trainctl.cli.console import print_json, put, say, show_findings
+from trainctl.cli.console import print_data, print_json, print_message, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.launch.planning import compose_target
 from trainctl.launch.planning import plan as make_plan
@@ -67,14 +67,14 @@ def show(
         from trainctl.monitor.report.figure import save_chart
 
         save_chart(lambda: schedule_chart(made, points), plot, title=title_of(made))
-        say(f"wrote {plot}", style="good")
+        print_message(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(made, points))
     elif plot is None:
         if points:
-            put(_drawing(made, points))
+            print_data(_drawing(made, points))
         for line in _phases(made):
-            put(line)
+            print_data(line)
 
 
 def _document(plan: RunPlan, points: list[CurvePoint]) -> dict[str, object]:

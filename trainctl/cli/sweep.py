@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir, split_target
-from trainctl.cli.console import print_json, print_table, put, say, tolerate_broken_pipe
+from trainctl.cli.console import (
+    print_data,
+    print_json,
+    print_message,
+    print_table,
+    tolerate_broken_pipe,
+)
 from trainctl.config.overrides import expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.sweep import (
@@ -90,11 +96,11 @@ def sweep(
     plans = plan_sweep(points, config_dir, force=force)
     if dry_run:
         for index, point in enumerate(points):
-            put(f"{index}: {' '.join(point.overrides)}")
+            print_data(f"{index}: {' '.join(point.overrides)}")
         return
     tolerate_broken_pipe()
     folder, started = make_sweep(sweep_dir, arguments or [], points, plans, config_dir)
-    put(f"sweep: {folder}")
+    print_data(f"sweep: {folder}")
     _begin(folder, plans[0], started, parallel, as_json=as_json)
 
 
@@ -109,13 +115,13 @@ def _begin(
     """Run the attempts that were made, here or by a scheduler."""
     job = submit_sweep(folder, plan, started, parallel)
     if job is not None:
-        say(
+        print_message(
             f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them"
         )
         return
     with hold(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
         _run_queue(folder, started, parallel or 1, as_json=as_json)
-    say(f"`trainctl sweep {folder}` shows this again")
+    print_message(f"`trainctl sweep {folder}` shows this again")
 
 
 def _resume_sweep(
@@ -135,13 +141,15 @@ def _resume_sweep(
     with hold(RunPaths(folder)):
         left = remaining_runs(folder)
         for item in left:
-            put(f"{item.index}: {item.next} ({item.why})")
+            print_data(f"{item.index}: {item.next} ({item.why})")
         waiting = [item for item in left if item.next is not SweepAction.leave]
         plans = plan_rest(waiting, record, force=force)
         if dry_run:
             return
         if not waiting:
-            say("nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone")
+            print_message(
+                "nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone"
+            )
             return
         tolerate_broken_pipe()
         started = make_attempts(waiting, plans)
@@ -158,12 +166,14 @@ def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) 
 
     def on_end(run: RunPaths, code: int) -> None:
         codes.append(code)
-        say(f"run {run.root.name} of {len(started)}: " + ("ended" if not code else f"exit {code}"))
+        print_message(
+            f"run {run.root.name} of {len(started)}: " + ("ended" if not code else f"exit {code}")
+        )
 
     try:
         run_queue(started, parallel=parallel, on_end=on_end)
     except QueueStopped as stopped:
-        say(f"trainctl sweep {folder} --resume goes on with it")
+        print_message(f"trainctl sweep {folder} --resume goes on with it")
         raise typer.Exit(128 + stopped.number) from None
     finally:
         _show(folder, as_json=as_json)

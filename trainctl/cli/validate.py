@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import findings_to_json, print_json, put, say, show_findings
+from trainctl.cli.console import (
+    findings_to_json,
+    print_data,
+    print_json,
+    print_message,
+    show_findings,
+)
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.planning import compose, compose_target, plan
@@ -76,9 +82,9 @@ def validate(
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
     for technique in not_yet:
-        say(f"note: {technique}", style="warning")
+        print_message(f"note: {technique}", style="warning")
     name = made.config.recipe or made.config.model.name
-    put(f"{name} is valid on {made.hardware.name}")
+    print_data(f"{name} is valid on {made.hardware.name}")
 
 
 def _validate_file(
@@ -92,16 +98,18 @@ def _validate_file(
         print_json(report | {"findings": findings_to_json(checked.findings)})
         raise typer.Exit(2 if checked.has_error else 0)
     if checked.installed not in ("", version):
-        say(
+        print_message(
             f"note: DeepSpeed {checked.installed} is installed, and {version} is what is known",
             style="warning",
         )
     if around.world_size is None:
-        say("note: without --world-size N the batch is checked in part only", style="warning")
+        print_message(
+            "note: without --world-size N the batch is checked in part only", style="warning"
+        )
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)
     show_findings(checked.findings)
-    put(f"{path} is valid for DeepSpeed {version}")
+    print_data(f"{path} is valid for DeepSpeed {version}")
 
 
 def _hardware(overrides: list[str]) -> Hardware | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainctl.cli.console import put, say, tolerate_broken_pipe
+from trainctl.cli.console import print_data, print_message, tolerate_broken_pipe
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
 from trainctl.runs.layout import RunPaths
@@ -77,7 +77,7 @@ def watch(
         ) from None
     tolerate_broken_pipe()
     with server, _stopped_by_signals(server):
-        put(server.url)
+        print_data(server.url)
         _explain(server)
         server.serve_forever(poll_interval=0.2)
 
@@ -85,12 +85,12 @@ def watch(
 def _explain(server: PageServer) -> None:
     address, port = server.server_address[:2]
     if ip_address(str(address)).is_loopback:
-        say(
+        print_message(
             f"only this machine reaches it; from another one: ssh -N -L {port}:localhost:{port} "
             "HOST, then the same address. Ctrl-C ends it"
         )
     else:
-        say(
+        print_message(
             "warning: it is not encrypted, so whoever sees the network sees the address, and with "
             "it the runs; a tunnel (ssh -L, with --host 127.0.0.1) does not show it",
             style="warning",
@@ -113,7 +113,7 @@ def _runs_or_folder(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
                     exit_code=ExitCode.run_state,
                 )
             if not (folder / RECORD).is_file() and not any(map(is_run, folder.iterdir())):
-                say(f"{folder} has no run yet; those that come are shown")
+                print_message(f"{folder} has no run yet; those that come are shown")
             return [], folder
     opened = list({run.root: run for run in map(open_run, given)}.values())
     if len(opened) > MOST_RUNS:

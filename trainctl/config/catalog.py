@@ -9,7 +9,7 @@ from typing import Any
 
 from trainctl.config.registry import packaged_folders
 from trainctl.config.schema import GROUPS, LIST_GROUPS
-from trainctl.config.suggest import UNSUPPORTED_OPTIONS, did_you_mean, nearest
+from trainctl.config.suggest import UNSUPPORTED_OPTIONS, did_you_mean, nearest_names
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -89,7 +89,7 @@ def search_folders(config_dir: Path | None = None) -> list[Folder]:
     ]
     users = _config_dir(config_dir) if config_dir is not None else []
     here = Path.cwd()
-    users += _pair(here, "")
+    users += _conf_and_recipes(here, "")
     users += [Folder(path, name, False, False) for name, path in packaged_folders().items()]
     taken = {folder.path for folder in shipped}
     mine = []
@@ -100,24 +100,26 @@ def search_folders(config_dir: Path | None = None) -> list[Folder]:
     return [*mine, *shipped]
 
 
-def recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
+def list_recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
     """Return all recipes, the user's first, then by name; shadowed ones are left out."""
     folders = search_folders(config_dir)
     found: dict[str, RecipeInfo] = {}
     for folder in folders:
         for path in sorted(folder.path.glob("*.yaml")) if folder.has_recipes else []:
             if path.stem != BASE:
-                found.setdefault(path.stem, _recipe(path, folder, folders))
-    return sorted(found.values(), key=lambda info: (not info.is_users, _natural(info.name)))
+                found.setdefault(path.stem, _read_recipe_info(path, folder, folders))
+    return sorted(
+        found.values(), key=lambda info: (not info.is_users, _natural_sort_key(info.name))
+    )
 
 
-def options(group: str, config_dir: Path | None = None) -> list[OptionInfo]:
+def list_options(group: str, config_dir: Path | None = None) -> list[OptionInfo]:
     """Return all options of a group, by name; shadowed ones are left out."""
-    return options_in(search_folders(config_dir), group)
+    return list_options_in(search_folders(config_dir), group)
 
 
-def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
-    """Return all options of a group in these folders, as `options` does."""
+def list_options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
+    """Return all options of a group in these folders, as `list_options` does."""
     found: dict[str, OptionInfo] = {}
     for folder in folders:
         for path in (folder.path / group).glob("*.yaml"):
@@ -126,10 +128,10 @@ def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
                 group, path.stem, comment[0] if comment else "", path, not folder.is_shipped
             )
             found.setdefault(path.stem, info)
-    return sorted(found.values(), key=lambda info: _natural(info.name))
+    return sorted(found.values(), key=lambda info: _natural_sort_key(info.name))
 
 
-def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
+def find_config_file(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
     """Return the file of a config path such as `model/llama-7b`; the first folder wins."""
     for folder in folders:
         path = folder.path / f"{config_path}.yaml"
@@ -141,14 +143,14 @@ def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
 def option_names(folders: list[Folder], group: str) -> list[str]:
     """Return the names of a group's options, without reading the files."""
     names = {path.stem for folder in folders for path in (folder.path / group).glob("*.yaml")}
-    return sorted(names, key=_natural)
+    return sorted(names, key=_natural_sort_key)
 
 
 def recipe_names(folders: list[Folder]) -> list[str]:
     """Return the names of all recipes, without reading the files."""
     kept = [folder for folder in folders if folder.has_recipes]
     names = {path.stem for folder in kept for path in folder.path.glob("*.yaml")}
-    return sorted(names - {BASE}, key=_natural)
+    return sorted(names - {BASE}, key=_natural_sort_key)
 
 
 def chosen_options(
@@ -158,7 +160,7 @@ def chosen_options(
 
     Groups that are lists have a list of names.
     """
-    found = find(folders, recipe)
+    found = find_config_file(folders, recipe)
     if found is None or recipe in seen:
         return {}
     folder, path = found
@@ -195,7 +197,9 @@ def unknown_option(
         hint = f"trainctl does not have {option}."
     else:
         form = "[{}]" if group in LIST_GROUPS else f"{count}{{}}"
-        hint = did_you_mean([f"{group}={form.format(name)}" for name in nearest(option, names)])
+        hint = did_you_mean(
+            [f"{group}={form.format(name)}" for name in nearest_names(option, names)]
+        )
     listed = f"options of {group}: {', '.join(names) or 'none here'}"
     return Finding(
         rule=UNKNOWN_OPTION,
@@ -209,7 +213,7 @@ def unknown_option(
 def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
     """Return the finding for an unknown recipe, with the nearest names and all of them."""
     names = recipe_names(folders)
-    hint = did_you_mean([f"recipe={close}" for close in nearest(name, names)])
+    hint = did_you_mean([f"recipe={close}" for close in nearest_names(name, names)])
     return Finding(
         rule=UNKNOWN_RECIPE,
         key="recipe",
@@ -265,7 +269,7 @@ def _config_dir(given: Path) -> list[Folder]:
         raise TrainctlError(
             f"--config-dir {given} is not a folder", hint="give a folder of conf/ and recipes/"
         )
-    nested = _pair(folder, str(given))
+    nested = _conf_and_recipes(folder, str(given))
     if nested:
         return nested
     has_options = any((folder / group).is_dir() for group in (*GROUPS, *LIST_GROUPS))
@@ -277,7 +281,7 @@ def _config_dir(given: Path) -> list[Folder]:
     return [Folder(folder, str(given), False, True)]
 
 
-def _pair(root: Path, shown: str) -> list[Folder]:
+def _conf_and_recipes(root: Path, shown: str) -> list[Folder]:
     prefix = f"{shown}/" if shown else ""
     pair = [
         Folder((root / "conf").resolve(), f"{prefix}conf", False, False),
@@ -286,22 +290,22 @@ def _pair(root: Path, shown: str) -> list[Folder]:
     return [folder for folder in pair if folder.path.is_dir()]
 
 
-def _recipe(path: Path, folder: Folder, folders: list[Folder]) -> RecipeInfo:
+def _read_recipe_info(path: Path, folder: Folder, folders: list[Folder]) -> RecipeInfo:
     comment = leading_comment(path)
     return RecipeInfo(
         name=path.stem,
         summary=comment[0] if comment else "",
         description=" ".join(comment[1:]),
-        hardware=_hardware(path.stem, folders),
+        hardware=_declared_hardware(path.stem, folders),
         path=path,
         is_users=not folder.is_shipped,
     )
 
 
-def _hardware(name: str, folders: list[Folder]) -> str:
+def _declared_hardware(name: str, folders: list[Folder]) -> str:
     """Return the hardware that a recipe, or the one it extends, is declared for."""
     option = chosen_options(folders, name).get("hardware") or OPEN
-    nodes, devices = _declared(name, folders, frozenset())
+    nodes, devices = _declared_devices(name, folders, frozenset())
     if option == OPEN:
         return ""
     parts = [str(nodes)] if nodes and nodes != 1 else []
@@ -309,9 +313,9 @@ def _hardware(name: str, folders: list[Folder]) -> str:
     return "x".join([*parts, option])
 
 
-def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int]:
+def _declared_devices(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int]:
     """Return the nodes and devices per node that a recipe sets or inherits; 0 if not set."""
-    found = find(folders, name)
+    found = find_config_file(folders, name)
     if found is None or name in seen or name == BASE:
         return 0, 0
     folder, path = found
@@ -319,7 +323,7 @@ def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[i
     nodes, devices = 0, 0
     for default in document.defaults:
         if not default.group and default.option != "_self_":
-            nodes, devices = _declared(str(default.option), folders, seen | {name})
+            nodes, devices = _declared_devices(str(default.option), folders, seen | {name})
     counts = {setting.key: setting.value for setting in document.settings}
     own_nodes = counts.get("hardware.nodes", nodes)
     own_devices = counts.get("hardware.devices_per_node", devices)
@@ -329,7 +333,7 @@ def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[i
     )
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts 7b before 13b."""
     return [
         (int(part), "") if re.fullmatch("[0-9]+", part) else (-1, part)

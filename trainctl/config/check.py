@@ -8,8 +8,8 @@ from typing import Any
 
 from trainctl.config.keys import (
     ValueProblem,
-    accept,
-    leaf_of,
+    convert_value,
+    find_leaf,
     leaves,
     part_leaves,
     sections,
@@ -46,18 +46,18 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     A mapping under a free-form key becomes one setting for each of its leaves. A value that
     refers to another key (`${...}`) is returned unchecked: it is checked after it is resolved.
     """
-    refused = list(_refused(setting))
+    refused = list(_refused_constructs(setting))
     if refused:
         return [], refused
-    leaf = leaf_of(setting.path)
+    leaf = find_leaf(setting.path)
     if leaf is None:
         return [], [unknown_key(setting)]
     has_sections = leaf.part is not None or leaf.metadata.get("each")
     if has_sections and isinstance(setting.value, dict) and setting.value:
-        return _each(setting)
+        return _check_each(setting)
     if has_reference(setting.value):
         if leaf.is_text_mapping and isinstance(setting.value, dict):
-            return _each(setting)
+            return _check_each(setting)
         return [setting], []
     prefix = tuple(leaf.key.split("."))
     tree, text = setting.value, setting.text
@@ -66,15 +66,17 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
         as_typed = leaf.is_text_mapping and text and not isinstance(tree, str)
         tree, text = {name: text if as_typed else tree}, None
     try:
-        value = accept(leaf, tree, text)
+        value = convert_value(leaf, tree, text)
     except ValueProblem as problem:
         return [], [wrong_value(setting.key, setting.source, problem)]
     if not leaf.is_mapping:
         return [replace(setting, value=value)], []
-    return [replace(setting, path=path, value=item) for path, item in _flat(value, prefix)], []
+    return [
+        replace(setting, path=path, value=item) for path, item in _leaves_of_tree(value, prefix)
+    ], []
 
 
-def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
+def _check_each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     """Check each key of a mapping as a setting of its own."""
     settings: list[Setting] = []
     findings: list[Finding] = []
@@ -95,7 +97,7 @@ def unknown_key(setting: Setting) -> Finding:
             "nest it, as `section: {key: value}`",
         )
         return Finding(rule=UNKNOWN_KEY, key=key, message=message, hint=hint, source=setting.source)
-    parent = next((name for name in _parents(setting.path) if name in leaves()), None)
+    parent = next((name for name in _parent_keys(setting.path) if name in leaves()), None)
     part = leaves()[parent].part if parent else None
     if parent and part:
         message = f"there is no key {key}"
@@ -125,12 +127,12 @@ def unknown_key(setting: Setting) -> Finding:
 
 def has_reference(value: Any) -> bool:
     """Whether a value, or a part of it, contains a reference (`${...}`)."""
-    return any("${" in text for text in _texts(value))
+    return any("${" in text for text in _texts_in(value))
 
 
-def _refused(setting: Setting) -> Iterator[Finding]:
+def _refused_constructs(setting: Setting) -> Iterator[Finding]:
     """Find constructs that Hydra has and trainctl refuses."""
-    names = (*setting.path, *_names(setting.value))
+    names = (*setting.path, *_mapping_keys(setting.value))
     if "_target_" in names:
         yield Finding(
             rule=REFUSED,
@@ -139,7 +141,7 @@ def _refused(setting: Setting) -> Iterator[Finding]:
             hint="choose an option of a group instead",
             source=setting.source,
         )
-    if any("${hydra:" in text.replace(" ", "") for text in _texts(setting.value)):
+    if any("${hydra:" in text.replace(" ", "") for text in _texts_in(setting.value)):
         yield Finding(
             rule=REFUSED,
             key=setting.key,
@@ -166,35 +168,35 @@ def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
     )
 
 
-def _parents(path: tuple[str, ...]) -> Iterator[str]:
+def _parent_keys(path: tuple[str, ...]) -> Iterator[str]:
     for length in range(1, len(path)):
         yield ".".join(path[:length])
 
 
-def _flat(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves_of_tree(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(tree, dict) and tree:
         for name, value in tree.items():
-            yield from _flat(value, (*path, name))
+            yield from _leaves_of_tree(value, (*path, name))
     else:
         yield path, tree
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _texts(item)
+            yield from _texts_in(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _texts_in(item)
 
 
-def _names(value: Any) -> Iterator[str]:
+def _mapping_keys(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for name, item in value.items():
             yield str(name)
-            yield from _names(item)
+            yield from _mapping_keys(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _names(item)
+            yield from _mapping_keys(item)

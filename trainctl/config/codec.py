@@ -63,20 +63,22 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     data = {name: value for name, value in data.items() if name not in getattr(cls, "former", ())}
     group = getattr(cls, "units", "")
     if group:
-        cls, data = _of_kind(group, cls, data)
+        cls, data = _class_of_kind(group, cls, data)
     has_parts = bool(getattr(cls, "parts", ""))
     cls = with_parts(cast(Any, cls)) if has_parts else cls
-    hints = hints_of(cast(Any, cls))
+    hints = attribute_types(cast(Any, cls))
     if has_parts:  # drop sections of packages not installed here
         data = {k: v for k, v in data.items() if k in hints or not isinstance(v, dict)}
     known = {item.name for item in own_fields(cls)}
     unknown = [str(name) for name in data if name not in known]
     if unknown:
-        raise ValueError(f"unknown key {_join(key, unknown[0])}")
-    return cls(**{name: _read(hints[name], data[name], _join(key, name)) for name in data})
+        raise ValueError(f"unknown key {_join_key(key, unknown[0])}")
+    return cls(
+        **{name: _read_value(hints[name], data[name], _join_key(key, name)) for name in data}
+    )
 
 
-def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _class_of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the class for the section's kind, and the section's data without foreign keys."""
     key = kind_key(group)
     kind = data.get(key, kind_of(cls))
@@ -84,29 +86,29 @@ def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str,
         raise ValueError(f"{group}.{key} must be a name, not {kind!r}")
     is_part = getattr(cls, "is_part", False)
     found = part_class(cls, kind) if is_part else section_class(group, kind)
-    foreign = own_keys(group) - set(hints_of(found))
+    foreign = own_keys(group) - set(attribute_types(found))
     kept = {name: value for name, value in data.items() if name not in foreign}
     return found, {key: kind, **kept}
 
 
 @cache
-def hints_of(cls: Any) -> dict[str, Any]:
+def attribute_types(cls: Any) -> dict[str, Any]:
     """Return the types of a class's attributes, without `ClassVar`s."""
-    found = ChainMap(*map(_own_hints, cls.__mro__))
+    found = ChainMap(*map(_own_attribute_types, cls.__mro__))
     return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
 
 
 @cache
-def _own_hints(cls: Any) -> dict[str, Any]:
+def _own_attribute_types(cls: Any) -> dict[str, Any]:
     """Return the annotations of this class alone; cached, because kinds share base classes."""
     return get_annotations(cls, eval_str=True)
 
 
-def _join(prefix: str, name: str) -> str:
+def _join_key(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _read(hint: Any, value: Any, key: str) -> Any:
+def _read_value(hint: Any, value: Any, key: str) -> Any:
     if hint is Any or type(value) is hint:  # most values: strings, numbers, booleans
         return value
     origin = get_origin(hint)
@@ -114,18 +116,21 @@ def _read(hint: Any, value: Any, key: str) -> Any:
         if value is None:
             return None
         (inner,) = [item for item in get_args(hint) if item is not type(None)]
-        return _read(inner, value, key)
+        return _read_value(inner, value, key)
     if origin in (list, tuple) and not isinstance(value, (list, tuple)):
         raise ValueError(f"{key}: expected a list, got {value!r}")
     if origin is dict and not isinstance(value, dict):
         raise ValueError(f"{key}: expected a mapping, got {value!r}")
     if origin is list:
-        return [_read(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+        return [_read_value(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if origin is tuple:
-        return tuple(_read(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+        return tuple(
+            _read_value(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value)
+        )
     if origin is dict:
         return {
-            name: _read(get_args(hint)[1], item, _join(key, name)) for name, item in value.items()
+            name: _read_value(get_args(hint)[1], item, _join_key(key, name))
+            for name, item in value.items()
         }
     if is_dataclass(hint):
         return from_plain(cast(type, hint), value, key)

@@ -19,7 +19,7 @@ from trainctl.config.catalog import (
     BASE,
     Folder,
     chosen_options,
-    find,
+    find_config_file,
     ignored_yml_files,
     search_folders,
     shadowing_warning,
@@ -36,7 +36,7 @@ from trainctl.config.model_directory import (
     fill_from_directory,
 )
 from trainctl.config.overrides import Choice, Overrides, read_overrides
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig, TokenizerFromPath
 from trainctl.config.secrets import redact_setting
 from trainctl.config.sections import complete_named_sections, drop_foreign_keys
@@ -109,7 +109,7 @@ def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = Non
     findings = [*asked.findings, *ignored_yml_files(folders)]
     recipe = str(asked.recipe.option) if asked.recipe else BASE
     stack = Stack(to_plain(RunConfig()))
-    broken = check_extends(folders, recipe, _options(asked))
+    broken = check_extends(folders, recipe, _chosen_options(asked))
     if _has_error(broken) or any(item.key == "recipe" for item in asked.findings):
         raise TrainctlError.from_findings([*findings, *broken])
     defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
@@ -119,8 +119,10 @@ def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = Non
     findings += [*broken, *problems]
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
-    composed = _finish(stack, asked, findings, overrides, fill_model=True, recipe=recipe)
-    dropped = _dropped(composed.config, replaced, asked)
+    composed = _finish_composition(
+        stack, asked, findings, overrides, fill_model=True, recipe=recipe
+    )
+    dropped = _warn_of_replaced_values(composed.config, replaced, asked)
     return replace(composed, findings=(*composed.findings, *dropped))
 
 
@@ -147,19 +149,21 @@ def recompose(
     asked = read_overrides(overrides, folders)
     findings = list(asked.findings)
     if asked.recipe:
-        findings.append(_recipe_again(saved, asked.recipe))
-    findings += check_extends(folders, "", _options(asked))
+        findings.append(_recipe_change_finding(saved, asked.recipe))
+    findings += check_extends(folders, "", _chosen_options(asked))
     if asked.choices and not _has_error(findings):
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
         findings += _apply_files(stack, folders, defaults, asked.choices)[0]
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
-    composed = _finish(stack, asked, findings, overrides, fill_model=named_model, recipe=None)
+    composed = _finish_composition(
+        stack, asked, findings, overrides, fill_model=named_model, recipe=None
+    )
     if composed.has_error:
         raise TrainctlError.from_findings(composed.findings)
     return composed
 
 
-def _finish(
+def _finish_composition(
     stack: Stack,
     asked: Overrides,
     findings: list[Finding],
@@ -195,7 +199,7 @@ def _has_error(findings: Sequence[Finding]) -> bool:
     return any(finding.is_error for finding in findings)
 
 
-def _options(asked: Overrides) -> dict[str, str | list[str]]:
+def _chosen_options(asked: Overrides) -> dict[str, str | list[str]]:
     return {group: choice.option for group, choice in asked.choices.items()}
 
 
@@ -216,7 +220,7 @@ def _apply_files(
     replaced: dict[str, Layer] = {}
     chosen: dict[str, list[Setting]] = {group: [] for group in choices}
     for config_path, package in files:
-        found = find(folders, config_path)
+        found = find_config_file(folders, config_path)
         assert found is not None, config_path
         folder, path = found
         document = read_document(path, folder.name_of(path))
@@ -244,7 +248,7 @@ def _apply_files(
     return findings, replaced
 
 
-def _dropped(
+def _warn_of_replaced_values(
     config: RunConfig, replaced: Mapping[str, Layer], asked: Overrides
 ) -> Iterator[Finding]:
     """Yield at most one warning, which lists the recipe's values that chosen options replaced.
@@ -308,15 +312,15 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
                 findings.append(_not_applied(key, own, value, stack, source))
                 continue
             stack.layers[key].insert(0, Layer(source, value))
-            findings.append(_differs(key, own, value, stack, source))
+            findings.append(_replaces_directory_finding(key, own, value, stack, source))
             continue
         if has_own:
-            findings.append(_gives_way(key, own, value, stack, source))
+            findings.append(_yields_to_directory_finding(key, own, value, stack, source))
         set_by = _last_source(stack, key) if name == "path" else source
         stack.apply([Setting(("model", name), value, set_by)])
     tokenizer = from_plain(RunConfig, stack.plain).tokenizer
     has_path = not isinstance(tokenizer, TokenizerFromPath) or tokenizer.path is not None
-    if not has_path and load("tokenizer", tokenizer.kind).is_directory:
+    if not has_path and load_spec("tokenizer", tokenizer.kind).is_directory:
         stack.apply([Setting(("tokenizer", "path"), read.path, f"{model.path}")])
     if not _has_error(findings):
         findings += _fill_anatomy(stack)
@@ -355,7 +359,9 @@ def _last_source(stack: Stack, key: str) -> str:
     return stack.layers[key][-1].source if key else ""
 
 
-def _differs(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:
+def _replaces_directory_finding(
+    key: str, own: Any, read: Any, stack: Stack, source: str
+) -> Finding:
     return Finding(
         rule=NO_EFFECT,
         key=key,
@@ -377,7 +383,9 @@ def _not_applied(key: str, own: Any, read: Any, stack: Stack, source: str) -> Fi
     )
 
 
-def _gives_way(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:
+def _yields_to_directory_finding(
+    key: str, own: Any, read: Any, stack: Stack, source: str
+) -> Finding:
     return Finding(
         rule=NO_EFFECT,
         key=key,
@@ -388,7 +396,7 @@ def _gives_way(key: str, own: Any, read: Any, stack: Stack, source: str) -> Find
     )
 
 
-def _recipe_again(saved: RunConfig, recipe: Choice) -> Finding:
+def _recipe_change_finding(saved: RunConfig, recipe: Choice) -> Finding:
     return Finding(
         rule=NO_EFFECT,
         key="recipe",

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainctl.config.catalog import Folder, find, option_names
+from trainctl.config.catalog import Folder, find_config_file, option_names
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import UNREADABLE, read_document, read_text
 from trainctl.errors import Finding
@@ -49,7 +49,7 @@ class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the defaults list and the package of a file; empty for Hydra's own files."""
         self.asked.add(config_path)
-        found = find(self.folders, config_path)
+        found = find_config_file(self.folders, config_path)
         written: list[Any] = []
         header: dict[str, str | None] = {"package": None}
         if found is not None:
@@ -66,7 +66,9 @@ class SearchedFolders(ConfigSource):  # type: ignore[misc]  # Hydra has no types
 
     def is_config(self, config_path: str) -> bool:
         self.asked.add(config_path)
-        return config_path == HYDRA_CONFIG or find(self.folders, config_path) is not None
+        return (
+            config_path == HYDRA_CONFIG or find_config_file(self.folders, config_path) is not None
+        )
 
     def available(self) -> bool:
         return True
@@ -80,14 +82,14 @@ def _is_group(folders: list[Folder], config_path: str) -> bool:
     return any((folder.path / config_path).is_dir() for folder in folders)
 
 
-def _answer(folders: list[Folder], config_path: str) -> Answer:
-    found = find(folders, config_path)
+def _answer_for_path(folders: list[Folder], config_path: str) -> Answer:
+    found = find_config_file(folders, config_path)
     return (read_text(found[1]) if found else None), _is_group(folders, config_path)
 
 
 def _answers_are_current(folders: list[Folder], answers: dict[str, Answer]) -> bool:
     try:
-        return all(_answer(folders, path) == answer for path, answer in answers.items())
+        return all(_answer_for_path(folders, path) == answer for path, answer in answers.items())
     except (OSError, ValueError):  # Hydra reads it again and reports it
         return False
 
@@ -123,7 +125,7 @@ def files_in_order(
         with initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(ROOT, [], RunMode.RUN).defaults
-        answers = {path: _answer(folders, path) for path in SearchedFolders.asked}
+        answers = {path: _answer_for_path(folders, path) for path in SearchedFolders.asked}
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         return Finding(
             rule=UNREADABLE,

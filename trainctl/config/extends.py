@@ -12,7 +12,7 @@ from trainctl.config.catalog import (
     BASE,
     UNKNOWN_RECIPE,
     Folder,
-    find,
+    find_config_file,
     option_names,
     recipe_names,
     unknown_option,
@@ -20,7 +20,7 @@ from trainctl.config.catalog import (
 )
 from trainctl.config.check import REFUSED, UNKNOWN_KEY, check_setting
 from trainctl.config.schema import GROUPS, LIST_GROUPS
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.config.yaml_files import (
     UNREADABLE,
     Default,
@@ -58,12 +58,12 @@ class _Walk:
 
     def recipe(self, name: str, chain: tuple[str, ...]) -> list[Finding]:
         """Return the problems of a recipe or of base; `chain` holds the recipes that extend it."""
-        found = find(self.folders, name)
+        found = find_config_file(self.folders, name)
         if found is None:
             return [unknown_recipe(self.folders, name, "")]
         folder, path = found
         document = read_document(path, folder.name_of(path))
-        findings = [] if folder.is_shipped else _problems(document, ())
+        findings = [] if folder.is_shipped else _check_document(document, ())
         parents = [each for each in document.defaults if not each.group and each.option != "_self_"]
         for default in document.defaults:
             findings += self._option(default) if default.group else []
@@ -75,21 +75,21 @@ class _Walk:
 
     def users_option(self, group: str, option: str, chain: tuple[str, ...]) -> list[Finding]:
         """Return the problems of a user's option, and of the options that it extends."""
-        found = find(self.folders, f"{group}/{option}")
+        found = find_config_file(self.folders, f"{group}/{option}")
         if found is None or found[0].is_shipped:
             return []
         folder, path = found
         shown = folder.name_of(path)
         document = read_document(path, shown)
-        findings = _problems(document, (group, option) if group in LIST_GROUPS else (group,))
+        findings = _check_document(document, (group, option) if group in LIST_GROUPS else (group,))
         if any(line.startswith("@package") for line in leading_comment(path)):
-            findings.append(_package(group, shown))
+            findings.append(_package_finding(group, shown))
         for default in document.defaults:
             parent = str(default.option).removeprefix(f"/{group}/")
             if default.group:
                 findings += self._option(default)
             elif parent in (*chain, option):
-                findings.append(_circle(parent, (*chain, option), default.source))
+                findings.append(_circle_finding(parent, (*chain, option), default.source))
             elif parent in option_names(self.folders, group):
                 findings += self.users_option(group, parent, (*chain, option))
             elif parent != "_self_":
@@ -99,7 +99,7 @@ class _Walk:
     def _extends(self, default: Default, chain: tuple[str, ...]) -> list[Finding]:
         parent = str(default.option)
         if parent in chain:
-            return [_circle(parent, chain, default.source)]
+            return [_circle_finding(parent, chain, default.source)]
         if parent != BASE and parent not in self.recipes:
             return [unknown_recipe(self.folders, parent, default.source)]
         return self.recipe(parent, chain)
@@ -107,7 +107,7 @@ class _Walk:
     def _option(self, default: Default) -> list[Finding]:
         group, option = default.group.removeprefix("/"), default.option
         if group not in (*GROUPS, *LIST_GROUPS):
-            return [_unknown_group(default, group)]
+            return [_unknown_group_finding(default, group)]
         if option is None or group in self.chosen:
             return []
         if group in LIST_GROUPS and isinstance(option, list):
@@ -118,20 +118,20 @@ class _Walk:
     def _named(self, default: Default, group: str) -> list[Finding]:
         option = default.option
         if not isinstance(option, str):
-            return [_not_text(default, group)]
+            return [_not_text_finding(default, group)]
         if option not in option_names(self.folders, group):
             return [unknown_option(self.folders, group, option, default.source)]
         return self.users_option(group, option, ())
 
 
-def _problems(document: YamlDocument, prefix: tuple[str, ...]) -> list[Finding]:
+def _check_document(document: YamlDocument, prefix: tuple[str, ...]) -> list[Finding]:
     findings = list(document.findings)
     for setting in document.settings:
         findings += check_setting(replace(setting, path=(*prefix, *setting.path)))[1]
     return findings
 
 
-def _package(group: str, shown: str) -> Finding:
+def _package_finding(group: str, shown: str) -> Finding:
     return Finding(
         rule=REFUSED,
         key=group,
@@ -151,7 +151,7 @@ def _starts_from_nothing(shown: str) -> Finding:
     )
 
 
-def _circle(parent: str, chain: tuple[str, ...], source: str) -> Finding:
+def _circle_finding(parent: str, chain: tuple[str, ...], source: str) -> Finding:
     circle = " -> ".join((*chain[chain.index(parent) :], parent))
     return Finding(
         rule=UNKNOWN_RECIPE,
@@ -162,8 +162,8 @@ def _circle(parent: str, chain: tuple[str, ...], source: str) -> Finding:
     )
 
 
-def _unknown_group(default: Default, group: str) -> Finding:
-    close = nearest(group, GROUPS)
+def _unknown_group_finding(default: Default, group: str) -> Finding:
+    close = nearest_names(group, GROUPS)
     return Finding(
         rule=UNKNOWN_KEY,
         key=group,
@@ -173,7 +173,7 @@ def _unknown_group(default: Default, group: str) -> Finding:
     )
 
 
-def _not_text(default: Default, group: str) -> Finding:
+def _not_text_finding(default: Default, group: str) -> Finding:
     is_number = isinstance(default.option, (int, float))
     hint = f'quote it: {group}: "{default.option}"' if is_number else "name one option"
     return Finding(

@@ -70,13 +70,13 @@ def chosen_hosts(launcher: HostChoice, nodes: int, devices_per_node: int) -> tup
     else:
         hosts = [Host(name) for name in launcher.hosts]
     if launcher.include is not None:
-        hosts = _include(hosts, launcher.include)
+        hosts = _keep_included(hosts, launcher.include)
     if launcher.exclude is not None:
-        hosts = _exclude(hosts, launcher.exclude, devices_per_node)
-    hosts = [_with_enough(host, devices_per_node) for host in hosts]
+        hosts = _drop_excluded(hosts, launcher.exclude, devices_per_node)
+    hosts = [_require_devices(host, devices_per_node) for host in hosts]
     if len(hosts) != nodes:
         raise TrainctlError(
-            f"the plan is for {nodes} nodes, and {_of(launcher)} has {len(hosts)} to use",
+            f"the plan is for {nodes} nodes, and {_hosts_origin(launcher)} has {len(hosts)} to use",
             hint=f"hardware.nodes={len(hosts)}, or choose with launcher.include or .exclude",
         )
     return tuple(hosts)
@@ -116,15 +116,15 @@ def read_hostfile(path: Path) -> list[Host]:
     return hosts
 
 
-def _include(hosts: Sequence[Host], text: str) -> list[Host]:
-    chosen = _selection("launcher.include", text, hosts)
+def _keep_included(hosts: Sequence[Host], text: str) -> list[Host]:
+    chosen = _parse_selection("launcher.include", text, hosts)
     return [
         replace(host, devices=chosen[host.name] or None) for host in hosts if host.name in chosen
     ]
 
 
-def _exclude(hosts: Sequence[Host], text: str, devices_per_node: int) -> list[Host]:
-    excluded = _selection("launcher.exclude", text, hosts)
+def _drop_excluded(hosts: Sequence[Host], text: str, devices_per_node: int) -> list[Host]:
+    excluded = _parse_selection("launcher.exclude", text, hosts)
     left = []
     for host in hosts:
         if host.name not in excluded:
@@ -136,7 +136,7 @@ def _exclude(hosts: Sequence[Host], text: str, devices_per_node: int) -> list[Ho
     return left
 
 
-def _selection(key: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
+def _parse_selection(key: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
     """Parse `node1@node2:0,2` into device indices by host; an empty tuple selects the whole host.
 
     A user's `@` stays part of the host's name.
@@ -164,7 +164,7 @@ def _selection(key: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
     return found
 
 
-def _with_enough(host: Host, devices: int) -> Host:
+def _require_devices(host: Host, devices: int) -> Host:
     offered = len(host.devices) if host.devices is not None else host.slots
     if offered is not None and offered < devices:
         raise TrainctlError(
@@ -179,5 +179,5 @@ def _require_name(name: str, where: str) -> None:
         raise TrainctlError(f"{where}: {name!r} is not a host name", hint=HOST_NAME_HINT)
 
 
-def _of(launcher: HostChoice) -> str:
+def _hosts_origin(launcher: HostChoice) -> str:
     return launcher.hostfile if launcher.hostfile is not None else "launcher.hosts"

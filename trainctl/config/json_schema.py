@@ -11,11 +11,11 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from trainctl.config.catalog import options, recipes
+from trainctl.config.catalog import list_options, list_recipes
 from trainctl.config.keys import COUNT, Leaf, leaves, option_leaves, part_leaves
-from trainctl.config.registry import kind_key, names
+from trainctl.config.registry import kind_key, list_kinds
 from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.errors import TrainctlError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -27,12 +27,12 @@ SET_BY_LAUNCH = ("recipe",)
 def recipe_schema() -> dict[str, Any]:
     """Return the schema of a recipe: what it extends, the options it chooses, the keys it sets."""
     hints = get_type_hints(RunConfig)
-    properties: dict[str, Any] = {"defaults": _defaults()}
+    properties: dict[str, Any] = {"defaults": _defaults_list_schema()}
     for item in fields(RunConfig):
         if item.name in SET_BY_LAUNCH:
             continue
         if is_dataclass(hints[item.name]):
-            properties[item.name] = _section(item.name)
+            properties[item.name] = _section_schema(item.name)
         else:
             properties[item.name] = value_schema(leaves()[item.name])
     return {
@@ -51,13 +51,15 @@ def option_schema(group: str) -> dict[str, Any]:
         TrainctlError: There is no such group.
     """
     if group in LIST_GROUPS:
-        each = [{"title": name, **_section_of(group, name)} for name in names(group)]
+        each = [
+            {"title": name, **_option_section_schema(group, name)} for name in list_kinds(group)
+        ]
         return {"$schema": DIALECT, "title": f"An option of {group}", "anyOf": [*each, {}]}
     if group not in GROUPS:
-        close = did_you_mean(nearest(group, (*GROUPS, *LIST_GROUPS)))
+        close = did_you_mean(nearest_names(group, (*GROUPS, *LIST_GROUPS)))
         hint = f"{close} groups: {', '.join((*GROUPS, *LIST_GROUPS))}".strip()
         raise TrainctlError(f"there is no group {group}", hint=hint)
-    return {"$schema": DIALECT, "title": f"An option of {group}", **_section(group)}
+    return {"$schema": DIALECT, "title": f"An option of {group}", **_section_schema(group)}
 
 
 def value_schema(leaf: Leaf) -> dict[str, Any]:
@@ -66,23 +68,23 @@ def value_schema(leaf: Leaf) -> dict[str, Any]:
     return {
         "description": f"{leaf.metadata['doc']}{unit}",
         "default": leaf.default,
-        "anyOf": [*types_of(leaf), REFERENCE],
+        "anyOf": [*json_types(leaf), REFERENCE],
     }
 
 
-def _section(name: str) -> dict[str, Any]:
+def _section_schema(name: str) -> dict[str, Any]:
     cls = get_type_hints(RunConfig)[name]
     keys = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{name}.")]
     return {
         "description": (cls.__doc__ or "").strip(),
         "type": "object",
-        "properties": _properties(keys, f"{name}."),
+        "properties": _property_schemas(keys, f"{name}."),
         "additionalProperties": False,
-        **({"allOf": _by_kind(name, keys)} if any(leaf.kinds for leaf in keys) else {}),
+        **({"allOf": _schemas_by_kind(name, keys)} if any(leaf.kinds for leaf in keys) else {}),
     }
 
 
-def _properties(keys: list[Leaf], prefix: str) -> dict[str, Any]:
+def _property_schemas(keys: list[Leaf], prefix: str) -> dict[str, Any]:
     """Return the schemas of all keys under a prefix, nested sections included."""
     found: dict[str, Any] = {}
     for leaf in keys:
@@ -93,13 +95,15 @@ def _properties(keys: list[Leaf], prefix: str) -> dict[str, Any]:
             inside = f"{prefix}{name}."
             found[name] = {
                 "type": "object",
-                "properties": _properties([k for k in keys if k.key.startswith(inside)], inside),
+                "properties": _property_schemas(
+                    [k for k in keys if k.key.startswith(inside)], inside
+                ),
                 "additionalProperties": False,
             }
     return found
 
 
-def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
+def _schemas_by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
     """Return conditions that forbid the keys of other kinds, if the file names its kind."""
     key = kind_key(group)
     return [
@@ -113,11 +117,11 @@ def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
                 }
             },
         }
-        for kind in names(group)
+        for kind in list_kinds(group)
     ]
 
 
-def types_of(leaf: Leaf) -> list[dict[str, Any]]:
+def json_types(leaf: Leaf) -> list[dict[str, Any]]:
     """Return the JSON Schema types of a key's values."""
     if leaf.metadata.get("units"):
         choice = {"enum": list(leaf.choices)}
@@ -125,27 +129,27 @@ def types_of(leaf: Leaf) -> list[dict[str, Any]]:
         return [{"type": "array", "items": choice} if is_list else choice]
     if leaf.metadata.get("each"):
         group = leaf.metadata["each"]
-        sections = {name: _section_of(group, name) for name in names(group)}
+        sections = {name: _option_section_schema(group, name) for name in list_kinds(group)}
         return [{"type": "object", "properties": sections, "additionalProperties": False}]
-    return _types(leaf.hint, leaf.metadata)
+    return _json_types_of_hint(leaf.hint, leaf.metadata)
 
 
-def _section_of(group: str, name: str) -> dict[str, Any]:
+def _option_section_schema(group: str, name: str) -> dict[str, Any]:
     """Return the schema of an option's own section; null removes the section."""
     keys = {key: value_schema(leaf) for key, leaf in option_leaves(group, name).items()}
     return {"type": ["object", "null"], "properties": keys, "additionalProperties": False}
 
 
-def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
+def _json_types_of_hint(hint: Any, limits: Any) -> list[dict[str, Any]]:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return [each for part in get_args(hint) for each in _types(part, limits)]
+        return [each for part in get_args(hint) for each in _json_types_of_hint(part, limits)]
     if hint is type(None):
         return [{"type": "null"}]
     if hint is Any:
         return [{}]
     if origin is list:
-        return [{"type": "array", "items": {"anyOf": _types(get_args(hint)[0], {})}}]
+        return [{"type": "array", "items": {"anyOf": _json_types_of_hint(get_args(hint)[0], {})}}]
     if origin is dict:
         inner = get_args(hint)[1]
         if getattr(inner, "is_part", False):
@@ -158,7 +162,8 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
     if is_dataclass(hint):
         hints = get_type_hints(hint)
         properties = {
-            item.name: {"anyOf": _types(hints[item.name], item.metadata)} for item in fields(hint)
+            item.name: {"anyOf": _json_types_of_hint(hints[item.name], item.metadata)}
+            for item in fields(hint)
         }
         return [{"type": "object", "properties": properties, "additionalProperties": False}]
     if issubclass(hint, Enum):
@@ -178,14 +183,14 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
     return accepted
 
 
-def _defaults() -> dict[str, Any]:
+def _defaults_list_schema() -> dict[str, Any]:
     """Return the schema of a defaults list.
 
     A line is a recipe's name, `_self_`, or `override /GROUP: OPTION`.
     """
     choices: dict[str, Any] = {}
     for group in GROUPS:
-        names = [info.name for info in options(group)]
+        names = [info.name for info in list_options(group)]
         known: list[Any] = [*names, *(int(name) for name in names if name.isdigit())]
         choice = {
             "description": f"An option of {group}.",
@@ -193,10 +198,10 @@ def _defaults() -> dict[str, Any]:
         }
         choices |= {f"override /{group}": choice, group: choice}
     for group in LIST_GROUPS:
-        known = [{"enum": [info.name for info in options(group)]}, {"type": "string"}]
+        known = [{"enum": [info.name for info in list_options(group)]}, {"type": "string"}]
         listed = {"description": f"Options of {group}.", "type": "array", "items": {"anyOf": known}}
         choices |= {f"override /{group}": listed, group: listed}
-    starts = ["base", *(info.name for info in recipes()), "_self_"]
+    starts = ["base", *(info.name for info in list_recipes()), "_self_"]
     return {
         "description": "What the recipe starts from, then the options that it chooses.",
         "type": "array",

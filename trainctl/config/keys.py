@@ -12,12 +12,12 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin
 
-from trainctl.config.codec import hints_of, to_plain
+from trainctl.config.codec import attribute_types, to_plain
 from trainctl.config.quantities import in_unit
 from trainctl.config.registry import (
     kind_key,
     kind_of,
-    names,
+    list_kinds,
     new_section,
     own_fields,
     part_class,
@@ -25,7 +25,7 @@ from trainctl.config.registry import (
     unit_groups,
 )
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import explain_address, nearest
+from trainctl.config.suggest import explain_address, nearest_names
 
 LARGEST_INTEGER = 2**63 - 1
 COUNT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKMBT])")
@@ -67,7 +67,7 @@ class Leaf:
     def choices(self) -> tuple[str, ...]:
         """Legal values, if the key names an option of a group or a member of an enumeration."""
         if self.metadata.get("units"):
-            return names(self.metadata["units"])
+            return list_kinds(self.metadata["units"])
         kinds = [each for each in (self.hint, *get_args(self.hint)) if isinstance(each, type)]
         return tuple(
             str(member.value) for kind in kinds if issubclass(kind, Enum) for member in kind
@@ -92,7 +92,7 @@ def leaves() -> dict[str, Leaf]:
     kinds share is described by the default kind, or else by the first kind that has it.
     """
     table: dict[str, Leaf] = {}
-    _collect(RunConfig(), "", table)
+    _collect_leaves(RunConfig(), "", table)
     return table
 
 
@@ -115,7 +115,7 @@ def sections() -> frozenset[str]:
     return frozenset(key.partition(".")[0] for key in leaves() if "." in key)
 
 
-def leaf_of(path: tuple[str, ...]) -> Leaf | None:
+def find_leaf(path: tuple[str, ...]) -> Leaf | None:
     """Return the key at a path, or the free-form mapping that the path leads into.
 
     None if the path is unknown.
@@ -130,13 +130,13 @@ def leaf_of(path: tuple[str, ...]) -> Leaf | None:
 
 
 def described_leaf(path: tuple[str, ...]) -> Leaf | None:
-    """Return the key at a path as `leaf_of`, or the key of an option's own section there."""
-    leaf = leaf_of(path)
+    """Return the key at a path as `find_leaf`, or the key of an option's own section there."""
+    leaf = find_leaf(path)
     group = leaf.metadata.get("each") if leaf is not None else None
     if leaf is None or not group:
         return leaf
     name, *inside = path[leaf.key.count(".") + 1 :] or ("",)
-    own = option_leaves(group, name) if inside and name in names(group) else {}
+    own = option_leaves(group, name) if inside and name in list_kinds(group) else {}
     return own.get(inside[0], leaf) if inside else leaf
 
 
@@ -144,7 +144,7 @@ def described_leaf(path: tuple[str, ...]) -> Leaf | None:
 def part_leaves(part: type) -> dict[str, Leaf]:
     """Return the keys of a named section, such as `data.sources.NAME`, over all its kinds."""
     found: dict[str, Leaf] = {}
-    for kind in names(part.units):  # type: ignore[attr-defined]
+    for kind in list_kinds(part.units):  # type: ignore[attr-defined]
         for name, leaf in part_leaves_of(part, kind).items():
             having = (*found[name].kinds, kind) if name in found else (kind,)
             found[name] = replace(found.get(name, leaf), kinds=having)
@@ -165,7 +165,7 @@ def option_leaves(group: str, name: str) -> dict[str, Leaf]:
 
 def _leaves_in(section: Any, prefix: str = "") -> dict[str, Leaf]:
     """Return the keys of one section, by name under the prefix."""
-    hints = hints_of(section.__class__)
+    hints = attribute_types(section.__class__)
     found = (
         Leaf(
             f"{prefix}{item.name}",
@@ -189,7 +189,7 @@ def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None
     return replace(leaf, key=".".join(path[:length]))
 
 
-def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
+def convert_value(leaf: Leaf, value: Any, text: str | None = None) -> Any:
     """Convert a value to its key's type, as plain data.
 
     Args:
@@ -200,13 +200,13 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
         ValueProblem: The value has another type, or is out of range.
     """
     if leaf.metadata.get("units"):
-        return _accept_names(leaf, value, text)
+        return _require_names(leaf, value, text)
     if leaf.metadata.get("each"):
-        return _accept_each(leaf, value)
+        return _convert_each(leaf, value)
     if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
-        value = _with_suffix(value)
+        value = _parse_suffix(value)
     try:
-        accepted = _accept(leaf.hint, value, text, leaf.default)
+        accepted = _convert(leaf.hint, value, text, leaf.default)
     except ValueProblem as wrong:
         if wrong.hint:
             raise
@@ -263,8 +263,8 @@ def _as_typed(leaf: Leaf, value: Any) -> str:
     meant = in_unit(value, unit, is_count=is_count) if isinstance(value, str) else None
     is_whole = meant is not None and (meant == int(meant) or not is_count)
     if meant is not None and is_whole and range_problem(leaf.metadata, meant) is None:
-        return f"write {_number(meant)}" + (f" ({unit})" if unit else "")
-    what = _expected(kinds[0])
+        return f"write {_number_text(meant)}" + (f" ({unit})" if unit else "")
+    what = _type_in_words(kinds[0])
     what += f", in {unit}" if unit else ", such as 0.1 or 1e-4" if float in kinds else ""
     return what + (", or null" if type(None) in kinds else "")
 
@@ -276,37 +276,43 @@ def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | Non
     unit = f" {metadata['unit']}" if metadata.get("unit") else ""
     least, most, above = metadata.get("minimum"), metadata.get("maximum"), metadata.get("above")
     if least is not None and value < least:
-        return _outside(f"{value} is below the smallest legal value", f"{_number(least)}{unit}")
+        return _out_of_range_problem(
+            f"{value} is below the smallest legal value", f"{_number_text(least)}{unit}"
+        )
     if most is not None and value > most:
-        return _outside(f"{value} is above the largest legal value", f"{_number(most)}{unit}")
+        return _out_of_range_problem(
+            f"{value} is above the largest legal value", f"{_number_text(most)}{unit}"
+        )
     if above is not None and value <= above:
-        return _outside(f"{value} must be above {_number(above)}", f"more than {_number(above)}")
+        return _out_of_range_problem(
+            f"{value} must be above {_number_text(above)}", f"more than {_number_text(above)}"
+        )
     return None
 
 
-def _with_suffix(text: str) -> Any:
+def _parse_suffix(text: str) -> Any:
     """Parse a token count such as 4M or 1.5B; return any other text unchanged."""
     number = COUNT.fullmatch(text.strip())
     return float(number[1]) * SUFFIXES[number[2].upper()] if number else text
 
 
-def _outside(message: str, nearest_legal: str) -> ValueProblem:
+def _out_of_range_problem(message: str, nearest_legal: str) -> ValueProblem:
     return ValueProblem(message, f"nearest legal value: {nearest_legal}", out_of_range=True)
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
-    hints = hints_of(config.__class__)
+def _collect_leaves(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
+    hints = attribute_types(config.__class__)
     for item in fields(config):
         value = getattr(config, item.name)
         group = getattr(value, "units", "")
         if group:
             _collect_units(group, kind_of(value), table)
         elif is_dataclass(value):
-            _collect(value, f"{prefix}{item.name}.", table)
+            _collect_leaves(value, f"{prefix}{item.name}.", table)
         else:
             key = f"{prefix}{item.name}"
             table[key] = Leaf(key, hints[item.name], to_plain(value), item.metadata)
@@ -314,7 +320,7 @@ def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
 
 def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
     """Add the keys of all kinds of a group, the default kind's first and with its description."""
-    found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *names(group)])}
+    found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *list_kinds(group)])}
     having: dict[str, list[str]] = {}
     for kind, keys in found.items():
         for key in keys:
@@ -324,50 +330,52 @@ def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
         table[key] = leaf if len(kinds) == len(found) else replace(leaf, kinds=tuple(sorted(kinds)))
 
 
-def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
+def _convert(hint: Any, value: Any, text: str | None, default: Any) -> Any:
     if value == "???":
-        raise ValueProblem("??? stands for a missing value", _expected(hint))
+        raise ValueProblem("??? stands for a missing value", _type_in_words(hint))
     if hint is Any:
-        return _accept_any(value)
+        return _convert_any(value)
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None:
             return None
         (hint,) = [item for item in get_args(hint) if item is not type(None)]
-        return _accept(hint, value, text, default)
+        return _convert(hint, value, text, default)
     if value is None:
         shown = f"; its default is {default}" if default not in (None, [], {}) else ""
-        raise ValueProblem("this key cannot be null", f"{_expected(hint)}{shown}")
+        raise ValueProblem("this key cannot be null", f"{_type_in_words(hint)}{shown}")
     if origin is list:
-        return _accept_list(hint, value)
+        return _convert_list(hint, value)
     if origin is dict:
-        return _accept_mapping(hint, value)
+        return _convert_mapping(hint, value)
     if is_dataclass(hint):
-        return _accept_part(hint, value) if hasattr(hint, "is_part") else _accept_entry(hint, value)
+        return (
+            _convert_part(hint, value) if hasattr(hint, "is_part") else _convert_entry(hint, value)
+        )
     if issubclass(hint, Enum):
-        return _accept_member(hint, value, text)
+        return _convert_member(hint, value, text)
     return _SCALARS[hint](value, text)
 
 
-def _accept_any(value: Any) -> Any:
+def _convert_any(value: Any) -> Any:
     """Check a value of free-form JSON, such as DeepSpeed's configuration."""
     if isinstance(value, dict):
-        return {str(name): _accept_any(item) for name, item in value.items()}
+        return {str(name): _convert_any(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_accept_any(item) for item in value]
+        return [_convert_any(item) for item in value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value if isinstance(value, int) else _accept_float(value, None)
+        return value if isinstance(value, int) else _convert_float(value, None)
     if value is None or isinstance(value, (str, bool)):
         return value
     raise ValueProblem(f"{type(value).__name__} has no form in JSON", "quote it as text")
 
 
-def _accept_list(hint: Any, value: Any) -> list[Any]:
+def _convert_list(hint: Any, value: Any) -> list[Any]:
     inner = get_args(hint)[0]
     if not isinstance(value, list):
         shown = as_written(value) or "nothing"
         raise ValueProblem(f"expected a list, got {shown}", _in_a_list(inner, value))
-    return [_accept(inner, item, None, None) for item in value]
+    return [_convert(inner, item, None, None) for item in value]
 
 
 def _in_a_list(inner: Any, value: Any) -> str:
@@ -375,20 +383,20 @@ def _in_a_list(inner: Any, value: Any) -> str:
     if value == "":
         return "write [] for none"
     try:
-        _accept(inner, value, None, None)
+        _convert(inner, value, None, None)
     except ValueProblem:
         return ""
     return f"write it as [{as_written(value)}]"
 
 
-def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
+def _convert_mapping(hint: Any, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueProblem(f"expected a mapping, got {as_written(value) or 'nothing'}")
     inner = get_args(hint)[1]
-    return {str(name): _accept(inner, item, None, None) for name, item in value.items()}
+    return {str(name): _convert(inner, item, None, None) for name, item in value.items()}
 
 
-def _accept_part(part: Any, value: Any) -> dict[str, Any]:
+def _convert_part(part: Any, value: Any) -> dict[str, Any]:
     """Check the keys that are set in a named section. Each of them can also be set alone."""
     legal = part_leaves(part)
     if not isinstance(value, dict):
@@ -396,40 +404,40 @@ def _accept_part(part: Any, value: Any) -> dict[str, Any]:
         raise ValueProblem(f"expected a section, got {shown}", f"its keys: {', '.join(legal)}")
     for name in value:
         if name not in legal:
-            close = ", ".join(nearest(str(name), legal)) or ", ".join(legal)
+            close = ", ".join(nearest_names(str(name), legal)) or ", ".join(legal)
             raise ValueProblem(f"such a section has no key {name}", f"did you mean {close}?")
-    return {name: accept(legal[name], item) for name, item in value.items()}
+    return {name: convert_value(legal[name], item) for name, item in value.items()}
 
 
-def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
+def _convert_entry(hint: Any, value: Any) -> dict[str, Any]:
     """Check an entry of a list of mappings, and fill keys that are not set with their defaults."""
-    hints = hints_of(hint)
+    hints = attribute_types(hint)
     if not isinstance(value, dict):
         raise ValueProblem(f"expected a mapping, got {value!r}", f"its keys: {', '.join(hints)}")
     for name in value:
         if name not in hints:
-            close = nearest(str(name), hints)
+            close = nearest_names(str(name), hints)
             legal = f"its keys: {', '.join(hints)}"
             hint_text = f"did you mean {close[0]}? {legal}" if close else legal
             raise ValueProblem(f"an entry has no key {name}", hint_text)
     entry = {item.name: to_plain(item.default) for item in fields(hint)}
     counts = {item.name for item in fields(hint) if item.metadata.get("unit") == "tokens"}
     for name, item in value.items():
-        count = _with_suffix(item) if name in counts and isinstance(item, str) else item
-        entry[name] = _accept(hints[name], count, None, None)
+        count = _parse_suffix(item) if name in counts and isinstance(item, str) else item
+        entry[name] = _convert(hints[name], count, None, None)
     return entry
 
 
-def _accept_member(kind: type[Enum], value: Any, text: str | None) -> Any:
+def _convert_member(kind: type[Enum], value: Any, text: str | None) -> Any:
     members = {str(member.value): member.value for member in kind}
-    return members[_accept_name(tuple(members), value, text)]
+    return members[_require_name(tuple(members), value, text)]
 
 
-def _accept_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
+def _require_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
     written = value if isinstance(value, str) else text if text is not None else str(value)
     if written in members:
         return written
-    close = nearest(written, members)
+    close = nearest_names(written, members)
     legal = f"one of {', '.join(members)}"
     raise ValueProblem(
         f"{written!r} is not a legal value",
@@ -437,12 +445,12 @@ def _accept_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
     )
 
 
-def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
+def _require_names(leaf: Leaf, value: Any, text: str | None) -> Any:
     """Check the name of one option of a group, or a list of distinct names."""
     if get_origin(leaf.hint) is not list:
-        return _accept_name(leaf.choices, value, text)
-    written = _accept(leaf.hint, value, text, leaf.default)
-    accepted = [_accept_name(leaf.choices, name, None) for name in written]
+        return _require_name(leaf.choices, value, text)
+    written = _convert(leaf.hint, value, text, leaf.default)
+    accepted = [_require_name(leaf.choices, name, None) for name in written]
     once = list(dict.fromkeys(accepted))
     if len(once) < len(accepted):
         twice = next(name for name in once if accepted.count(name) > 1)
@@ -450,20 +458,23 @@ def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
     return accepted
 
 
-def _accept_each(leaf: Leaf, value: Any) -> dict[str, Any]:
+def _convert_each(leaf: Leaf, value: Any) -> dict[str, Any]:
     """Check a mapping of options' own sections, keyed by option name."""
     if not isinstance(value, dict):
         shown = as_written(value) or "nothing"
         raise ValueProblem(f"expected a mapping, got {shown}", _as_typed(leaf, value))
     group = leaf.metadata["each"]
-    return {str(name): _accept_section(group, str(name), own) for name, own in value.items()}
+    return {str(name): _convert_section(group, str(name), own) for name, own in value.items()}
 
 
-def _accept_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
+def _convert_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
     """Check the keys that are set in one option's section; None removes the section."""
     what = group.removesuffix("s")
-    if name not in names(group):
-        close, legal = nearest(name, names(group)), f"there are {', '.join(names(group))}"
+    if name not in list_kinds(group):
+        close, legal = (
+            nearest_names(name, list_kinds(group)),
+            f"there are {', '.join(list_kinds(group))}",
+        )
         hint = f"did you mean {close[0]}? {legal.capitalize()}" if close else legal
         raise ValueProblem(f"there is no {what} {name}", hint)
     if value is None:
@@ -474,49 +485,51 @@ def _accept_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
         raise ValueProblem(f"expected a section, got {shown}", f"its keys: {', '.join(own)}")
     for key in value:
         if key not in own:
-            close = nearest(str(key), own)
-            having = [each for each in names(group) if key in option_leaves(group, each)]
+            close = nearest_names(str(key), own)
+            having = [each for each in list_kinds(group) if key in option_leaves(group, each)]
             hint = f"did you mean {close[0]}? " if close else f"its keys: {', '.join(own)}. "
             hint += f"{' or '.join(having)} has it" if having else ""
             raise ValueProblem(f"the {what} {name} has no key {key}", hint.strip())
-    return {key: accept(own[key], item) for key, item in value.items()}
+    return {key: convert_value(own[key], item) for key, item in value.items()}
 
 
-def _accept_bool(value: Any, text: str | None) -> bool:
+def _convert_bool(value: Any, text: str | None) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in SWITCHES:
         return SWITCHES[value.lower()]
     hint = "write false" if value == 0 else "write true"
-    raise ValueProblem(f"expected true or false, got {_shown(value)}", hint)
+    raise ValueProblem(f"expected true or false, got {_value_in_words(value)}", hint)
 
 
-def _accept_int(value: Any, text: str | None) -> int:
+def _convert_int(value: Any, text: str | None) -> int:
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         close = f"write {round(value)}" if _is_finite(value) else ""
-        raise ValueProblem(f"expected a whole number, got {_shown(value)}", close)
+        raise ValueProblem(f"expected a whole number, got {_value_in_words(value)}", close)
     if abs(value) > LARGEST_INTEGER:
         raise ValueProblem("the number is too large", f"at most {LARGEST_INTEGER}")
     return value
 
 
-def _accept_float(value: Any, text: str | None) -> float:
+def _convert_float(value: Any, text: str | None) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueProblem(f"expected a number, got {_shown(value)}")
+        raise ValueProblem(f"expected a number, got {_value_in_words(value)}")
     if not _is_finite(value):
         raise ValueProblem("expected a finite number")
     return float(value)
 
 
-def _accept_str(value: Any, text: str | None) -> str:
+def _convert_str(value: Any, text: str | None) -> str:
     if isinstance(value, (list, dict)):
-        raise ValueProblem(f"expected a single value, got {_shown(value)}", "quote the text")
+        raise ValueProblem(
+            f"expected a single value, got {_value_in_words(value)}", "quote the text"
+        )
     return value if isinstance(value, str) else text if text is not None else str(value)
 
 
-_SCALARS = {bool: _accept_bool, int: _accept_int, float: _accept_float, str: _accept_str}
+_SCALARS = {bool: _convert_bool, int: _convert_int, float: _convert_float, str: _convert_str}
 
 
 def _is_finite(value: Any) -> bool:
@@ -525,12 +538,12 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int) and abs(value) <= LARGEST_INTEGER
 
 
-def _shown(value: Any) -> str:
+def _value_in_words(value: Any) -> str:
     is_huge = isinstance(value, int) and abs(value) > LARGEST_INTEGER
     return "a very large number" if is_huge else repr(value)[:80]
 
 
-def _expected(hint: Any) -> str:
+def _type_in_words(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(str(member.value) for member in hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

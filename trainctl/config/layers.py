@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
-from trainctl.config.keys import as_written, leaf_of, leaves, leaves_under
+from trainctl.config.keys import as_written, find_leaf, leaves, leaves_under
 from trainctl.config.schema import LIST_GROUPS
 from trainctl.config.secrets import (
     ENVIRONMENT,
@@ -112,7 +112,7 @@ class Stack:
             yield Finding(
                 rule=ONE_LEVEL,
                 key=instead.key,
-                message=f"{_as_set(instead)} replaces {key}={as_written(value)} of {source}",
+                message=f"{_override_text(instead)} replaces {key}={as_written(value)} of {source}",
                 severity=Severity.warning,
                 source=instead.source,
             )
@@ -120,7 +120,7 @@ class Stack:
     def reset(self, section: str, source: str) -> None:
         """Reset the keys that were set in a section to their defaults."""
         for key in [key for key in reversed(self.layers) if key.startswith(f"{section}.")]:
-            leaf, mapping = leaves().get(key), leaf_of(tuple(key.split(".")))
+            leaf, mapping = leaves().get(key), find_leaf(tuple(key.split(".")))
             # A key inside a named section or an option's own section.
             is_inside = mapping is not None and (mapping.kinds or mapping.metadata.get("each"))
             if leaf is None and is_inside:
@@ -150,7 +150,7 @@ class Stack:
             try:
                 OmegaConf.create({VALUE: setting.value})
             except OmegaConfBaseException as error:  # malformed, such as "${"
-                findings.append(_unresolved(setting, first_line(error)))
+                findings.append(_unresolved_error(setting, first_line(error)))
         if findings:
             return findings
         known = OmegaConf.create(self._without_secrets())
@@ -161,7 +161,7 @@ class Stack:
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError, ValueError) as error:
-                findings.append(_unresolved(setting, first_line(error)))
+                findings.append(_unresolved_error(setting, first_line(error)))
                 continue
             text = value if isinstance(value, str) else None
             value = value if text is None else read_scalar(text)  # environment variables are text
@@ -222,12 +222,12 @@ def _forbid_secret_references() -> None:
     OmegaConf.register_new_resolver("oc.env", variable, replace=True)
 
 
-def _as_set(setting: Setting) -> str:
+def _override_text(setting: Setting) -> str:
     return f"{setting.key}={setting.text or as_written(setting.value)}"
 
 
 def _set_at_one_level(here: Sequence[Setting]) -> Finding:
-    written = [_as_set(setting) for setting in here]
+    written = [_override_text(setting) for setting in here]
     return Finding(
         rule=ONE_LEVEL,
         key=here[-1].key,
@@ -237,7 +237,7 @@ def _set_at_one_level(here: Sequence[Setting]) -> Finding:
     )
 
 
-def _unresolved(setting: Setting, why: str) -> Finding:
+def _unresolved_error(setting: Setting, why: str) -> Finding:
     # The value may be a secret, such as the default of a variable.
     is_variable = setting.key.startswith((ENVIRONMENT, *SECRET_LISTS))
     shown = "the reference" if is_variable else repr(setting.value)

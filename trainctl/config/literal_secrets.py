@@ -42,17 +42,17 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
     for name, value in launcher.environment.items():
         is_plain = is_plain_variable(name, launcher.plain_environment)
         if value and not is_env_reference(value) and not is_plain:
-            yield _variable(name)
+            yield _variable_finding(name)
     of_secrets = zip(words, secret_words(words), strict=True)
     if any(secret and word and not is_env_reference(word) for word, secret in of_secrets):
-        yield _literal(
+        yield _literal_finding(
             "script_arguments",
             f"a secret among the script's arguments {WRITTEN}",
             "refer to a variable, as in --token '${oc.env:TOKEN}': it is resolved at the start; or "
             "have the script read the variable",
         )
     if not is_env_reference_list(config.logging.alerts.urls):
-        yield _literal(
+        yield _literal_finding(
             "logging.alerts.urls",
             f"whoever has a webhook's URL can post to it, and it {WRITTEN}",
             "refer to a variable, as in 'logging.alerts.urls=[\"${oc.env:ALERT_URL}\"]': it is "
@@ -60,7 +60,7 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
         )
     for key in _secret_keys(config.deepspeed, "deepspeed"):
         name = key.rpartition(".")[2].upper()
-        yield _literal(
+        yield _literal_finding(
             key,
             f"{key} is a secret, and DeepSpeed's JSON is written with the run",
             "leave it out, and give ranks the variable that stands for it, such as "
@@ -69,7 +69,7 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
     own = config.callbacks
     for key in (*_secret_keys(own, "callbacks"), *_urls_with_secrets(own, "callbacks")):
         name = key.rpartition(".")[2].upper()
-        yield _literal(
+        yield _literal_finding(
             key,
             f"{key} is a secret, and the plan is written with the run",
             f"leave it out, give ranks the variable, such as {ENVIRONMENT}.{name}="
@@ -77,7 +77,7 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
         )
     for name, value in to_plain(launcher).items():
         if isinstance(value, list) and any(redact_text(word) != word for word in value):
-            yield _literal(
+            yield _literal_finding(
                 f"launcher.{name}",
                 f"launcher.{name} has a secret, which {WRITTEN}",
                 f"give ranks the variable, such as {ENVIRONMENT}.HF_TOKEN='${{oc.env:HF_TOKEN}}': "
@@ -85,10 +85,10 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             )
     for section, remedy in URL_REMEDIES.items():
         for key in _urls_with_secrets(to_plain(getattr(config, section)), section):
-            yield _literal(key, f"{key} has a URL with a secret, which {WRITTEN}", remedy)
+            yield _literal_finding(key, f"{key} has a URL with a secret, which {WRITTEN}", remedy)
 
 
-def _literal(key: str, message: str, hint: str) -> Finding:
+def _literal_finding(key: str, message: str, hint: str) -> Finding:
     return Finding(rule=LITERAL, key=key, message=message, hint=hint)
 
 
@@ -100,21 +100,21 @@ def _urls_with_secrets(value: Any, key: str) -> Iterator[str]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _urls_with_secrets(inner, f"{key}.{name}")
-    elif any("://" in each and redact_text(each) != each for each in _texts(value)):
+    elif any("://" in each and redact_text(each) != each for each in _texts_in(value)):
         yield key
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts_in(value: Any) -> Iterator[str]:
     items = value if isinstance(value, list) else [value]
     return (each for each in items if isinstance(each, str))
 
 
-def _variable(name: str) -> Finding:
+def _variable_finding(name: str) -> Finding:
     hint = f"export {name}, and {ENVIRONMENT}.{name}='${{oc.env:{name}}}': the text is written, "
     hint += "and the value taken at the start"
     if not is_secret_name(name):
         hint += f"; if it is no secret, launcher.plain_environment=[{name}]"
-    return _literal(
+    return _literal_finding(
         f"{ENVIRONMENT}.{name}", f"the value of {name} may be a secret, and {WRITTEN}", hint
     )
 
@@ -130,7 +130,7 @@ def _secret_keys(tree: Any, key: str) -> Iterator[str]:
             yield inner
 
 
-def references(config: RunConfig) -> list[str]:
+def referenced_variables(config: RunConfig) -> list[str]:
     """Return the names of all variables that a launch must resolve, sorted."""
     words = config.script_arguments
     texts = [word for word, used in zip(words, secret_words(words), strict=True) if used]

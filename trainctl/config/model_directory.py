@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.keys import ValueProblem, accept, leaves
-from trainctl.config.registry import changed_section, load, names, new_section
+from trainctl.config.keys import ValueProblem, convert_value, leaves
+from trainctl.config.registry import changed_section, list_kinds, load_spec, new_section
 from trainctl.config.schema import ModelConfig, WeightsKind
 from trainctl.errors import Finding, TrainctlError
 from trainctl.models.directory import (
@@ -19,7 +19,7 @@ from trainctl.models.directory import (
     known_fields,
     load_balancing_loss_weight,
     local_folder,
-    mapping,
+    mapping_or_empty,
     missing_fields,
     other_task_finding,
     path_finding,
@@ -73,10 +73,10 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         raise TrainctlError.from_findings([other])
     kind = str(raw.get("model_type", ""))
     rope = {key: raw.get(key) for key in ("rope_parameters", "rope_scaling")}
-    raw = {**raw, **mapping(rope["rope_parameters"])}
-    family = _family(kind)
-    form = (family or load("model", model.family)).directory
-    is_whole = family is not None and _is_whole(family, raw)
+    raw = {**raw, **mapping_or_empty(rope["rope_parameters"])}
+    family = _find_family(kind)
+    form = (family or load_spec("model", model.family)).directory
+    is_whole = family is not None and _expresses_whole_file(family, raw)
     own = new_section("model", kind).own_keys if is_whole else ()
     called = {**NAMES, **{name: (name,) for name in own}}
     shape = {name: value for name, value in form.defaults.items() if name in called}
@@ -85,7 +85,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     accepted: dict[str, Any] = {}
     for name, value in shape.items():
         try:
-            accepted[name] = accept(leaves()[f"model.{name}"], value)
+            accepted[name] = convert_value(leaves()[f"model.{name}"], value)
         except ValueProblem as problem:
             message = f"{path}: {called[name][0]} is unusable: {problem.message}"
             findings.append(path_finding(NO_SHAPE, message, problem.hint))
@@ -102,14 +102,14 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         family=kind if is_whole else model.family,
         model_type=kind or None,
         path=str(path.parent),
-        initial_weights=_weights(model, path.parent),
+        initial_weights=_initial_weights(model, path.parent),
         router_aux_loss_coef=load_balancing_loss_weight(raw),
         **accepted,
     )
     return filled
 
 
-def _weights(model: ModelConfig, folder: Path) -> str | None:
+def _initial_weights(model: ModelConfig, folder: Path) -> str | None:
     """Return where the weights of step 0 are read from; None if they are drawn from the seed."""
     if model.initial_weights is not None:
         return model.initial_weights
@@ -121,7 +121,7 @@ def _weights(model: ModelConfig, folder: Path) -> str | None:
 
 def _unreadable_weights(model: ModelConfig, folder: Path) -> list[Finding]:
     """Find weights that the configuration needs and that are not in safetensors."""
-    if _weights(model, folder) is not None or model.weights is WeightsKind.random:
+    if _initial_weights(model, folder) is not None or model.weights is WeightsKind.random:
         return []
     if has_pickled_weights(folder):
         what = "has its weights in pickled form, which is not read"
@@ -136,15 +136,15 @@ def _unreadable_weights(model: ModelConfig, folder: Path) -> list[Finding]:
     return [replace(path_finding(NO_WEIGHTS, f"{folder} {what}", hint), key="model.weights")]
 
 
-def _family(kind: str) -> Any:
+def _find_family(kind: str) -> Any:
     """Return the spec of the family with this `model_type`; None if there is none."""
-    spec = load("model", kind) if kind in names("model") else None
+    spec = load_spec("model", kind) if kind in list_kinds("model") else None
     return None if spec is None or spec.is_directory else spec
 
 
-def _is_whole(family: Any, raw: Mapping[str, Any]) -> bool:
+def _expresses_whole_file(family: Any, raw: Mapping[str, Any]) -> bool:
     """Whether the keys of a family express everything in the file."""
-    form, scaling = family.directory, mapping(raw.get("rope_scaling"))
+    form, scaling = family.directory, mapping_or_empty(raw.get("rope_scaling"))
     rope = raw.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     is_plain = all(raw.get(key, value) == value for key, value in form.plain.items())
     is_switched = any(raw.get(switch) for switch in form.switches.values())

@@ -66,19 +66,19 @@ def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
     given: dict[str, str] = {}
     for written in texts:
         text = redact_setting(written)
-        parsed = _parse(parser, written, text, folders)
+        parsed = _parse_override(parser, written, text, folders)
         if isinstance(parsed, Finding):
             result.findings.append(parsed)
             continue
         name = parsed.key_or_group
         if name in given:
-            result.findings.append(_given_twice(name, given[name], text))
+            result.findings.append(_given_twice_finding(name, given[name], text))
         given[name] = text
-        _read(parsed, written, text, folders, result)
+        _read_override(parsed, written, text, folders, result)
     return result
 
 
-def _parse(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
+def _parse_override(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
     """Return Hydra's parsed override, or the finding that says why it is refused.
 
     Args:
@@ -97,32 +97,34 @@ def _parse(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
             hint = f"write {text}=[OPTION]"
         elif text in leaves() or text in ALIASES:
             hint = f"write {text}=VALUE"
-        return _syntax(text, f"{text!r} is not an override", hint)
+        return _syntax_finding(text, f"{text!r} is not an override", hint)
     try:
         parsed = parser.parse_override(override)
     except (HydraException, ValueError, RecursionError):
         quoted = value.replace("\\", "\\\\").replace('"', '\\"')
         hint = f"""quote the value: '{key}="{quoted}"'""" if key.strip() else "write KEY=VALUE"
-        return _syntax(text, f"{text!r} does not follow the grammar of overrides", hint)
+        return _syntax_finding(text, f"{text!r} does not follow the grammar of overrides", hint)
     name = str(parsed.key_or_group)
     if not name:
-        return _syntax(text, f"{text!r} names no key", "write GROUP=OPTION or KEY=VALUE")
+        return _syntax_finding(text, f"{text!r} names no key", "write GROUP=OPTION or KEY=VALUE")
     if parsed.is_delete():
         hint = f"set another value: {name}=VALUE"
-        return _refused(name, text, "a key cannot be deleted: each has a value", hint)
+        return _refused_finding(name, text, "a key cannot be deleted: each has a value", hint)
     if parsed.is_sweep_override():
         message = "several values make a sweep, and this command takes one configuration"
         hint = (
             "give one value (`trainctl sweep` takes several); quote it if the comma belongs to it"
         )
-        return _refused(name, text, message, hint)
+        return _refused_finding(name, text, message, hint)
     if parsed.package is not None or "/" in name:
         hint = "write GROUP=OPTION; a group is always placed under its own name"
-        return _refused(name, text, "packages and paths of groups are not used here", hint)
+        return _refused_finding(name, text, "packages and paths of groups are not used here", hint)
     return parsed
 
 
-def _read(parsed: Any, override: str, text: str, folders: list[Folder], result: Overrides) -> None:
+def _read_override(
+    parsed: Any, override: str, text: str, folders: list[Folder], result: Overrides
+) -> None:
     name, value = str(parsed.key_or_group), parsed.value()
     written = override.partition("=")[2].strip()
     if name == "recipe":
@@ -132,20 +134,22 @@ def _read(parsed: Any, override: str, text: str, folders: list[Folder], result: 
         else:
             result.findings.append(unknown_recipe(folders, recipe, text))
     elif name in LIST_GROUPS and not isinstance(value, dict):
-        _choose_list(name, value, text, folders, result)
+        _choose_options(name, value, text, folders, result)
     elif name in GROUPS:
-        _choose(name, value if isinstance(value, str) else written, text, folders, result)
+        _choose_option(name, value if isinstance(value, str) else written, text, folders, result)
     else:
         key = ALIASES.get(name, name)
         if key != name:
-            result.findings.append(_alias(key, name, text))
+            result.findings.append(_alias_finding(key, name, text))
         setting = Setting(tuple(key.split(".")), value, text, written)
         settings, findings = check_setting(setting)
         result.settings += settings
         result.findings += findings
 
 
-def _choose(group: str, option: str, text: str, folders: list[Folder], result: Overrides) -> None:
+def _choose_option(
+    group: str, option: str, text: str, folders: list[Folder], result: Overrides
+) -> None:
     names = option_names(folders, group)
     nodes, devices, count = None, None, ""
     if group == "hardware" and option not in names:
@@ -164,7 +168,7 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
             result.findings += findings
 
 
-def _choose_list(
+def _choose_options(
     group: str, value: Any, text: str, folders: list[Folder], result: Overrides
 ) -> None:
     """Choose any number of a group's options."""
@@ -173,21 +177,21 @@ def _choose_list(
     wrong = [unknown_option(folders, group, each, text) for each in wanted if each not in known]
     if wanted != list(dict.fromkeys(wanted)):
         twice = next(each for each in wanted if wanted.count(each) > 1)
-        wrong.append(_refused(group, text, f"{twice} is named twice", "name each once"))
+        wrong.append(_refused_finding(group, text, f"{twice} is named twice", "name each once"))
     result.findings += wrong
     if not wrong:
         result.choices[group] = Choice(wanted, text)
 
 
-def _syntax(text: str, message: str, hint: str) -> Finding:
+def _syntax_finding(text: str, message: str, hint: str) -> Finding:
     return Finding(rule=SYNTAX, message=message, hint=hint, source=text)
 
 
-def _refused(key: str, text: str, message: str, hint: str) -> Finding:
+def _refused_finding(key: str, text: str, message: str, hint: str) -> Finding:
     return Finding(rule=REFUSED, key=key, message=message, hint=hint, source=text)
 
 
-def _alias(key: str, name: str, text: str) -> Finding:
+def _alias_finding(key: str, name: str, text: str) -> Finding:
     return Finding(
         rule=ALIAS,
         key=key,
@@ -198,7 +202,7 @@ def _alias(key: str, name: str, text: str) -> Finding:
     )
 
 
-def _given_twice(name: str, earlier: str, text: str) -> Finding:
+def _given_twice_finding(name: str, earlier: str, text: str) -> Finding:
     return Finding(
         rule=GIVEN_TWICE,
         key=name,
@@ -238,7 +242,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
     """
     if not overrides:
         return [SweepPoint(overrides=(), values={})]
-    choices = [_choices(text) for text in overrides]
+    choices = [_sweep_values(text) for text in overrides]
     count = math.prod(len(texts) for texts, _ in choices)
     if count > MOST_RUNS:
         raise TrainctlError(
@@ -253,18 +257,20 @@ def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
     return points
 
 
-def _choices(text: str) -> tuple[list[str], bool]:
+def _sweep_values(text: str) -> tuple[list[str], bool]:
     """Return the override with each of its values, and whether it has several."""
     parsed = _parse_leniently(text)
     if parsed is None or not parsed.is_sweep_override():
         return [text], False
     if not parsed.is_discrete_sweep():
-        raise _invalid_sweep(text, "an interval has no list of values", "write them: KEY=1,2,3")
+        raise _invalid_sweep_finding(
+            text, "an interval has no list of values", "write them: KEY=1,2,3"
+        )
     key = parsed.get_key_element()
     try:
         return [f"{key}={value}" for value in parsed.sweep_string_iterator()], True
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise _invalid_sweep(
+        raise _invalid_sweep_finding(
             text, str(error).splitlines()[0], "write the values: KEY=1,2,3"
         ) from None
 
@@ -280,7 +286,7 @@ def _parse_leniently(text: str) -> Any:
         return None
 
 
-def _invalid_sweep(text: str, message: str, hint: str) -> TrainctlError:
+def _invalid_sweep_finding(text: str, message: str, hint: str) -> TrainctlError:
     return TrainctlError.from_findings(
         [Finding(rule=SYNTAX, message=f"{text}: {message}", hint=hint, source=text)]
     )

@@ -48,7 +48,7 @@ def memory_text(size: float) -> str:
     >>> memory_text(17 << 30), memory_text(300 << 10), memory_text(0)
     ('17.0 GiB', '0.3 MiB', '0 B')
     """
-    return _sized(size, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
+    return _size_text(size, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
 
 
 def disk_text(size: float) -> str:
@@ -57,10 +57,10 @@ def disk_text(size: float) -> str:
     >>> disk_text(2e9), disk_text(1e7), disk_text(12)
     ('2.0 GB', '10.0 MB', '12 B')
     """
-    return _sized(size, {"GB": 1e9, "MB": 1e6, "kB": 1e3})
+    return _size_text(size, {"GB": 1e9, "MB": 1e6, "kB": 1e3})
 
 
-def _sized(size: float, units: dict[str, float]) -> str:
+def _size_text(size: float, units: dict[str, float]) -> str:
     for name, unit in units.items():
         if abs(size) >= 0.1 * unit:
             return f"{size / unit:,.1f} {name}"

@@ -55,20 +55,20 @@ class Spec:
 @cache
 def unit_groups() -> tuple[str, ...]:
     """Return the groups whose options are the kinds of a section."""
-    return tuple(group for group in _groups() if group not in WITHOUT_A_SECTION)
+    return tuple(group for group in _shipped_groups() if group not in WITHOUT_A_SECTION)
 
 
 @cache
-def names(group: str) -> tuple[str, ...]:
+def list_kinds(group: str) -> tuple[str, ...]:
     """Return the kinds of a group, by name: shipped, the user's, and other packages'."""
     folder = trusted_folder()
     own = (
         (path.stem for path in option_files(folder) if path.parent.name == group) if folder else ()
     )
-    return tuple(sorted({*_shipped(group), *own, *_entry_points(group)}))
+    return tuple(sorted({*_shipped_names(group), *own, *_entry_points(group)}))
 
 
-def trust(folder: Path) -> None:
+def trust_folder(folder: Path) -> None:
     """Take options from a folder too, in this process and its child processes.
 
     Call this before anything asks for options: their names are cached.
@@ -77,7 +77,7 @@ def trust(folder: Path) -> None:
         TrainctlError: A file there has the name of a shipped option.
     """
     for path in option_files(folder):
-        if path.stem in _shipped(path.parent.name):
+        if path.stem in _shipped_names(path.parent.name):
             raise TrainctlError(
                 f"{path} cannot be used: {path.parent.name}={path.stem} is trainctl's own",
                 hint="give it another name",
@@ -102,44 +102,46 @@ def trusted_folder_variable() -> dict[str, str]:
 
 def option_files(folder: Path) -> list[Path]:
     """Return the Python files of a folder that define options."""
-    return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
+    return [
+        path for group in _shipped_groups() for path in sorted((folder / group).glob("[!_]*.py"))
+    ]
 
 
 def user_option_file(group: str, name: str) -> Path | None:
     """Return the file of an option from the user's folder; None for any other option."""
     folder = trusted_folder()
-    path = folder / group / f"{name}.py" if folder and name not in _shipped(group) else None
+    path = folder / group / f"{name}.py" if folder and name not in _shipped_names(group) else None
     return path if path is not None and path.is_file() else None
 
 
 @cache
-def load(group: str, name: str) -> Any:
+def load_spec(group: str, name: str) -> Any:
     """Return the spec of an option.
 
     Raises:
         TrainctlError: No option has that name, or its code cannot be loaded.
     """
-    if name in _shipped(group):  # shipped options cannot be overridden
+    if name in _shipped_names(group):  # shipped options cannot be overridden
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
     source = user_option_file(group, name) or _entry_points(group).get(name)
     if source is None:
         raise TrainctlError(
             f"{group} has no kind {name!r} here",
-            hint=f"it has {', '.join(names(group))}; a package that brings another must be "
+            hint=f"it has {', '.join(list_kinds(group))}; a package that brings another must be "
             "installed on every machine of the run, and a folder of yours be named again: "
             f"`trainctl --trust-code ... --config-dir DIR`, or {FOLDER_VARIABLE}=DIR/options",
             exit_code=ExitCode.environment,
         )
     try:
         with _exit_raises():
-            spec = _load_own(source) if isinstance(source, Path) else source.load()
+            spec = _load_user_spec(source) if isinstance(source, Path) else source.load()
     except (Exception, SystemExit) as error:  # import runs arbitrary code
-        raise _unusable(source, describe_exception(error)) from error
+        raise _unusable_option_error(source, describe_exception(error)) from error
     if not isinstance(spec, Spec) or spec.name != name:
-        raise _unusable(source, f"it is no spec of the name {name}")
+        raise _unusable_option_error(source, f"it is no spec of the name {name}")
     wrong = _why_not_built(spec.build)
     if wrong:
-        raise _unusable(source, f"build={spec.build!r} {wrong}")
+        raise _unusable_option_error(source, f"build={spec.build!r} {wrong}")
     return spec
 
 
@@ -183,14 +185,14 @@ def _why_not_built(build: str | Callable[..., Any]) -> str:
     return "" if is_there else f"names a function that {module} does not define"
 
 
-def _load_own(path: Path) -> Any:
+def _load_user_spec(path: Path) -> Any:
     """Return the spec in a user's file, imported as a module of the shipped options' package."""
     package = f"trainctl.options.{path.parent.name}"
     importlib.import_module(package).__path__.append(str(path.parent))
     return importlib.import_module(f"{package}.{path.stem}").SPEC
 
 
-def _unusable(source: Path | EntryPoint, why: str) -> TrainctlError:
+def _unusable_option_error(source: Path | EntryPoint, why: str) -> TrainctlError:
     if isinstance(source, Path):
         what, hint = str(source), "repair it"
     else:
@@ -200,14 +202,14 @@ def _unusable(source: Path | EntryPoint, why: str) -> TrainctlError:
     return TrainctlError(f"{what} cannot be used: {why}", hint=hint, exit_code=ExitCode.environment)
 
 
-def specs(group: str) -> tuple[Any, ...]:
+def load_specs(group: str) -> tuple[Any, ...]:
     """Return all specs of a group, by name."""
-    return tuple(load(group, name) for name in names(group))
+    return tuple(load_spec(group, name) for name in list_kinds(group))
 
 
 def section_class(group: str, kind: str) -> type:
     """Return the dataclass of a group's section under a kind."""
-    keys: type = load(group, kind).keys
+    keys: type = load_spec(group, kind).keys
     return keys
 
 
@@ -219,7 +221,7 @@ def with_parts(cls: type) -> type:
     """
     own = [
         (spec.name, spec.keys, field(default_factory=spec.keys, metadata={"section": spec.keys}))
-        for spec in specs(cls.parts)  # type: ignore[attr-defined]
+        for spec in load_specs(cls.parts)  # type: ignore[attr-defined]
         if fields(spec.keys)
     ]
     return make_dataclass(cls.__name__, own, bases=(cls,)) if own else cls
@@ -265,7 +267,7 @@ def changed_section(section: Any, **values: Any) -> Any:
 @cache
 def kind_key(group: str) -> str:
     """Return the key of a group's section that names the kind: `kind` in most groups."""
-    shared = fields(section_class(group, _shipped(group)[0]))
+    shared = fields(section_class(group, _shipped_names(group)[0]))
     return next(item.name for item in shared if item.metadata.get("units") == group)
 
 
@@ -278,7 +280,7 @@ def kind_of(section: Any) -> str:
 @cache
 def own_keys(group: str) -> frozenset[str]:
     """Return the names of all keys that some kind of the group has, shared ones included."""
-    return frozenset(item.name for spec in specs(group) for item in fields(spec.keys))
+    return frozenset(item.name for spec in load_specs(group) for item in fields(spec.keys))
 
 
 def function_of(group: str, kind: str, entry: str = "build") -> Any:
@@ -290,7 +292,7 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     Raises:
         TrainctlError: A package that it needs is missing (exit code 4).
     """
-    spec = load(group, kind)
+    spec = load_spec(group, kind)
     function = getattr(spec, entry)
     if callable(function):
         return function
@@ -310,8 +312,8 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
 def packaged_folders() -> dict[str, Path]:
     """Return the folders of packages that register options, by name; each has `GROUP/NAME.yaml`."""
     found: dict[str, Path] = {}
-    for each in _registered():
-        with suppress(ImportError):  # a broken package: `load` reports it
+    for each in _registered_entry_points():
+        with suppress(ImportError):  # a broken package: `load_spec` reports it
             module = importlib.util.find_spec(each.module)
             if module is not None and module.origin is not None:
                 folder = Path(module.origin).parents[1]
@@ -320,17 +322,17 @@ def packaged_folders() -> dict[str, Path]:
 
 
 @cache
-def _groups() -> tuple[str, ...]:
+def _shipped_groups() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
 
 
 @cache
-def _shipped(group: str) -> tuple[str, ...]:
+def _shipped_names(group: str) -> tuple[str, ...]:
     return tuple(path.stem for path in (SHIPPED / group).glob("[!_]*.py"))
 
 
 @cache
-def _registered() -> tuple[EntryPoint, ...]:
+def _registered_entry_points() -> tuple[EntryPoint, ...]:
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=ENTRY_POINTS))
@@ -340,6 +342,6 @@ def _entry_points(group: str) -> dict[str, EntryPoint]:
     prefix = f"{group}."
     return {
         each.name.removeprefix(prefix): each
-        for each in _registered()
+        for each in _registered_entry_points()
         if each.name.startswith(prefix)
     }

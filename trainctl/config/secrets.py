@@ -213,7 +213,7 @@ def redact_setting(text: str) -> str:
     >>> redact_setting("launcher.environment={A: b}"), redact_setting("tokenizer=byte")
     ('launcher.environment=redacted', 'tokenizer=byte')
     """
-    name, mark, value = _split(text)
+    name, mark, value = _split_setting(text)
     is_single = not value.lstrip().startswith(("{", "["))
     if not mark or (is_single and is_env_reference(value)):
         return redact_text(text)
@@ -224,7 +224,7 @@ def redact_setting(text: str) -> str:
         and value.strip() not in ("", "[]")
     ):
         return f"{name}{mark}{REDACTED}"
-    if _is_of_variables(key) and not is_plain_variable(key.rpartition(".")[2]):
+    if _holds_variables(key) and not is_plain_variable(key.rpartition(".")[2]):
         return f"{name}{mark}{REDACTED}"
     is_list = key == "script_arguments" and any(secret_words(re.split(r"[\[\],]\s*", value)))
     if is_list or is_secret_name(key.rpartition(".")[2]) or _has_secret_name(value):
@@ -236,7 +236,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
     """Redact a command line, including the value in `--name value` for secret names."""
     return [
         REDACTED if follows and not is_env_reference(word) else redact_setting(word)
-        for word, follows in _with_options(words)
+        for word, follows in _words_and_secrecy(words)
     ]
 
 
@@ -258,11 +258,11 @@ def secret_words(words: Sequence[str]) -> list[bool]:
     """Return, for each word of a command line, whether it contains the value of a secret option."""
     return [
         follows or ("=" in word and is_secret_name(word.partition("=")[0]))
-        for word, follows in _with_options(words)
+        for word, follows in _words_and_secrecy(words)
     ]
 
 
-def _with_options(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def _words_and_secrecy(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Yield each word, and whether it is the value of a preceding option with a secret name."""
     is_value = False
     for word in words:
@@ -270,7 +270,7 @@ def _with_options(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
         is_value = word.startswith("-") and "=" not in word and is_secret_name(word)
 
 
-def _split(text: str) -> tuple[str, str, str]:
+def _split_setting(text: str) -> tuple[str, str, str]:
     """Split at the first `=`, or at a `:` probably typed instead of it."""
     name, mark, value = text.partition("=")
     if not mark and re.match(r"[\w.]+:(?!//)", text):
@@ -283,7 +283,7 @@ def _may_be_secret_list(key: str) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in SECRET_LISTS)
 
 
-def _is_of_variables(key: str) -> bool:
+def _holds_variables(key: str) -> bool:
     return key == ENVIRONMENT or key.startswith((f"{ENVIRONMENT}.", "environment."))
 
 

@@ -14,17 +14,17 @@ from trainctl.config.check import UNKNOWN_KEY, WRONG_VALUE, wrong_value
 from trainctl.config.keys import (
     Leaf,
     ValueProblem,
-    accept,
     as_written,
+    convert_value,
     keys_of,
     leaves,
     part_leaves,
     part_leaves_of,
 )
 from trainctl.config.layers import Stack
-from trainctl.config.registry import kind_key, kind_of, specs, unit_groups
+from trainctl.config.registry import kind_key, kind_of, load_specs, unit_groups
 from trainctl.config.schema import GROUPS
-from trainctl.config.suggest import did_you_mean, join_alternatives, nearest, nearest_keys
+from trainctl.config.suggest import did_you_mean, join_alternatives, nearest_keys, nearest_names
 from trainctl.errors import Finding, Severity
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -44,13 +44,15 @@ def complete_named_sections(stack: Stack) -> Iterator[Finding]:
                     rule=WRONG_VALUE,
                     key=key,
                     message=f"{name!r} is no name: letters, digits, _ and - are",
-                    source=_source(stack, key),
+                    source=_source_of_key(stack, key),
                 )
             elif isinstance(section, dict):
-                yield from _complete(stack, leaf, key, section)
+                yield from _complete_section(stack, leaf, key, section)
 
 
-def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> Iterator[Finding]:
+def _complete_section(
+    stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]
+) -> Iterator[Finding]:
     part, known = leaf.part, part_leaves(leaf.part) if leaf.part else {}
     assert part is not None
     group = part.units  # type: ignore[attr-defined]
@@ -61,7 +63,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
         value, inside = section.pop(name), f"{key}.{name}"
         if name in known and value == known[name].default:
             continue  # a default left from another kind
-        close = nearest(name, own)
+        close = nearest_names(name, own)
         having = join_alternatives(known[name].kinds) if name in known else ""
         yield Finding(
             rule=UNKNOWN_KEY,
@@ -75,7 +77,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
                 )
                 if each
             ),
-            source=_source(stack, inside),
+            source=_source_of_key(stack, inside),
         )
 
 
@@ -84,7 +86,7 @@ def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
     paths = [path for path in section.get("paths") or () if isinstance(path, str)]
     endings = {
         ending: spec.name
-        for spec in specs(group)
+        for spec in load_specs(group)
         if not getattr(spec, "encoder", "")  # kinds of conversations must be named
         for ending in getattr(spec, "endings", ())
     }
@@ -92,7 +94,7 @@ def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
     return endings[max(matching, key=len)] if matching and endings else None
 
 
-def _source(stack: Stack, key: str) -> str:
+def _source_of_key(stack: Stack, key: str) -> str:
     """Return the place that set a key, or the section that contains it."""
     while key and key not in stack.layers:
         inside = [name for name in stack.layers if name.startswith(f"{key}.")]
@@ -122,7 +124,7 @@ def drop_foreign_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iter
         for name in [name for name in section if name != choice]:
             key = f"{group}.{name}"
             value = section.pop(name)
-            inside = _entries(stack, key)
+            inside = _mapping_entries(stack, key)
             if not inside and not stack.is_set(key):
                 continue
             source = stack.layers[inside[-1] if inside else key][-1].source
@@ -135,24 +137,24 @@ def drop_foreign_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iter
                     or f"{group}.{choice}" in typed
                     or _is_extended_recipe(source, recipe)
                 )
-                yield _foreign(key, value, kind, is_left_over).set_by(source)
+                yield _foreign_key_finding(key, value, kind, is_left_over).set_by(source)
             elif leaves()[key].kinds:
-                yield from _accepted(section, own[key], value, source)
+                yield from _set_checked(section, own[key], value, source)
             else:
                 section[name] = value
 
 
-def _entries(stack: Stack, key: str) -> list[str]:
+def _mapping_entries(stack: Stack, key: str) -> list[str]:
     """Return the keys inside a mapping, which are set one by one."""
     if not leaves()[key].is_mapping:
         return []
     return [each for each in stack.layers if each.startswith(f"{key}.")]
 
 
-def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> Iterator[Finding]:
+def _set_checked(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> Iterator[Finding]:
     """Set a key that not all kinds have, checked against the range that this kind gives it."""
     try:
-        section[leaf.key.rpartition(".")[2]] = accept(leaf, value)
+        section[leaf.key.rpartition(".")[2]] = convert_value(leaf, value)
     except ValueProblem as problem:
         yield wrong_value(leaf.key, source, problem)
 
@@ -163,7 +165,7 @@ def _is_extended_recipe(source: str, recipe: str | None) -> bool:
     return file.stem != recipe and file.parent.name not in GROUPS
 
 
-def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
+def _foreign_key_finding(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
     group = key.partition(".")[0]
     kinds = leaves()[key].kinds
     if is_left_over:

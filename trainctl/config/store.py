@@ -10,7 +10,7 @@ import yaml
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_bytes
-from trainctl.config.schema import RunConfig, walk
+from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import compose_bounded
 from trainctl.errors import ExitCode, TrainctlError
@@ -41,14 +41,14 @@ def load_config(path: Path) -> RunConfig:
             f"{path}: {missing.message}", hint=missing.hint, exit_code=missing.exit_code
         ) from None
     except OSError as error:
-        raise _unusable(path, f"cannot be read: {error.strerror}") from None
+        raise _unusable_error(path, f"cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise _unusable(path, f"is not valid YAML: {first_line(error)}") from None
+        raise _unusable_error(path, f"is not valid YAML: {first_line(error)}") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise _unusable(path, f"is no configuration of trainctl: {error}") from None
+        raise _unusable_error(path, f"is no configuration of trainctl: {error}") from None
 
 
-def _unusable(path: Path, what: str) -> TrainctlError:
+def _unusable_error(path: Path, what: str) -> TrainctlError:
     return TrainctlError(
         f"{path} {what}",
         hint="give a run directory that trainctl made, or start a new run",
@@ -65,12 +65,12 @@ class Change:
     right: Any
 
 
-def diff(a: RunConfig, b: RunConfig) -> list[Change]:
+def diff_configs(a: RunConfig, b: RunConfig) -> list[Change]:
     """Return every key whose value differs, in the schema's order.
 
     A key that one configuration's kind does not have is None there.
     """
-    left, right = ({key: value for key, _, value in walk(each)} for each in (a, b))
+    left, right = ({key: value for key, _, value in walk_leaves(each)} for each in (a, b))
     return [
         Change(key, left.get(key), right.get(key))
         for key in dict.fromkeys([*left, *right])

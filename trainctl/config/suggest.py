@@ -98,7 +98,7 @@ LONGEST = 100
 """Characters of a typed name that are compared; no legal name is longer."""
 
 
-def nearest(typed: str, names: Iterable[str], count: int = 3) -> list[str]:
+def nearest_names(typed: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Return at most `count` of the names, the most similar first, ignoring case."""
     by_fold = {name.lower(): name for name in names}
     fold = typed.lower()[:LONGEST]
@@ -123,13 +123,13 @@ def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list
     if same_name:
         beside = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
         close = get_close_matches(last[:LONGEST], beside, n=1, cutoff=0.8) if section else []
-        elsewhere = nearest(typed, same_name) or same_name
+        elsewhere = nearest_names(typed, same_name) or same_name
         return [*(f"{section}.{name}" for name in close), *elsewhere][:3]
     by_last: dict[str, list[str]] = {}
     for key in keys:
         by_last.setdefault(key.rpartition(".")[2], []).append(key)
-    similar = [key for name in nearest(last, by_last) for key in by_last[name]]
-    whole = nearest(typed, keys if "." in typed else [*groups, *keys, *OTHER_NAMES])
+    similar = [key for name in nearest_names(last, by_last) for key in by_last[name]]
+    whole = nearest_names(typed, keys if "." in typed else [*groups, *keys, *OTHER_NAMES])
     meant = [OTHER_NAMES.get(name, name) for name in [*whole, *similar]]
     return list(dict.fromkeys(meant))[:3]
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainctl.config.layers import Layer
 from trainctl.config.literal_secrets import literal_secrets
-from trainctl.config.registry import kind_of, load, unit_groups, user_option_file
+from trainctl.config.registry import kind_of, load_spec, unit_groups, user_option_file
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.errors import Finding, Severity, TrainctlError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def has_own_config(config: RunConfig) -> bool:
     )
 
 
-def functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+def function_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield key and value of each key that names a function of the user's."""
     named = {
         "trainer": config.trainer,
@@ -124,7 +124,7 @@ def check_user_code(config: RunConfig, folder: Path | None = None) -> list[Findi
     """
     folder = folder or Path.cwd()
     findings = [*_check_script(config), *_check_together(config)]
-    for key, reference in functions(config):
+    for key, reference in function_keys(config):
         findings += _check_function(key, reference, folder)
     return findings
 
@@ -191,7 +191,7 @@ def _check_function(key: str, reference: str, folder: Path) -> Iterator[Finding]
             rule=NO_FUNCTION,
             key=key,
             message=f"{found} defines no {name}",
-            hint=did_you_mean([f"{module}:{each}" for each in nearest(name, names)]),
+            hint=did_you_mean([f"{module}:{each}" for each in nearest_names(name, names)]),
         )
 
 
@@ -217,7 +217,7 @@ def find_module(module: str, folder: Path) -> Path | str | None:
     return source if source is not None and source.suffix == ".py" else None
 
 
-def parse(file: Path) -> ast.Module | None:
+def parse_python_file(file: Path) -> ast.Module | None:
     """Return the syntax tree of a Python file; None if it cannot be read or parsed.
 
     Errors, and Python's warnings such as one of a wrong escape sequence, are left to the ranks.
@@ -232,7 +232,7 @@ def parse(file: Path) -> ast.Module | None:
 
 def top_level_names(file: Path) -> set[str] | None:
     """Return the names that a module binds at its top level; None if only running it would tell."""
-    tree = parse(file)
+    tree = parse_python_file(file)
     if tree is None:
         return None
     names: set[str] = set()
@@ -270,7 +270,7 @@ def ignored_trainer_settings(composed: Composed) -> list[Finding]:
             source=layers[-1].source,
         )
         for key, layers in composed.layers.items()
-        if layers[-1].source in composed.overrides and _is_trainers_own(key)
+        if layers[-1].source in composed.overrides and _is_trainer_setting(key)
     ]
     if config.script is not None and has_own_config(config):
         findings.append(
@@ -285,7 +285,7 @@ def ignored_trainer_settings(composed: Composed) -> list[Finding]:
             )
         )
     schedule = config.schedule
-    steady = load("schedule", schedule.kind).is_flat and schedule.warmup_steps == 0
+    steady = load_spec("schedule", schedule.kind).is_flat and schedule.warmup_steps == 0
     if not steady and "scheduler" not in config.deepspeed:
         findings.append(
             Finding(
@@ -300,7 +300,7 @@ def ignored_trainer_settings(composed: Composed) -> list[Finding]:
     return findings
 
 
-def _is_trainers_own(key: str) -> bool:
+def _is_trainer_setting(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in TRAINERS_OWN)
 
 
@@ -328,20 +328,20 @@ def user_code_files(config: RunConfig, folder: Path) -> list[Path]:
     for group, name in [*chosen, *(("callbacks", name) for name in config.callbacks)]:
         option = user_option_file(group, name)
         pending += [(option, "", option.parent)] if option is not None else []
-    for _, reference in functions(config):
-        pending += _modules(reference.partition(":")[0], folder)
+    for _, reference in function_keys(config):
+        pending += _module_files(reference.partition(":")[0], folder)
     while pending:
         file, module, where = pending.pop()
         if file in found or _is_installed(file) or not file.is_file():
             continue
         found[file] = None
         if file.suffix == ".py":
-            for name in _imported(file, module):
-                pending += _modules(name, where)
+            for name in _imported_names(file, module):
+                pending += _module_files(name, where)
     return sorted(found)
 
 
-def _modules(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
+def _module_files(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
     """Yield the files of a module and of the packages that contain it, as far as they exist."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
@@ -355,9 +355,9 @@ def _modules(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
                 return
 
 
-def _imported(file: Path, module: str) -> Iterator[str]:
+def _imported_names(file: Path, module: str) -> Iterator[str]:
     """Yield the names of modules that a file imports anywhere, and possibly of objects in them."""
-    tree = parse(file)
+    tree = parse_python_file(file)
     if tree is None:
         return
     package = module.split(".") if module else []

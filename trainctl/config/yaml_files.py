@@ -71,11 +71,11 @@ def read_text(path: Path) -> str:
         ValueError: It is too large, or no UTF-8.
     """
     about = path.stat()
-    return _text(path, about.st_ino, about.st_size, about.st_mtime_ns)
+    return _read_bounded_text(path, about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 @cache
-def _text(path: Path, *is_the_same: int) -> str:
+def _read_bounded_text(path: Path, *is_the_same: int) -> str:
     return read_bytes(path, most_bytes=MOST_BYTES).decode()
 
 
@@ -86,33 +86,33 @@ def read_document(path: Path, shown: str) -> YamlDocument:
         shown: Name of the file in messages.
     """
     try:
-        return _document(read_text(path), shown)
+        return _parse_document(read_text(path), shown)
     except OSError as error:
-        return _unreadable(shown, f"cannot be read: {error.strerror}")
+        return _unreadable_finding(shown, f"cannot be read: {error.strerror}")
     except UnicodeError:
-        return _unreadable(shown, "is not UTF-8 text")
+        return _unreadable_finding(shown, "is not UTF-8 text")
     except ValueError as error:
-        return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
+        return _unreadable_finding(shown, f"is not a usable mapping: {first_line(error)}")
 
 
 @cache
-def _document(text: str, shown: str) -> YamlDocument:
+def _parse_document(text: str, shown: str) -> YamlDocument:
     try:
         node = compose_bounded(text)
         loader = _loader_class()("")
         try:
-            return _read(loader, node, shown)
+            return _read_mapping(loader, node, shown)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         written = "".join(text.splitlines()[line - 1 : line]) if line else ""
         hint = _yaml_hint(str(error.problem), written)
-        return _unreadable(shown, f"is not valid YAML: {error.problem}", line, hint)
+        return _unreadable_finding(shown, f"is not valid YAML: {error.problem}", line, hint)
     except yaml.YAMLError as error:
-        return _unreadable(shown, f"is not valid YAML: {first_line(error)}")
+        return _unreadable_finding(shown, f"is not valid YAML: {first_line(error)}")
     except (RecursionError, ValueError) as error:
-        return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
+        return _unreadable_finding(shown, f"is not a usable mapping: {first_line(error)}")
 
 
 _CAUSES = (
@@ -193,17 +193,19 @@ def read_scalar(text: str) -> Any:
     return value if isinstance(value, (bool, int, float)) else text
 
 
-def _unreadable(shown: str, what: str, line: int | None = None, hint: str = "") -> YamlDocument:
+def _unreadable_finding(
+    shown: str, what: str, line: int | None = None, hint: str = ""
+) -> YamlDocument:
     source = f"{shown}:{line}" if line else shown
     finding = Finding(rule=UNREADABLE, message=f"{shown} {what}", hint=hint, source=source)
     return YamlDocument(findings=(finding,))
 
 
-def _read(loader: Any, node: yaml.Node | None, shown: str) -> YamlDocument:
+def _read_mapping(loader: Any, node: yaml.Node | None, shown: str) -> YamlDocument:
     if node is None:
         return YamlDocument()
     if not isinstance(node, yaml.MappingNode):
-        return _unreadable(shown, "must hold `key: value` lines", _line(node))
+        return _unreadable_finding(shown, "must hold `key: value` lines", _line_number(node))
     settings: list[Setting] = []
     defaults: list[Default] = []
     findings: list[Finding] = []
@@ -230,7 +232,7 @@ def _read_settings(
     if len(prefix) > 20:
         raise ValueError("it is nested too deeply")
     path = (*prefix, str(name.value))
-    source = f"{shown}:{_line(name)}"
+    source = f"{shown}:{_line_number(name)}"
     if isinstance(node, yaml.MappingNode) and node.value:
         _check_twice(node, shown, findings)
         loader.flatten_mapping(node)
@@ -253,13 +255,13 @@ def _read_defaults(
             key="defaults",
             message="defaults is no list",
             hint="write `defaults: [base, _self_]`, or name a recipe instead of base",
-            source=f"{shown}:{_line(node)}",
+            source=f"{shown}:{_line_number(node)}",
         )
         findings.append(finding)
         return
     for item in node.value:
         value = loader.construct_object(item, deep=True)
-        source = f"{shown}:{_line(item)}"
+        source = f"{shown}:{_line_number(item)}"
         if isinstance(value, str):
             defaults.append(Default("", value, source, value))
         elif isinstance(value, dict) and len(value) == 1:
@@ -287,15 +289,15 @@ def _check_twice(node: yaml.MappingNode, shown: str, findings: list[Finding]) ->
                 Finding(
                     rule=UNREADABLE,
                     key=key,
-                    message=f"{key} is set twice, in lines {lines[key]} and {_line(name)}",
+                    message=f"{key} is set twice, in lines {lines[key]} and {_line_number(name)}",
                     hint="keep one of the two",
-                    source=f"{shown}:{_line(name)}",
+                    source=f"{shown}:{_line_number(name)}",
                 )
             )
-        lines[key] = _line(name)
+        lines[key] = _line_number(name)
 
 
-def _line(node: yaml.Node) -> int:
+def _line_number(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 

@@ -40,7 +40,7 @@ from trainctl.data.tasks import Progress, Task, ignore_progress
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.data import identity_of, spec_of
+from trainctl.options.data import document_identity, spec_of
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
 from trainctl.readers.files import TextFiles, digest_of, split_files
@@ -157,7 +157,7 @@ class CorpusBuilder:
     def _key_parts(self) -> list[str]:
         """Everything that the tokens depend on."""
         config, files = self.config, self.files
-        parts = [encoder_of(config, self.tokenizer).fingerprint, identity_of(config)]
+        parts = [encoder_of(config, self.tokenizer).fingerprint, document_identity(config)]
         parts.append(str(config.max_bytes))
         for split, its_files in (("train", files.train), ("held_out", files.held_out)):
             parts += [split, *map(version_of, its_files)]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trainctl.config.codec import to_plain
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.data.corpus_writer import held_out_masks
 from trainctl.data.quality.batches import Bool, Entry
@@ -30,14 +30,14 @@ from trainctl.data.store import TokenStore, read_documents
 from trainctl.data.task_workers import worker_count
 from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
 from trainctl.errors import TrainctlError
-from trainctl.options.data import identity_of, read_section
+from trainctl.options.data import document_identity, read_section
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import TextFiles, digest_of, split_files
 from trainctl.readers.quality import (
     HELD_OUT,
+    decontamination_sections,
     filter_digests,
     filters_of,
-    held_out_sections,
     precedence_of,
     threshold_of,
 )
@@ -80,7 +80,7 @@ def selection_digest(
     """
     held_out = [
         [*_text_settings(section), *map(version_of, split_files(section).train)]
-        for section in held_out_sections(run_data)
+        for section in decontamination_sections(run_data)
     ]
     every = {
         name: [
@@ -106,7 +106,7 @@ def selection_digest(
 
 def _text_settings(section: DataConfig) -> list[Any]:
     """Return the settings of a section that change its texts."""
-    return [identity_of(section), section.on_bad_text.value, section.max_bytes]
+    return [document_identity(section), section.on_bad_text.value, section.max_bytes]
 
 
 def columns_folder(cache: Path, run_data: DataConfig, sources: Iterable[TokenizedSource]) -> Path:
@@ -204,7 +204,7 @@ def _documents_of_task(section: Mapping[str, Any], task: Mapping[str, Any]) -> I
 def _settings(source: TokenizedSource) -> list[Any]:
     """Return the filter settings that a source's columns depend on."""
     return [
-        [name, *(getattr(keys, each) for each in load("filter", name).settings)]
+        [name, *(getattr(keys, each) for each in load_spec("filter", name).settings)]
         for name, keys in sorted(filters_of(source.config).items())
     ]
 
@@ -214,7 +214,7 @@ def _held_out_identity(
 ) -> str:
     named = [
         [to_plain(section), *map(version_of, split_files(section).train)]
-        for section in held_out_sections(run_data)
+        for section in decontamination_sections(run_data)
     ]
     own = [
         [part.source, part.identity, np.packbits(protected[part.source, part.name]).tobytes().hex()]
@@ -230,7 +230,7 @@ def _held_out_texts(
 ) -> Iterator[Entry]:
     """Yield the texts to decontaminate against, numbered consecutively."""
     number = 0
-    for section in held_out_sections(run_data):
+    for section in decontamination_sections(run_data):
         for document in Reader(section).documents(split_files(section).train):
             yield Entry(number, document.text)
             number += 1

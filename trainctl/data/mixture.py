@@ -13,11 +13,11 @@ from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.errors import Finding, Severity
 from trainctl.plan.mixture import (
     DataStage,
-    amount_of,
     samples_in,
-    shares_of_amounts,
+    shares_of_quotas,
     sources_of,
     stages_of_plan,
+    token_quota,
 )
 from trainctl.plan.types import RunPlan
 
@@ -94,7 +94,7 @@ def sample_order(plan: RunPlan, tokens: Mapping[str, int]) -> SampleOrder:
     shared = [stage for stage in stages if stage.weights is None]
     epoch_tokens = _tokens_of_epoch(tokens, shared[0].sequence_length) if shared else dict(tokens)
     of = sum(stage.tokens for stage in shared)
-    whole = shares_of_amounts(amounts, epoch_tokens, of) if amounts else {}
+    whole = shares_of_quotas(amounts, epoch_tokens, of) if amounts else {}
     whole = whole or {name: Fraction(1) for name in sources}
     return SampleOrder(
         config.training.seed,
@@ -275,7 +275,7 @@ def _find_wrong_amounts(
     found = []
     epoch_tokens = _tokens_of_epoch(tokens, config.training.sequence_length)
     for name, source in config.data.sources.items():
-        wanted, drawn = amount_of(source, epoch_tokens[name]), run[name].tokens
+        wanted, drawn = token_quota(source, epoch_tokens[name]), run[name].tokens
         if source.weight is not None and not drawn:
             found.append(
                 Finding(

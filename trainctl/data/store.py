@@ -46,7 +46,7 @@ from trainctl.data.cache_files import map_array, write_synced, writing
 from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
 from trainctl.errors import TrainctlError
-from trainctl.options.data import identity_of, spec_of
+from trainctl.options.data import document_identity, spec_of
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import digest_of, file_sort_key
 from trainctl.readers.remote import File, RemoteFile
@@ -231,7 +231,7 @@ class TokenStore:
         settings = {
             "format": FORMAT,
             "tokenizer": tokenizer.fingerprint,
-            "source": identity_of(config),
+            "source": document_identity(config),
             "on_bad_text": config.on_bad_text.value,
         }
         key = digest_of(json.dumps(settings, sort_keys=True))[:24]

@@ -29,7 +29,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.options.activation_checkpointing import recomputed, selective
+from trainctl.options.activation_checkpointing import recomputing_section, selective
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import spec_of
 from trainctl.options.engine import engine_of, fsdp2
@@ -89,7 +89,7 @@ TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1
 
 RECOMPUTED = Need(
     "activation_checkpointing.mode",
-    lambda config: recomputed(config) is not None,
+    lambda config: recomputing_section(config) is not None,
 )
 SELECTIVE = Need(
     "activation_checkpointing.mode",

@@ -28,10 +28,10 @@ def rank_processors(
     homes: list[int | None] = [None] * ranks
     if binding is CpuBinding.device and accelerator is Accelerator.cuda:
         homes = (_device_sockets(root) + homes)[:ranks]
-    return shares(sockets, homes)
+    return processor_shares(sockets, homes)
 
 
-def shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[list[int]]:
+def processor_shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[list[int]]:
     """Return an equal share of logical CPUs for each rank, adjacent CPUs together.
 
     Args:
@@ -40,11 +40,13 @@ def shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[l
             the CPUs of all nodes.
     """
     if any(home not in sockets for home in homes):
-        return _cut([cpu for _, cpus in sorted(sockets.items()) for cpu in cpus], len(homes))
+        return _split_evenly(
+            [cpu for _, cpus in sorted(sockets.items()) for cpu in cpus], len(homes)
+        )
     given: list[list[int]] = [[] for _ in homes]
     for socket, cpus in sockets.items():
         ranks = [rank for rank, home in enumerate(homes) if home == socket]
-        for rank, share in zip(ranks, _cut(cpus, len(ranks)), strict=True):
+        for rank, share in zip(ranks, _split_evenly(cpus, len(ranks)), strict=True):
             given[rank] = share
     return given
 
@@ -56,7 +58,7 @@ def processors_by_socket(allowed: set[int], root: Path = _SYS) -> dict[int, list
         cpus = allowed & set(parse_list((folder / "cpulist").read_text()))
         if cpus:
             number = int(folder.name.removeprefix("node"))
-            sockets[number] = sorted(cpus, key=lambda cpu: (_core(cpu, root), cpu))
+            sockets[number] = sorted(cpus, key=lambda cpu: (_core_key(cpu, root), cpu))
     return sockets or {0: sorted(allowed)}
 
 
@@ -70,14 +72,14 @@ def parse_list(text: str) -> list[int]:
     return numbers
 
 
-def _cut(cpus: Sequence[int], parts: int) -> list[list[int]]:
+def _split_evenly(cpus: Sequence[int], parts: int) -> list[list[int]]:
     """Split into `parts` equal, contiguous slices; some share a CPU if there are too few."""
     size = len(cpus)
     bounds = [(part * size // parts, (part + 1) * size // parts) for part in range(parts)]
     return [list(cpus[first : max(first + 1, last)]) for first, last in bounds]
 
 
-def _core(cpu: int, root: Path) -> int:
+def _core_key(cpu: int, root: Path) -> int:
     """Return the lowest-numbered CPU of the same core, to sort by."""
     path = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:

@@ -24,9 +24,9 @@ import psutil
 
 from trainctl.config.schema import Accelerator, OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.facts import Hardware, problem
+from trainctl.hardware.facts import Hardware, error_finding
 from trainctl.hardware.packages import packaged_text, torch_build
-from trainctl.hardware.storage import REMOTE, filesystem
+from trainctl.hardware.storage import REMOTE, filesystem_type
 from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 
@@ -62,10 +62,10 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
     if on_cpu and not config.trains_itself:
         # Trainctl's own trainer disables it (engines/deepspeed/process.py).
         wanted["deepspeed_shm_comm"] = "script" if config.script is not None else "trainer"
-    return {name: key for name, key in wanted.items() if not _prebuilt().get(name)}
+    return {name: key for name, key in wanted.items() if not _prebuilt_operators().get(name)}
 
 
-def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
+def build_problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Find everything that keeps DeepSpeed from compiling its operators on this machine."""
     checks = (
         compiler_is_installed,
@@ -77,7 +77,7 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
     return [each for each in found if isinstance(each, Finding)]
 
 
-def _prebuilt() -> dict[str, bool]:
+def _prebuilt_operators() -> dict[str, bool]:
     """Return for each operator whether it was compiled when DeepSpeed was installed."""
     text = packaged_text("deepspeed", "deepspeed/git_version_info_installed.py") or ""
     found = re.search(r"^installed_ops\s*=\s*(\{.*\})", text, re.MULTILINE)
@@ -90,7 +90,7 @@ def compiler_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     if not operators:
         return
     names, key = ", ".join(operators), next(iter(operators.values()))
-    compiler = _compiler()
+    compiler = _extension_compiler()
     missing = []
     if shutil.which(compiler) is None:
         missing.append((f"no C++ compiler ({compiler})", "apt install g++"))
@@ -99,7 +99,7 @@ def compiler_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         missing.append(("no Python.h", "apt install python3-dev"))
     for what, fix in missing:
-        yield problem(
+        yield error_finding(
             "TC126", key, f"DeepSpeed has to compile {names}, and there is {what} here", fix
         )
     if not missing:
@@ -117,12 +117,12 @@ def tools_path() -> str:
 def libaio_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a missing libaio: async_io needs its library and header."""
     key = needed_operators(config, hardware).get("async_io")
-    if key is None or shutil.which(_compiler()) is None:
+    if key is None or shutil.which(_extension_compiler()) is None:
         return
-    if links("#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n", "-laio"):
+    if can_link("#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n", "-laio"):
         yield "its header and library are here"
         return
-    yield problem(
+    yield error_finding(
         "TC127",
         key,
         "DeepSpeed's async_io needs libaio, and a program that uses it does not compile here",
@@ -138,7 +138,7 @@ def no_stale_build_locks(config: RunConfig, hardware: Hardware) -> Iterator[str 
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):
             if is_stale_lock(lock):
-                yield problem(
+                yield error_finding(
                     "TC137",
                     key,
                     f"a build of DeepSpeed's {operator} was killed; its lock would hold up this "
@@ -158,7 +158,7 @@ def is_stale_lock(lock: Path) -> bool:
         made = lock.stat()
     except OSError:
         return False
-    if os.geteuid() not in (0, made.st_uid) or filesystem(lock.parent) in REMOTE:
+    if os.geteuid() not in (0, made.st_uid) or filesystem_type(lock.parent) in REMOTE:
         return time.time() - made.st_mtime > _LONGEST_BUILD_SECONDS
     return not _is_building(lock) and lock.exists()
 
@@ -217,7 +217,7 @@ def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str
         if set(operators) <= {"cpu_adam", "cpu_lion", "async_io"}:
             yield f"none here; {names} can do without"
             return
-        yield problem(
+        yield error_finding(
             "TC128",
             key,
             f"DeepSpeed has to compile {names}, and there is no CUDA toolkit (nvcc) here",
@@ -226,7 +226,7 @@ def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str
     elif release.partition(".")[0] == build[0].partition(".")[0]:
         yield f"{release}, torch's is {build[0]}"
     elif os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
-        yield problem(
+        yield error_finding(
             "TC128",
             key,
             f"DeepSpeed has to compile {names}; the CUDA toolkit here is {release}, and torch "
@@ -248,13 +248,22 @@ def toolkit_release() -> str | None:
     return match[1] if match else None
 
 
-def links(source: str, *libraries: str) -> bool:
+def can_link(source: str, *libraries: str) -> bool:
     """Whether a C program compiles and links here, with CFLAGS and LDFLAGS of the environment."""
     flags = [*os.environ.get("CFLAGS", "").split(), *os.environ.get("LDFLAGS", "").split()]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "program.c")
         file.write_text(source)
-        command = [_compiler(), "-x", "c", str(file), "-o", f"{folder}/program", *flags, *libraries]
+        command = [
+            _extension_compiler(),
+            "-x",
+            "c",
+            str(file),
+            "-o",
+            f"{folder}/program",
+            *flags,
+            *libraries,
+        ]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_COMPILE_SECONDS)
         except (OSError, subprocess.SubprocessError):
@@ -262,6 +271,6 @@ def links(source: str, *libraries: str) -> bool:
     return done.returncode == 0
 
 
-def _compiler() -> str:
+def _extension_compiler() -> str:
     """Return the C++ compiler that torch's cpp_extension calls."""
     return os.environ.get("CXX", "c++")

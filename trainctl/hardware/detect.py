@@ -47,8 +47,8 @@ def visible_devices() -> tuple[Device, ...]:
     """
     cuda = _nvidia_devices()
     if cuda:
-        return _visible(cuda, ("CUDA_VISIBLE_DEVICES",))
-    return _visible(_amd_devices(), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
+        return _select_visible(cuda, ("CUDA_VISIBLE_DEVICES",))
+    return _select_visible(_amd_devices(), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
 
 
 def all_devices() -> tuple[Device, ...]:
@@ -139,7 +139,7 @@ def query_tool(command: tuple[str, ...]) -> str:
     return done.stdout
 
 
-def _visible(devices: tuple[Device, ...], variables: Sequence[str]) -> tuple[Device, ...]:
+def _select_visible(devices: tuple[Device, ...], variables: Sequence[str]) -> tuple[Device, ...]:
     """Return the devices that the first variable set in the environment names, in its order.
 
     The variable is read as CUDA reads it: indices or (prefixes of) identifiers, up to the first
@@ -179,14 +179,14 @@ def _control_group_limits(root: Path) -> list[int]:
         group = base / path.strip("/")
         # Inside a container the path may be the host's: the mount's own root always counts.
         while True:
-            limits.extend(_limit(group / name))
+            limits.extend(_read_limit(group / name))
             if group == base:
                 break
             group = group.parent
     return limits
 
 
-def _limit(path: Path) -> list[int]:
+def _read_limit(path: Path) -> list[int]:
     try:
         return [int(path.read_text())]
     except (OSError, ValueError):  # no such group, or "max": no limit

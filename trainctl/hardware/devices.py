@@ -13,7 +13,7 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.detect import Device, all_devices, host_memory_limit, visible_devices
-from trainctl.hardware.facts import Hardware, problem, warning_finding
+from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 from trainctl.hardware.resolve import falls_short
 from trainctl.options.precision import precision_of
 
@@ -49,7 +49,7 @@ def this_machine(devices: Sequence[Device] = ()) -> Machine:
 
 def devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find missing devices, or devices with less memory than planned."""
-    machine = this_machine(_of_the_plan(hardware))
+    machine = this_machine(_devices_of_plan(hardware))
     found = list(lacking_devices(hardware, machine, range(hardware.devices_per_node)))
     yield from found
     if not found and hardware.accelerator is Accelerator.cpu:
@@ -75,7 +75,7 @@ def lacking_devices(
                 f"hardware={machine.cores}xcpu",
             )
     elif not shown:
-        yield problem(
+        yield error_finding(
             "TC120",
             "hardware.accelerator",
             f"the plan is for {hardware.name}, and {machine.name} has no {kind} device that "
@@ -86,7 +86,7 @@ def lacking_devices(
         uses = f"{len(wanted)} {kind} devices"
         if len(wanted) <= max(wanted):
             uses = f"the {kind} devices {', '.join(map(str, wanted))}"
-        yield problem(
+        yield error_finding(
             "TC121",
             key,
             f"the plan is for {uses}, and {machine.name} shows {shown} devices"
@@ -96,7 +96,7 @@ def lacking_devices(
     else:
         name, memory = min((machine.devices[each] for each in wanted), key=itemgetter(1))
         if falls_short(memory, planned):
-            yield problem(
+            yield error_finding(
                 "TC122",
                 "hardware.device_memory_bytes",
                 f"the plan is for devices of {memory_text(planned)}, and {machine.name} has {name} "
@@ -122,7 +122,7 @@ def visible_devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str
         if value is None:
             continue
         entries = [entry.strip() for entry in value.split(",") if entry.strip()]
-        missing = [entry for entry in entries if not _names_one(entry, all_devices())]
+        missing = [entry for entry in entries if not _names_one_device(entry, all_devices())]
         twice = sorted({entry for entry in entries if entries.count(entry) > 1})
         if missing:
             what = f"names {', '.join(missing)}, which is not here: it and all after it are ignored"
@@ -133,7 +133,7 @@ def visible_devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str
         else:
             yield f"{variable}={value}"
             continue
-        yield problem(
+        yield error_finding(
             "TC133",
             set_by or "hardware.devices_per_node",
             f"{variable}={value} {what}",
@@ -145,10 +145,10 @@ def visible_devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str
 def devices_support_format(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find devices, or a CPU, that cannot compute in the plan's number format."""
     compute = precision_of(config.precision)
-    for device in _of_the_plan(hardware):
+    for device in _devices_of_plan(hardware):
         if not compute.runs_on(device):
             other = compute.alternatives(device)[0]
-            yield problem(
+            yield error_finding(
                 "TC134",
                 "precision.compute",
                 f"{device.name} (device {device.index}) does not compute in {compute.name}",
@@ -169,7 +169,7 @@ def devices_support_format(config: RunConfig, hardware: Hardware) -> Iterator[st
         )
     elif hardware.accelerator is Accelerator.cpu and compute.on_cpu:
         yield f"{compute.name} on a CPU: {compute.on_cpu}"
-    elif hardware.accelerator is Accelerator.cpu or _of_the_plan(hardware):
+    elif hardware.accelerator is Accelerator.cpu or _devices_of_plan(hardware):
         yield compute.name
 
 
@@ -190,13 +190,13 @@ def lacking_formats(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset(name for name, any_of in helped.items() if not any_of & flags)
 
 
-def _of_the_plan(hardware: Hardware) -> list[Device]:
+def _devices_of_plan(hardware: Hardware) -> list[Device]:
     if hardware.accelerator is Accelerator.cpu:
         return []
     return [item for item in visible_devices() if item.accelerator is hardware.accelerator]
 
 
-def _names_one(entry: str, devices: tuple[Device, ...]) -> bool:
+def _names_one_device(entry: str, devices: tuple[Device, ...]) -> bool:
     return any(
         entry == str(device.index) or (len(entry) > 3 and device.uuid.startswith(entry))
         for device in devices

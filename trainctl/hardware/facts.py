@@ -66,7 +66,7 @@ class Hardware:
         return peak
 
 
-def problem(rule: str, key: str, message: str, hint: str = "") -> Finding:
+def error_finding(rule: str, key: str, message: str, hint: str = "") -> Finding:
     """Return an error: the run cannot start, or would not be what the plan says."""
     return Finding(rule=rule, key=key, message=message, hint=hint, exit_code=ExitCode.environment)
 

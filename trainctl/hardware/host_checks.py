@@ -17,7 +17,7 @@ from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.devices import Machine, this_machine
-from trainctl.hardware.facts import Hardware, problem, warning_finding
+from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 from trainctl.hardware.resolve import falls_short
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -39,7 +39,7 @@ def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[st
     try:
         space = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
-        yield problem(
+        yield error_finding(
             "TC129",
             "hardware.devices_per_node",
             f"there is no {SHARED_MEMORY}, through which the processes of a node communicate",
@@ -94,7 +94,7 @@ def lacking_memory(hardware: Hardware, machine: Machine) -> Iterator[Finding]:
     """Find what a machine lacks of the host memory that a plan is budgeted against."""
     planned, there = hardware.host_memory_bytes, machine.memory_bytes
     if planned is not None and falls_short(there, planned):
-        yield problem(
+        yield error_finding(
             "TC131",
             "hardware.host_memory_bytes",
             f"the plan is for {memory_text(planned)} of host memory, and {machine.name} has "
@@ -120,9 +120,13 @@ def interfaces_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
         if not value:
             continue
         named = True
-        missing = [entry for entry in _entries(variable, value) if not _matches(entry, up)]
+        missing = [
+            entry
+            for entry in _interface_entries(variable, value)
+            if not _matches_interface(entry, up)
+        ]
         if missing:
-            yield problem(
+            yield error_finding(
                 "TC135",
                 "launcher.environment" if variable in own else "launcher.forward_environment",
                 f"{variable}={value}, and no interface of this machine that is up is called "
@@ -154,7 +158,7 @@ def _own_address(up: list[str]) -> str | Finding:
     )
 
 
-def _entries(variable: str, value: str) -> list[str]:
+def _interface_entries(variable: str, value: str) -> list[str]:
     """Return the interfaces that must exist.
 
     NCCL accepts prefixes, ``=name``, and ``^name`` to exclude.
@@ -166,7 +170,7 @@ def _entries(variable: str, value: str) -> list[str]:
     return [f"={entry}" if is_exact else entry for entry in entries]
 
 
-def _matches(entry: str, names: set[str]) -> bool:
+def _matches_interface(entry: str, names: set[str]) -> bool:
     if entry.startswith("="):
         return entry[1:] in names
     return any(name.startswith(entry) for name in names)

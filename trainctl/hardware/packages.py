@@ -15,7 +15,7 @@ from importlib import metadata
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import (
     Accelerator,
     AttentionKind,
@@ -25,9 +25,9 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
-from trainctl.hardware.facts import Hardware, problem, warning_finding
+from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 from trainctl.options.adapter import low_rank
-from trainctl.options.logger import missing, python_of
+from trainctl.options.logger import missing_modules_finding, python_of
 
 CHECKED_PACKAGES = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
@@ -46,43 +46,43 @@ import these packages.
 
 def requirements_are_met(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find requirements of the packages that are missing, or installed in a wrong version."""
-    yield from _found_in(tuple(sys.path))
+    yield from _check_packages_on_path(tuple(sys.path))
 
 
 @cache
-def _found_in(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
+def _check_packages_on_path(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
     """Return the findings for the packages on `path`, cached: they are slow and no plan changes
     them.
     """
-    return tuple(_compared())
+    return tuple(_check_requirements())
 
 
-def _compared() -> Iterator[str | Finding]:
+def _check_requirements() -> Iterator[str | Finding]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     is_well = True
     for name in CHECKED_PACKAGES:
-        for text in _requirements(name):
+        for text in _package_requirements(name):
             try:
                 wanted = Requirement(text)
             except InvalidRequirement:
                 continue
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
-            found = version(wanted.name)
+            found = package_version(wanted.name)
             if found is not None and wanted.specifier.contains(found, prereleases=True):
                 continue
             is_well = False
             has = "is not installed" if found is None else f"{found} is installed"
-            yield problem(
+            yield error_finding(
                 "TC124",
                 "",
-                f"{name} {version(name)} needs {wanted.name} {wanted.specifier}".rstrip()
+                f"{name} {package_version(name)} needs {wanted.name} {wanted.specifier}".rstrip()
                 + f", and {has}",
                 f"pip install '{wanted.name}{wanted.specifier}'",
             )
     if is_well:
-        known = [(name, version(name)) for name in SHOWN]
+        known = [(name, package_version(name)) for name in SHOWN]
         yield ", ".join(f"{name} {found}" for name, found in known if found)
 
 
@@ -92,7 +92,10 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     Only the machine that sends to the loggers needs them.
     """
     names = config.logging.to
-    found = [missing(load("logger", name), python_of(name, config)) for name in names]
+    found = [
+        missing_modules_finding(load_spec("logger", name), python_of(name, config))
+        for name in names
+    ]
     if found and not any(found):
         yield ", ".join(config.logging.to)
     yield from filter(None, found)
@@ -132,30 +135,31 @@ def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[
     cuda, hip = build
     kind = hardware.accelerator
     if kind is Accelerator.cpu:
-        yield f"{version('torch')}, on the CPU"
+        yield f"{package_version('torch')}, on the CPU"
         return
     if (kind is Accelerator.cuda and not cuda) or (kind is Accelerator.rocm and not hip):
-        yield problem(
+        yield error_finding(
             "TC125",
             "hardware.accelerator",
-            f"torch {version('torch')} was built without {kind.value}",
+            f"torch {package_version('torch')} was built without {kind.value}",
             f"install torch's {kind.value} build (https://pytorch.org/get-started/locally)",
         )
         return
     driver = driver_cuda_version() if kind is Accelerator.cuda else None
-    if driver is not None and driver[0] < _numbers(cuda)[0]:
+    if driver is not None and driver[0] < _version_numbers(cuda)[0]:
         shown = ".".join(map(str, driver))
-        yield problem(
+        yield error_finding(
             "TC125",
             "hardware.accelerator",
-            f"torch {version('torch')} is for CUDA {cuda}, and the driver supports CUDA {shown}",
+            f"torch {package_version('torch')} is for CUDA {cuda}, "
+            f"and the driver supports CUDA {shown}",
             f"a newer driver, or torch's build for CUDA {driver[0]}",
         )
         return
-    yield f"{version('torch')}, for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'}"
+    yield f"{package_version('torch')}, for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'}"
 
 
-def version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
     """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
@@ -187,14 +191,14 @@ def packaged_text(name: str, file: str) -> str | None:
         return None
 
 
-def _requirements(name: str) -> list[str]:
+def _package_requirements(name: str) -> list[str]:
     try:
         return metadata.requires(name) or []
     except metadata.PackageNotFoundError:
         return []
 
 
-def _numbers(text: str) -> list[int]:
+def _version_numbers(text: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", text)]
 
 
@@ -204,13 +208,13 @@ COMPILERS = ("g++", "clang++", "c++")
 
 def kernels_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find missing packages and compilers that the plan's kernels need; imports none."""
-    for key, value, needed, hint in _missing(config, hardware):
-        yield problem(
+    for key, value, needed, hint in _missing_packages(config, hardware):
+        yield error_finding(
             "TC136", key, f"{key}={value} needs {needed}, which is not installed here", hint
         )
 
 
-def _missing(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str, str, str]]:
+def _missing_packages(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str, str, str]]:
     """Yield key, value, what it needs, and a hint, for each missing package or compiler."""
     kernels = config.kernels
     flash = AttentionKind.flash_attention_2

@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.catalog import options
+from trainctl.config.catalog import list_options
 from trainctl.config.reading import read_json
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.config.yaml_files import read_document
@@ -91,11 +91,11 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
             all(device.supports_fp8 for device in found) if read_off else config.supports_fp8
         ),
         detected=not declared,
-        **_calibrated(calibration, config.nodes * devices),
+        **_calibrated_fields(calibration, config.nodes * devices),
     )
 
 
-def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
+def _calibrated_fields(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
     """Return the fields of `Hardware` that a calibration sets."""
     if calibration is None:
         return {}
@@ -147,7 +147,7 @@ def known_rates(driver_name: str) -> dict[str, float]:
 
     Only whole names match: a card with the same chip in another form (PCIe, NVL) has other rates.
     """
-    for option in options("hardware"):
+    for option in list_options("hardware"):
         document = read_document(option.path, option.name)
         facts: dict[str, Any] = {setting.key: setting.value for setting in document.settings}
         if driver_name in (facts.get("driver_names") or []):
@@ -210,7 +210,7 @@ def calibration_file() -> Path:
 
 def read_calibration(device: str) -> Calibration | None:
     """Return the device's measurement with the installed version of torch; None without one."""
-    entry = _entries().get(device)
+    entry = _calibration_entries().get(device)
     if entry is None:
         return None
     try:
@@ -220,13 +220,13 @@ def read_calibration(device: str) -> Calibration | None:
     return found if found.torch == installed_torch() else None
 
 
-def with_calibration(new: Calibration) -> dict[str, Any]:
+def merge_calibration(new: Calibration) -> dict[str, Any]:
     """Return the file's content with a new measurement; fields that it lacks keep their values."""
     old = read_calibration(new.device)
     entry = asdict(new)
     if old is not None:
         entry = {key: asdict(old)[key] if value is None else value for key, value in entry.items()}
-    return {"schema": CALIBRATION_SCHEMA, "devices": _entries() | {new.device: entry}}
+    return {"schema": CALIBRATION_SCHEMA, "devices": _calibration_entries() | {new.device: entry}}
 
 
 def installed_torch() -> str:
@@ -239,7 +239,7 @@ def installed_torch() -> str:
         return ""
 
 
-def _entries() -> dict[str, Any]:
+def _calibration_entries() -> dict[str, Any]:
     try:
         content = read_json(calibration_file())
     except (OSError, ValueError, TrainctlError):

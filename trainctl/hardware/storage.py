@@ -15,7 +15,7 @@ import psutil
 from trainctl.config.quantities import disk_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.facts import Hardware, problem, warning_finding
+from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 
 PROBE_BYTES = 1 << 20
 
@@ -35,16 +35,16 @@ def nvme_reads_back_writes(config: RunConfig, hardware: Hardware) -> Iterator[st
     key, folder = "offload.nvme_path", Path(offload.nvme_path).expanduser()
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        yield problem("TC132", key, f"{folder} {what}", f"mkdir -p {folder}, or name another")
+        yield error_finding("TC132", key, f"{folder} {what}", f"mkdir -p {folder}, or name another")
         return
     try:
         is_direct = write_and_read_back(folder)
     except (OSError, ValueError) as error:
-        yield problem(
+        yield error_finding(
             "TC132", key, f"{folder} does not work: {error}", "name a folder of a local disk"
         )
         return
-    kind = filesystem(folder)
+    kind = filesystem_type(folder)
     if kind in _MEMORY:
         what = f"is {kind}: states offloaded to it stay in host memory"
     elif kind in REMOTE:
@@ -97,7 +97,7 @@ def _user(uid: int) -> str:
 def lacking_space(free_bytes: int, needed_bytes: int | None, where: str) -> Iterator[Finding]:
     """Find a disk with too little free space for a checkpoint; nothing if its size is unknown."""
     if needed_bytes is not None and free_bytes < needed_bytes:
-        yield problem(
+        yield error_finding(
             "TC196",
             "",
             f"a checkpoint takes {disk_text(needed_bytes)}, and {where} has "
@@ -122,7 +122,7 @@ def write_and_read_back(folder: Path) -> bool:
     try:
         # Direct I/O needs an aligned buffer; an anonymous mapping is one.
         with mmap.mmap(-1, PROBE_BYTES) as buffer:
-            descriptor, is_direct = _open(name)
+            descriptor, is_direct = _open_direct(name)
             try:
                 buffer[:] = written
                 if os.pwrite(descriptor, buffer, 0) != PROBE_BYTES:
@@ -140,13 +140,13 @@ def write_and_read_back(folder: Path) -> bool:
     return is_direct
 
 
-def _open(name: str) -> tuple[int, bool]:
+def _open_direct(name: str) -> tuple[int, bool]:
     with suppress(OSError):
         return os.open(name, os.O_RDWR | os.O_DIRECT), True
     return os.open(name, os.O_RDWR), False
 
 
-def filesystem(folder: Path) -> str:
+def filesystem_type(folder: Path) -> str:
     """Return the type of the file system that a folder is on; empty if unknown."""
     path = folder.resolve()
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}

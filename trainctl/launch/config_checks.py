@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainctl.config.hosts import HOST_NAME_HINT, chosen_hosts, is_host_name
-from trainctl.config.literal_secrets import references
+from trainctl.config.literal_secrets import referenced_variables
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import names_in
@@ -65,7 +65,7 @@ def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding for each variable that the configuration refers to but that is unset."""
-    for name in references(config):
+    for name in referenced_variables(config):
         if name not in os.environ:
             yield Finding(
                 rule=UNSET,
@@ -240,7 +240,7 @@ def check_kubernetes(config: RunConfig, hardware: Hardware) -> list[Finding]:
                 hint=f"kubectl create secret generic NAME --from-literal={name}=..., and "
                 "launcher.kubernetes_secret=NAME",
             )
-            for name in references(config)
+            for name in referenced_variables(config)
         ]
     return findings
 

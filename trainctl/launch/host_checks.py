@@ -12,7 +12,7 @@ from trainctl.config.hosts import Host, chosen_hosts
 from trainctl.config.user_code import user_code_files
 from trainctl.errors import Finding
 from trainctl.hardware.devices import Machine, lacking_devices
-from trainctl.hardware.facts import problem
+from trainctl.hardware.facts import error_finding
 from trainctl.hardware.host_checks import lacking_memory
 from trainctl.hardware.storage import lacking_space
 from trainctl.launch.host_probe import HostReport, probe_hosts
@@ -178,7 +178,7 @@ def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
     last_line = lines[-1].strip() if lines else ""
     if report.return_code is None:
         seconds = section_of(plan.config, SshConfig).preflight_seconds
-        return problem(
+        return error_finding(
             "TC180",
             _HOSTS,
             f"{host} did not answer within {seconds:.0f} s",
@@ -186,8 +186,10 @@ def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
         )
     for rule, pattern, what, hint in _SILENCE:
         if re.search(pattern, report.stderr) and "Could not resolve" not in report.stderr:
-            return problem(rule, _HOSTS, f"{host}: {what} ({last_line})", hint.format(host=host))
-    return problem(
+            return error_finding(
+                rule, _HOSTS, f"{host}: {what} ({last_line})", hint.format(host=host)
+            )
+    return error_finding(
         "TC180",
         _HOSTS,
         f"{host} cannot be reached ({last_line or f'ssh ended with {report.return_code}'})",
@@ -201,14 +203,14 @@ def _versions(report: HostReport, here: Mapping[str, str], code: str) -> Iterato
     for package, version in here.items():
         if there.get(package) != version:
             found = there.get(package) or "none"
-            yield problem(
+            yield error_finding(
                 "TC184",
                 _HOSTS,
                 f"{host} has {package} {found}, and this machine {version}",
                 "install the same versions everywhere, or share one environment",
             )
     if there == dict(here) and report.facts["code"] != code:
-        yield problem(
+        yield error_finding(
             "TC185",
             _HOSTS,
             f"{host} has another code of trainctl ({report.facts['code']}) than this machine "
@@ -225,7 +227,7 @@ def _own_code(report: HostReport, own: Mapping[str, str]) -> Iterator[Finding]:
     for files, what in ((lacking, "does not have"), (other, "has another version of")):
         if files:
             more = f" and {len(files) - _FILES} more files" if len(files) > _FILES else ""
-            yield problem(
+            yield error_finding(
                 "TC194",
                 _HOSTS,
                 f"{host} {what} {', '.join(files[:_FILES])}{more}",
@@ -257,7 +259,7 @@ def _builds(report: HostReport) -> Iterator[Finding]:
     assert report.facts is not None
     for found in report.facts["builds"]:
         message = f"{report.host.name}: {found['message']}"
-        yield problem(found["rule"], found["key"], message, found["hint"])
+        yield error_finding(found["rule"], found["key"], message, found["hint"])
 
 
 def _network(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
@@ -267,20 +269,20 @@ def _network(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
     if facts["address"] is None:
         named = launcher.interfaces.get(host, launcher.interface)
         what = f"has no interface {named} with an address" if named else "has no outer interface"
-        yield problem(
+        yield error_finding(
             "TC191",
             "launcher.interfaces" if host in launcher.interfaces else "launcher.interface",
             f"{host} {what}",
             f"`ssh {host} ip -brief address` lists them",
         )
     elif facts["listens"] is None:
-        yield problem(
+        yield error_finding(
             "TC191",
             "launcher.interface",
             f"{host} cannot listen on {facts['address']} ({facts['interface']})",
         )
     if facts["port"] and facts["port"]["problem"]:
-        yield problem(
+        yield error_finding(
             "TC189",
             "launcher.port",
             f"port {facts['port']['number']} on {host} cannot be used: {facts['port']['problem']}",
@@ -298,7 +300,7 @@ def _storage(report: HostReport, checkpoint_bytes: int | None) -> Iterator[Findi
         what = f"does not see what {', '.join(report.unseen)} wrote where the run is kept"
     if what:
         hint = "--run-dir must be on storage that all hosts share, at the same path"
-        yield problem("TC187", "", f"{host} {what}", hint)
+        yield error_finding("TC187", "", f"{host} {what}", hint)
         return
     where = f"the folder of the run, as {host} sees it,"
     for found in lacking_space(storage["free_bytes"], checkpoint_bytes, where):
@@ -308,7 +310,7 @@ def _storage(report: HostReport, checkpoint_bytes: int | None) -> Iterator[Findi
 def _clock(report: HostReport) -> Iterator[Finding]:
     if abs(report.clock_seconds) > CLOCK_SECONDS:
         ahead = "ahead of" if report.clock_seconds > 0 else "behind"
-        yield problem(
+        yield error_finding(
             "TC190",
             _HOSTS,
             f"the clock of {report.host.name} is {abs(report.clock_seconds):.0f} s {ahead} that "
@@ -320,7 +322,7 @@ def _clock(report: HostReport) -> Iterator[Finding]:
 def _reach(report: HostReport) -> Iterator[Finding]:
     if report.unreached:
         assert report.facts is not None
-        yield problem(
+        yield error_finding(
             "TC192",
             "launcher.interface",
             f"{report.host.name} by {report.facts['interface']} ({report.facts['address']}) does "

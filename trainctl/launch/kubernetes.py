@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainctl.config.literal_secrets import references
+from trainctl.config.literal_secrets import referenced_variables
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
@@ -78,7 +78,7 @@ def render(request: AttemptRequest) -> Rendered:
     """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = request.plan, request.run, request.attempt
     # Only the pods know the values of variables that the configuration refers to.
-    unknown = dict.fromkeys(references(plan.config), REDACTED)
+    unknown = dict.fromkeys(referenced_variables(plan.config), REDACTED)
     request = replace(request, environment={**request.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
     manifest = kinds[_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
@@ -160,7 +160,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
         *({"name": name, "value": value} for name, value in trusted_folder_variable().items()),
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-            for name in references(plan.config)
+            for name in referenced_variables(plan.config)
             if (secret := _section(plan).kubernetes_secret) is not None
         ),
     ]

@@ -25,7 +25,7 @@ from trainctl.hardware.resolve import (
     calibration_file,
     device_name,
     installed_torch,
-    with_calibration,
+    merge_calibration,
 )
 from trainctl.launch.planning import compose, plan
 from trainctl.runs.files import write_json
@@ -109,7 +109,7 @@ def measure(
     found = _calibration(record, rows, device_name(made.hardware), made.mesh.world_size)
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, with_calibration(found))
+    write_json(path, merge_calibration(found))
     return Measurement(
         rows=rows,
         on_device=on_device,

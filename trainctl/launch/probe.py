@@ -27,7 +27,7 @@ from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, builds
 from trainctl.hardware.detect import visible_devices
 from trainctl.hardware.devices import this_machine
-from trainctl.hardware.packages import version
+from trainctl.hardware.packages import package_version
 from trainctl.runs.network import addresses_of, interface_of, outgoing_address, outgoing_interface
 from trainctl.runs.provenance import file_digest
 
@@ -99,7 +99,7 @@ class Probe:
         self._address = next(iter(addresses_of(name)), None) if name else None
         return {
             "host": socket.gethostname(),
-            "packages": {package: version(package) or "" for package in PACKAGES},
+            "packages": {package: package_version(package) or "" for package in PACKAGES},
             "code": code_digest(),
             "files": {file: file_digest(Path(file)) for file in files},
             "machine": asdict(this_machine(visible_devices())),
@@ -195,7 +195,7 @@ def _build_problems(
     own = dict(os.environ)
     try:
         os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
-        found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
+        found = builds.build_problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
     except (ValueError, TypeError, TrainctlError):  # other code, which is reported separately
         return []
     finally:

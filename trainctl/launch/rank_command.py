@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainctl.config.literal_secrets import references
+from trainctl.config.literal_secrets import referenced_variables
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator, CpuBinding, RunConfig
 from trainctl.config.secrets import is_plain_variable, resolve_variables
-from trainctl.config.user_code import functions, has_own_config
+from trainctl.config.user_code import function_keys, has_own_config
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.options.precision import precision_of
 from trainctl.plan import settings
@@ -132,7 +132,7 @@ def _is_forked(plan: RunPlan) -> bool:
 def hidden_variables(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the user's variables for ranks whose values must not be written."""
     launcher = config.launcher
-    names = {*launcher.environment, *references(config)}
+    names = {*launcher.environment, *referenced_variables(config)}
     return tuple(
         sorted(name for name in names if not is_plain_variable(name, launcher.plain_environment))
     )
@@ -187,7 +187,7 @@ def user_code_folder(config: RunConfig, run: RunPaths) -> Path | None:
     Raises:
         TrainctlError: The folder is gone (exit code 4).
     """
-    if config.script is None and not any(functions(config)):
+    if config.script is None and not any(function_keys(config)):
         return None
     where = Path(str(read_record(run)["folder"]))
     if not where.is_dir():
@@ -243,5 +243,5 @@ def rank_variables(
     if launcher.omp_num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
     # For references in a program's command line, which are resolved where it is started.
-    variables |= {name: shell[name] for name in references(plan.config) if name in shell}
+    variables |= {name: shell[name] for name in referenced_variables(plan.config) if name in shell}
     return variables | resolve_variables(launcher.environment, shell)

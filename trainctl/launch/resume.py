@@ -13,7 +13,7 @@ from typing import Any
 
 from trainctl.config.compose import Composed
 from trainctl.config.schema import RunConfig
-from trainctl.config.store import Change, diff
+from trainctl.config.store import Change, diff_configs
 from trainctl.data.source_lengths import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.planning import Planned, plan
@@ -95,7 +95,7 @@ def plan_resume(
     planned = plan(composed, with_files=True, tokenize=True, folder=folder)
     return PlannedResume(
         continues=attempt or effective_attempt(run).number,
-        changes=tuple(diff(before, planned.composed.config)),
+        changes=tuple(diff_configs(before, planned.composed.config)),
         checkpoint=checkpoint,
         planned=planned,
     )

@@ -21,7 +21,11 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.memory.constants import BYTES
-from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
+from trainctl.options.activation_checkpointing import (
+    Recomputing,
+    checkpointing_of,
+    recomputing_section,
+)
 from trainctl.options.model import Family, Norm, Region, spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
@@ -299,7 +303,7 @@ def _identical_blocks(
     plan: LayoutPlan, block: BlockActivations, blocks: int, in_flight: int
 ) -> StageActivations:
     """Return the activations of `blocks` identical blocks."""
-    settings, tokens = recomputed(plan.config), tokens_per_rank(plan)
+    settings, tokens = recomputing_section(plan.config), tokens_per_rank(plan)
     if settings is None:
         backward = block.backward_extra(block.saved)
         return StageActivations(

@@ -24,7 +24,7 @@ from trainctl.options.model import spec_of as model_of
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
 from trainctl.plan import optimizers, shapes
 from trainctl.plan.optimizers import is_fused, optimizer_maker
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import LayoutPlan
 
 
@@ -238,7 +238,7 @@ def read_engine(plan: LayoutPlan) -> EngineMemory:
     """
     config = plan.config
     precision, passed = config.precision, config.deepspeed.get("zero_optimization")
-    used = formats(precision)
+    used = number_formats(precision)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return EngineMemory(
         config=config,

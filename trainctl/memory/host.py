@@ -15,7 +15,7 @@ from trainctl.memory.constants import (
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.stages import Stage, pipeline_stages
-from trainctl.options.activation_checkpointing import recomputed
+from trainctl.options.activation_checkpointing import recomputing_section
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import LayoutPlan, RunPlan
 
@@ -44,7 +44,7 @@ def host_budget(
     per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
     per_rank |= function_of("engine", plan.config.engine.kind, "offloaded")(engine, stage)
     per_rank |= _checkpoint_copy(plan, engine) or _checkpoint_tensor(engine, stage)
-    settings = recomputed(plan.config)
+    settings = recomputing_section(plan.config)
     if settings is not None and settings.offload_to_cpu:
         activations = stage_activations(
             plan,

@@ -25,7 +25,7 @@ from trainctl.plan.trainable import (
     is_partial,
     packed_size,
     quantized_layers,
-    ties,
+    tied_parameters,
     trainable,
 )
 
@@ -84,7 +84,7 @@ def _trained_tensors(key: _TrainableKey) -> tuple[Trainable, dict[str, int], fro
     config = key.config
     found = trainable(config)
     trained = {item.name for item in found.trained}
-    trained |= {alias for alias, name in ties(config.model) if name in trained}
+    trained |= {alias for alias, name in tied_parameters(config.model) if name in trained}
     return found, block_numbers(config.model), frozenset(trained)
 
 

@@ -16,7 +16,7 @@ from trainctl.memory.activations import (
 from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, LogitBytes
 from trainctl.memory.engine import EngineMemory, Group
 from trainctl.memory.stages import Stage
-from trainctl.options.activation_checkpointing import recomputed
+from trainctl.options.activation_checkpointing import recomputing_section
 from trainctl.plan.types import LayoutPlan
 
 
@@ -114,7 +114,7 @@ class RankMemory:
 
     @property
     def recomputes(self) -> bool:
-        return recomputed(self.plan.config) is not None
+        return recomputing_section(self.plan.config) is not None
 
     @property
     def busiest(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
 from trainctl.models.anatomy import Anatomy, parse_anatomy
@@ -151,7 +151,7 @@ def trace_model(config: RunConfig, folder: Path | None = None) -> TracedModel:
 
 
 def _family(config: RunConfig) -> str:
-    return repr(load("model", config.model.family))
+    return repr(load_spec("model", config.model.family))
 
 
 @lru_cache(maxsize=_KEPT)

@@ -240,13 +240,13 @@ class Anatomy:
         if self.code:
             yield "model", f"code {self.code}"
         for parameter in self.parameters:
-            words = [_sizes(parameter.shape), parameter.role.value]
+            words = [_shape_text(parameter.shape), parameter.role.value]
             words += [f"shares={parameter.shares}"] if parameter.shares else []
             yield parameter.name, " ".join(words)
         for name, of in self.ties:
             yield name, f"tied {of}"
         for buffer in self.buffers:
-            yield buffer.name, f"{_sizes(buffer.shape)} buffer"
+            yield buffer.name, f"{_shape_text(buffer.shape)} buffer"
         for block in self.blocks:
             words = ["block", str(block.kind)]
             if block.experts:
@@ -275,7 +275,7 @@ def parse_anatomy(table: Sequence[str]) -> Anatomy:
     Raises:
         TrainctlError: An entry is malformed.
     """
-    return _read(tuple(table))
+    return _parse_table(tuple(table))
 
 
 def expert_counts(table: Sequence[str]) -> dict[str, int | None]:
@@ -311,9 +311,9 @@ def shape_from_anatomy(table: Sequence[str]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _read(table: tuple[str, ...]) -> Anatomy:
+def _parse_table(table: tuple[str, ...]) -> Anatomy:
     entries = from_table(table)
-    blocks = [_block(name, said) for name, said in entries if said.startswith("block ")]
+    blocks = [_parse_block(name, said) for name, said in entries if said.startswith("block ")]
     numbers = {block.name: number for number, block in enumerate(blocks)}
     parameters: list[Parameter] = []
     buffers: list[SavedBuffer] = []
@@ -334,7 +334,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
         elif kind == "tied":
             ties.append((name, words[0]))
         elif kind != "block":
-            tensor = _tensor(name, said, numbers)
+            tensor = _parse_tensor(name, said, numbers)
             if isinstance(tensor, SavedBuffer):
                 buffers.append(tensor)
             else:
@@ -354,7 +354,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     )
 
 
-def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBuffer:
+def _parse_tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBuffer:
     found = _TENSOR.fullmatch(said)
     if found is None or found[2] not in {"buffer", *(role.value for role in Role)}:
         raise _no_entry(name, said)
@@ -381,7 +381,7 @@ def block_of(name: str, blocks: dict[str, int]) -> int | None:
     return next((blocks[name[:end]] for end in ends if name[:end] in blocks), None)
 
 
-def _block(name: str, said: str) -> Block:
+def _parse_block(name: str, said: str) -> Block:
     found = _BLOCK.fullmatch(said)
     if found is None:
         raise _no_entry(name, said)
@@ -402,5 +402,5 @@ def _no_entry(name: str, said: str) -> TrainctlError:
     return TrainctlError(f"model.anatomy: {name} cannot be {said!r}")
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"

@@ -80,20 +80,24 @@ def read_config(directory: str | None) -> tuple[Path, dict[str, Any]]:
         TrainctlError: There is no such directory or file, or it holds no JSON object.
     """
     if not directory:
-        raise _error("model=hf needs a transformers directory", "add model.path=DIR")
+        raise _no_model_error("model=hf needs a transformers directory", "add model.path=DIR")
     path = Path(directory).expanduser().absolute() / "config.json"
     if not path.parent.is_dir():
-        raise _error(f"{directory} is not a directory", "give the folder that holds config.json")
+        raise _no_model_error(
+            f"{directory} is not a directory", "give the folder that holds config.json"
+        )
     if not path.is_file():
-        raise _error(f"{directory} has no config.json", "give a directory of transformers' form")
+        raise _no_model_error(
+            f"{directory} has no config.json", "give a directory of transformers' form"
+        )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _error(f"{path} cannot be read: {error.strerror}", "") from None
+        raise _no_model_error(f"{path} cannot be read: {error.strerror}", "") from None
     except (ValueError, RecursionError) as error:
-        raise _error(f"{path} is not valid JSON: {error}", "") from None
+        raise _no_model_error(f"{path} is not valid JSON: {error}", "") from None
     if not isinstance(raw, dict):
-        raise _error(f"{path} holds no JSON object", "")
+        raise _no_model_error(f"{path} holds no JSON object", "")
     return path, raw
 
 
@@ -179,7 +183,7 @@ def missing_fields(path: Path, shape: Mapping[str, Any]) -> list[Finding]:
     return [path_finding(NO_SHAPE, f"{path} lacks {', '.join(missing)}", hint)]
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping_or_empty(value: Any) -> dict[str, Any]:
     """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
@@ -189,7 +193,7 @@ def path_finding(rule: str, message: str, hint: str) -> Finding:
     return Finding(rule=rule, key="model.path", message=message, hint=hint)
 
 
-def _error(message: str, hint: str) -> TrainctlError:
+def _no_model_error(message: str, hint: str) -> TrainctlError:
     return TrainctlError.from_findings([path_finding(NO_MODEL, message, hint)])
 
 
@@ -229,7 +233,7 @@ def fetch_weights(folder: str, key: str = "model.initial_weights") -> None:
         TrainctlError: They cannot be fetched.
     """
     found = _SNAPSHOT.search(str(Path(folder).expanduser().absolute()))
-    if found is None or _is_whole(Path(folder)):
+    if found is None or _is_complete_download(Path(folder)):
         return
     owner, name, commit = found.groups()
     print(f"downloading the weights of {owner}/{name} from the hub", file=sys.stderr, flush=True)
@@ -241,7 +245,7 @@ def is_hub_folder(folder: str) -> bool:
     return _SNAPSHOT.search(str(Path(folder).expanduser().absolute())) is not None
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete_download(folder: Path) -> bool:
     if (folder / INDEX).is_file():
         return all((folder / file).is_file() for file in weight_map(folder).values())
     return has_weights(folder)

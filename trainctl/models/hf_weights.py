@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.models.tensors import READABLE, StoredTensor, some
+from trainctl.models.tensors import READABLE, StoredTensor, join_first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,14 +121,14 @@ class Converted:
         converter = deepcopy(self.converter)
         for pattern, listed in self.sources.items():
             for name in listed if row is None else listed[row : row + 1]:
-                converter.add_tensor(self.first, name, pattern, _later(fetch, name))
+                converter.add_tensor(self.first, name, pattern, _deferred_fetch(fetch, name))
         made = converter.convert(self.first, model=model, config=model.config)
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
         }
 
 
-def _later(fetch: Fetch, name: str) -> Callable[[], torch.Tensor]:
+def _deferred_fetch(fetch: Fetch, name: str) -> Callable[[], torch.Tensor]:
     return lambda: fetch(name)
 
 
@@ -146,7 +146,7 @@ class StoredModel:
     def __init__(self, model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
         self._model, self._stored = model, stored
         state = model.state_dict()
-        groups, self.unused = _grouped(model, stored, state)
+        groups, self.unused = _group_tensors(model, stored, state)
         wanted = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
         self.joined: dict[str, Converted] = {}
         self.differing: list[str] = []
@@ -159,7 +159,9 @@ class StoredModel:
             for name, shape in self._shapes(group).items():
                 self.joined[name] = group
                 if shape != wanted.get(name, shape):
-                    self.differing.append(_differs(name, group, shape, wanted[name], stored))
+                    self.differing.append(
+                        _shape_difference(name, group, shape, wanted[name], stored)
+                    )
         for name, others in tied_names(model).items():
             for other in others:
                 if other in self.joined and self.joined[other].converter is None:
@@ -171,11 +173,11 @@ class StoredModel:
         """Reasons why the files do not match the model, in words; empty if they match."""
         said = []
         if self.missing:
-            said.append(f"has no tensor {some(self.missing)}")
+            said.append(f"has no tensor {join_first(self.missing)}")
         if self.differing:
-            said.append(some(self.differing))
+            said.append(join_first(self.differing))
         if self.unreadable:
-            said.append(f"quantised weights are not read: {some(self.unreadable)}")
+            said.append(f"quantised weights are not read: {join_first(self.unreadable)}")
         return said
 
     def _shapes(self, group: Converted) -> dict[str, tuple[int, ...]]:
@@ -203,7 +205,7 @@ class StoredModel:
         return shapes
 
 
-def _grouped(
+def _group_tensors(
     model: PreTrainedModel, stored: Iterable[str], state: dict[str, Any]
 ) -> tuple[list[Converted], list[str]]:
     """Return the files' tensors grouped by what they become, and the names that become nothing.
@@ -253,7 +255,7 @@ def _leaves_rows(operation: ConversionOps) -> bool:
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
-def _differs(
+def _shape_difference(
     name: str,
     group: Converted,
     shape: tuple[int, ...],
@@ -306,7 +308,7 @@ def published_units(model: PreTrainedModel) -> Iterator[Unit]:
         renamed, pattern = apply_converters(name, converters)
         if pattern is None:
             written = apply_renamings(name, renamings)
-            yield _plain(name, written, tensor, None if name in parameters else tensor.dtype)
+            yield _plain_unit(name, written, tensor, None if name in parameters else tensor.dtype)
         else:
             made = _Group(model, renamed, by_pattern[pattern], renamings, [])
             groups.setdefault(renamed, made).sources.append((pattern, name, tensor.shape))
@@ -314,7 +316,7 @@ def published_units(model: PreTrainedModel) -> Iterator[Unit]:
         yield from group.units()
 
 
-def _plain(name: str, written: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Unit:
+def _plain_unit(name: str, written: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Unit:
     count = tensor.numel()
 
     def pieces(read: Read) -> Iterator[torch.Tensor]:

@@ -61,7 +61,7 @@ SHOWN = 3
 """Maximum tensors that a message names."""
 
 
-def some(items: list[str]) -> str:
+def join_first(items: list[str]) -> str:
     """Join the first items, and the number of remaining ones."""
     shown = "; ".join(items[:SHOWN])
     return shown if len(items) <= SHOWN else f"{shown}; and {len(items) - SHOWN:,} more"
@@ -87,13 +87,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / INDEX).is_file():
         files = weight_map(folder)
     elif (folder / ONE_FILE).is_file():
-        return _header(folder / ONE_FILE)
+        return _read_header(folder / ONE_FILE)
     else:
-        raise _unreadable(folder, f"has neither {ONE_FILE} nor {INDEX}")
-    headers = {file: _header(folder / file) for file in sorted(set(files.values()))}
+        raise _unreadable_error(folder, f"has neither {ONE_FILE} nor {INDEX}")
+    headers = {file: _read_header(folder / file) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in headers[file]:
-            raise _unreadable(folder / INDEX, f"says that {name} is in {file}, and it is not")
+            raise _unreadable_error(folder / INDEX, f"says that {name} is in {file}, and it is not")
     return {name: headers[file][name] for name, file in files.items()}
 
 
@@ -107,67 +107,71 @@ def weight_map(folder: Path) -> dict[str, str]:
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except OSError as error:
-        raise _unreadable(path, f"cannot be read: {error.strerror}") from None
+        raise _unreadable_error(path, f"cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _unreadable(path, f"is no index of weights ({error!r:.80})") from None
+        raise _unreadable_error(path, f"is no index of weights ({error!r:.80})") from None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise _unreadable(path, "is no index of weights: weight_map gives no file for each name")
+        raise _unreadable_error(
+            path, "is no index of weights: weight_map gives no file for each name"
+        )
     for file in files.values():
         if Path(file).name != file:
-            raise _unreadable(path, f"names {file!r}, which is not in its own directory")
+            raise _unreadable_error(path, f"names {file!r}, which is not in its own directory")
     return files
 
 
-def _header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-                raise _unreadable(path, f"is no safetensors file, or cut short: {size:,} bytes")
+                raise _unreadable_error(
+                    path, f"is no safetensors file, or cut short: {size:,} bytes"
+                )
             content = json.loads(file.read(length).decode("utf-8"))
     except OSError as error:
-        raise _unreadable(path, f"cannot be read: {error.strerror}") from None
+        raise _unreadable_error(path, f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"has no safetensors header ({error!s:.80})") from None
+        raise _unreadable_error(path, f"has no safetensors header ({error!s:.80})") from None
     if not isinstance(content, dict):
-        raise _unreadable(path, "has no safetensors header")
+        raise _unreadable_error(path, "has no safetensors header")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _unreadable(path, "has a broken __metadata__: it maps names to texts")
+        raise _unreadable_error(path, "has a broken __metadata__: it maps names to texts")
     found, ranges = {}, []
     for name, entry in content.items():
-        found[name], start, end = _entry(path, name, entry)
+        found[name], start, end = _parse_entry(path, name, entry)
         ranges.append((start, end, name))
     end, before = 0, ""
     for start, next_end, name in sorted(ranges):
         if start != end:
             how = f"overlap those of {before}" if start < end else "leave a gap before them"
-            raise _unreadable(path, f"has a broken header: the bytes of {name} {how}")
+            raise _unreadable_error(path, f"has a broken header: the bytes of {name} {how}")
         end, before = next_end, name
     if 8 + length + end != size:
-        raise _unreadable(
+        raise _unreadable_error(
             path, f"has {size:,} bytes, and its header speaks of {8 + length + end:,}: cut short?"
         )
     return found
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
     """Return a tensor, with the start and end of its bytes."""
     try:
         tensor = StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         start, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
-        raise _unreadable(path, f"has a broken entry for {name}") from None
+        raise _unreadable_error(path, f"has a broken entry for {name}") from None
     is_known = tensor.dtype in WIDTHS
     if start < 0 or min(tensor.shape, default=0) < 0 or end < start:
-        raise _unreadable(path, f"has a broken entry for {name}")
+        raise _unreadable_error(path, f"has a broken entry for {name}")
     if is_known and end - start != tensor.size_bytes:
-        raise _unreadable(path, f"has {end - start:,} bytes for {name}, which needs others")
+        raise _unreadable_error(path, f"has {end - start:,} bytes for {name}, which needs others")
     return tensor, start, end
 
 
-def _unreadable(path: Path, why: str) -> TrainctlError:
+def _unreadable_error(path: Path, why: str) -> TrainctlError:
     return TrainctlError(
         f"{path} {why}",
         hint="copy or download the directory again, or start from random weights with "
@@ -192,11 +196,11 @@ def to_table(entries: Iterable[Entry]) -> list[str]:
     most = max((len(_NUMBER.findall(name)) for name, _ in merged), default=0)
     # The rightmost number first: numbers to its left still keep entries apart as text.
     for _ in range(most):
-        merged = _merged(merged)
+        merged = _merge_entries(merged)
     return [f"{name} {said}" for name, said in merged]
 
 
-def _merged(entries: list[Entry]) -> list[Entry]:
+def _merge_entries(entries: list[Entry]) -> list[Entry]:
     """Merge entries that differ only in the last plain number of their names."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, said in entries:
@@ -208,12 +212,12 @@ def _merged(entries: list[Entry]) -> list[Entry]:
         key = (name[: last.start()], name[last.end() :], said)
         groups.setdefault(key, []).append(int(last[0]))
     return [
-        (f"{before}{{{_ranges(numbers)}}}{after}" if numbers else before, said)
+        (f"{before}{{{_ranges_text(numbers)}}}{after}" if numbers else before, said)
         for (before, after, said), numbers in groups.items()
     ]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges_text(numbers: Sequence[int]) -> str:
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][-1] == number - 1:
@@ -234,7 +238,7 @@ def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
     after: list[Entry] = []
     count = 0
     for entry in table:
-        for name, said in _expanded(entry):
+        for name, said in _expand_entry(entry):
             count += 1
             if count > MOST_TENSORS:
                 raise TrainctlError(f"model.anatomy: more than {MOST_TENSORS:,} tensors")
@@ -247,14 +251,14 @@ def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
     return (*before, *inside, *after)
 
 
-def _expanded(entry: str) -> Iterator[Entry]:
+def _expand_entry(entry: str) -> Iterator[Entry]:
     """Yield the entries that one line of the table stands for."""
     found = _ENTRY.fullmatch(entry)
     if found is None:
         raise TrainctlError(f"model.anatomy: {entry!r} is no name and what is said of it")
     name, said = found.groups()
     start, *rest = _RANGES.split(name)
-    numbers = [_numbers(ranges) for ranges in rest[::2]]
+    numbers = [_parse_numbers(ranges) for ranges in rest[::2]]
     if prod(sum(map(len, ranges)) for ranges in numbers) > MOST_TENSORS:
         raise TrainctlError(
             f"model.anatomy: {entry!r} stands for more than {MOST_TENSORS:,} tensors"
@@ -264,7 +268,7 @@ def _expanded(entry: str) -> Iterator[Entry]:
         yield start + "".join(number + text for number, text in pieces), said
 
 
-def _numbers(ranges: str) -> list[range]:
+def _parse_numbers(ranges: str) -> list[range]:
     """Parse the numbers of `0-3,5`."""
     ends = [tuple(map(int, each.split("-"))) for each in ranges.split(",")]
     return [range(each[0], each[-1] + 1) for each in ends]

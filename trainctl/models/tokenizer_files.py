@@ -69,23 +69,23 @@ def read_facts(path: Path) -> TokenizerFacts:
     Raises:
         TrainctlError: One of the files is missing or malformed; names the file.
     """
-    vocabulary = _vocabulary(path)
+    vocabulary = _read_vocabulary(path)
     size = max(vocabulary.values(), default=-1) + 1
     if size == 0:
-        raise _malformed(path, "has no tokens")
+        raise _malformed_error(path, "has no tokens")
     if size > len(vocabulary) + LARGEST_GAP:
         token = max(vocabulary, key=lambda each: vocabulary[each])
-        raise _malformed(
+        raise _malformed_error(
             path, f"gives {token!r:.40} the id {size - 1:,}, and has {len(vocabulary):,} tokens"
         )
-    for token, number, found_in in _ends(path, vocabulary):
+    for token, number, found_in in _end_candidates(path, vocabulary):
         return TokenizerFacts(size, number, token, found_in)
     return TokenizerFacts(size)
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def _read_vocabulary(path: Path) -> dict[str, int]:
     """Return ids by token; added tokens take precedence."""
-    content = _read(path)
+    content = _read_object(path)
     model = content.get("model")
     listed = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(listed, dict):
@@ -97,27 +97,27 @@ def _vocabulary(path: Path) -> dict[str, int]:
             if isinstance(item, list) and item
         }
     else:
-        raise _malformed(path, "is no tokenizers file: model.vocab is missing")
+        raise _malformed_error(path, "is no tokenizers file: model.vocab is missing")
     added = content.get("added_tokens") or []
     for item in added if isinstance(added, list) else []:
         if not isinstance(item, dict) or "content" not in item or "id" not in item:
-            raise _malformed(path, f"has a broken entry in added_tokens: {item!r:.80}")
+            raise _malformed_error(path, f"has a broken entry in added_tokens: {item!r:.80}")
         found[str(item["content"])] = item["id"]
     for token, number in found.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise _malformed(path, f"gives {token!r:.40} the id {number!r:.40}")
+            raise _malformed_error(path, f"gives {token!r:.40} the id {number!r:.40}")
     return found
 
 
-def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
+def _end_candidates(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
     """Yield token, id and origin of each candidate for the document end, in order of precedence."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = beside(path, name).get("eos_token")
+        token = read_neighbour_file(path, name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             continue
         if not isinstance(token, str) or token not in vocabulary:
-            raise _malformed(
+            raise _malformed_error(
                 path.with_name(name), f"has eos_token {token!r:.60}, which {path.name} lacks"
             )
         yield token, vocabulary[token], f"eos_token of {name}"
@@ -141,23 +141,23 @@ def end_ids(path: Path) -> list[int]:
 
 
 def _end_ids(path: Path, name: str) -> list[int]:
-    said = beside(path, name).get("eos_token_id")
+    said = read_neighbour_file(path, name).get("eos_token_id")
     return [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)]
 
 
-def beside(path: Path, name: str) -> dict[str, Any]:
+def read_neighbour_file(path: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file next to the tokenizer's; empty if there is no such file.
 
     Raises:
         TrainctlError: It cannot be read.
     """
     other = path.with_name(name)
-    return _read(other) if other.is_file() else {}
+    return _read_object(other) if other.is_file() else {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # reading a pipe would block
-        raise _malformed(path, "is no regular file")
+        raise _malformed_error(path, "is no regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -166,19 +166,19 @@ def _read(path: Path) -> dict[str, Any]:
             hint="give a tokenizers JSON file, or a transformers directory with tokenizer.json",
         ) from None
     except UnicodeDecodeError as error:
-        raise _malformed(path, f"is not UTF-8 at byte {error.start}") from None
+        raise _malformed_error(path, f"is not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise _malformed(
+        raise _malformed_error(
             path, f"is no JSON: {error.msg} in line {error.lineno}, column {error.colno}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise _malformed(path, f"is no JSON that can be read ({error!s:.80})") from None
+        raise _malformed_error(path, f"is no JSON that can be read ({error!s:.80})") from None
     if not isinstance(content, dict):
-        raise _malformed(path, "holds no JSON object")
+        raise _malformed_error(path, "holds no JSON object")
     return content
 
 
-def _malformed(path: Path, why: str) -> TrainctlError:
+def _malformed_error(path: Path, why: str) -> TrainctlError:
     return TrainctlError(f"{path} {why}", hint="save the tokenizer again, or copy it anew")
 
 
@@ -207,7 +207,7 @@ def read_chat_template(tokenizer: Path | None, named: str | None = None) -> str:
         return by_name[named] if named in by_name else _read_template(Path(named).expanduser())
     if tokenizer.with_name(_FILE).is_file():
         return _read_template(tokenizer.with_name(_FILE))
-    said = beside(tokenizer, _CONFIG).get("chat_template")
+    said = read_neighbour_file(tokenizer, _CONFIG).get("chat_template")
     if isinstance(said, list):
         by_name = _by_name(tokenizer)
         if by_name and "default" not in by_name:
@@ -228,7 +228,7 @@ def read_chat_template(tokenizer: Path | None, named: str | None = None) -> str:
 
 def _by_name(tokenizer: Path) -> dict[str, str]:
     """Return the named templates of a tokenizer that has several."""
-    said = beside(tokenizer, _CONFIG).get("chat_template")
+    said = read_neighbour_file(tokenizer, _CONFIG).get("chat_template")
     objects = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
     found = {
         each["name"]: each["template"]
@@ -248,7 +248,7 @@ def special_tokens_of(tokenizer: Path) -> dict[str, str]:
         TrainctlError: One of these files cannot be read.
     """
     found = {}
-    for said in (beside(tokenizer, _MAP), beside(tokenizer, _CONFIG)):
+    for said in (read_neighbour_file(tokenizer, _MAP), read_neighbour_file(tokenizer, _CONFIG)):
         for key in (f"{name}_token" for name in _NAMES):
             token: Any = said.get(key)
             token = token.get("content") if isinstance(token, dict) else token

@@ -72,7 +72,7 @@ def anatomy_in_child(config: Config, folder: Path | None = None) -> list[str]:
     if config["model"]["factory"] is not None:  # never cached: it may read any file
         found = _ask_process(Question.anatomy, config, folder)
     else:
-        found = _ask(Question.anatomy, config, folder)
+        found = _answer_question(Question.anatomy, config, folder)
     return found
 
 
@@ -88,7 +88,7 @@ def trace_in_child(
     Raises:
         TrainctlError: The model cannot be built or traced; says why, and names the file.
     """
-    found: dict[str, Any] = _ask(Question.trace, config, folder or Path.cwd(), family)
+    found: dict[str, Any] = _answer_question(Question.trace, config, folder or Path.cwd(), family)
     return found
 
 
@@ -102,7 +102,7 @@ def known_trace(config: Config, *, family: str = "") -> dict[str, Any] | None:
     return found
 
 
-def _ask(question: Question, config: Config, folder: Path, family: str = "") -> Any:
+def _answer_question(question: Question, config: Config, folder: Path, family: str = "") -> Any:
     key, found = _known_answer(question, config, family)
     if found is None:
         found = _ask_process(question, config, folder)
@@ -113,9 +113,11 @@ def _ask(question: Question, config: Config, folder: Path, family: str = "") -> 
 
 def _known_answer(question: Question, config: Config, family: str) -> tuple[str, Any]:
     """Return the digest of a question, and its cached or shipped answer; None without one."""
-    key = _key(question, config, family)
+    key = _cache_key(question, config, family)
     found = _cached_answer(key)
-    if found is None and (name := published_name(config["model"], _version("transformers"))):
+    if found is None and (
+        name := published_name(config["model"], _package_version("transformers"))
+    ):
         is_anatomy = question is Question.anatomy
         found = published_anatomy(name) if is_anatomy else published_trace(name, config)
     return key, found
@@ -125,7 +127,7 @@ def _cached_answer(key: str) -> Any:
     """Return the answer cached in memory or on disk; None if there is none."""
     if key not in _known:
         try:
-            content = json.loads(_file(key).read_text(encoding="utf-8"))
+            content = json.loads(_cache_file(key).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -139,7 +141,7 @@ def _cached_answer(key: str) -> Any:
 def _ask_process(question: Question, config: Config, folder: Path) -> Any:
     what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
     name = config["model"]["name"]
-    _say(f"{what} {name} by its own code, once: torch and transformers are imported")
+    _print_progress(f"{what} {name} by its own code, once: torch and transformers are imported")
     asked = {"question": question.value, "config": config, "folder": str(folder)}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "trainctl.train.models.inspection_entry"],
@@ -158,9 +160,9 @@ def _ask_process(question: Question, config: Config, folder: Path) -> Any:
                     break
                 except subprocess.TimeoutExpired:
                     question_text = None  # it has been sent
-                    _say(f"  {what} {name}: {seconds} s")
+                    _print_progress(f"  {what} {name}: {seconds} s")
             else:
-                raise _failed(config, f"not done after {SECONDS} s")
+                raise _not_traced_error(config, f"not done after {SECONDS} s")
         except BaseException:
             process.kill()
             raise
@@ -168,41 +170,46 @@ def _ask_process(question: Question, config: Config, folder: Path) -> Any:
         answer = json.loads(answered.splitlines()[-1])
     except (ValueError, IndexError):
         last = (said.strip().splitlines() or ["no word"])[-1]
-        raise _failed(
+        raise _not_traced_error(
             config, f"its process ended with {process.returncode}: {last[:300]}"
         ) from None
     if "error" in answer:
-        raise TrainctlError.from_findings([_finding(answer["error"])])
+        raise TrainctlError.from_findings([_finding_from_json(answer["error"])])
     return answer["found"]
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     """Print a line of progress on stderr, ignoring a closed stderr."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
-def _failed(config: Config, why: str) -> TrainctlError:
+def _not_traced_error(config: Config, why: str) -> TrainctlError:
     where = config["model"]["path"] or config["model"]["factory"]
     message = f"the model of {where} cannot be read by its code: {why}"
     return TrainctlError.from_findings([Finding(rule=NOT_TRACED, key="model", message=message)])
 
 
-def _finding(told: dict[str, Any]) -> Finding:
+def _finding_from_json(told: dict[str, Any]) -> Finding:
     texts = {name: told[name] for name in ("rule", "key", "message", "hint")}
     return Finding(**texts, exit_code=ExitCode(told["exit_code"]))
 
 
-def _key(question: Question, config: Config, family: str) -> str:
+def _cache_key(question: Question, config: Config, family: str) -> str:
     """Return a digest of everything that an answer depends on.
 
     The anatomy is part of the trace's digest, and identifies the code of `model.factory`.
     """
     model = config["model"]
-    files = _files(model)
+    files = _file_digests(model)
     parts: list[Any]
     if question is Question.anatomy:
-        parts = [files, model["family"], model["trust_remote_code"], _version("transformers")]
+        parts = [
+            files,
+            model["family"],
+            model["trust_remote_code"],
+            _package_version("transformers"),
+        ]
     else:
         labels = ("name", "weights", "initial_weights")
         parts = [
@@ -211,13 +218,13 @@ def _key(question: Question, config: Config, family: str) -> str:
             config["precision"],
             config["training"]["sequence_length"],
             config["data"]["mask_documents"],
-            {package: _version(package) for package in PACKAGES},
+            {package: _package_version(package) for package in PACKAGES},
             files,
         ]
     return hashlib.sha256(json.dumps([question.value, FORMAT, *parts]).encode()).hexdigest()
 
 
-def _files(model: Mapping[str, Any]) -> list[str]:
+def _file_digests(model: Mapping[str, Any]) -> list[str]:
     """Return digests of the files of a directory that define the model."""
     if not model["path"]:
         return []
@@ -227,21 +234,21 @@ def _files(model: Mapping[str, Any]) -> list[str]:
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-def _file(key: str) -> Path:
+def _cache_file(key: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(cache) / "trainctl" / "traces" / f"{key}.json"
 
 
 def _cache_answer(key: str, found: Any) -> None:
     """Cache an answer on disk for later commands; a failed write is ignored."""
-    path = _file(key)
+    path = _cache_file(key)
     part = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -302,7 +309,7 @@ def shape_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def table() -> dict[str, Any]:
+def published_table() -> dict[str, Any]:
     """Return the shipped file: version of transformers, and models by name."""
     content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
@@ -317,19 +324,21 @@ def published_name(model: Mapping[str, Any], transformers: str) -> str | None:
     """
     if not model["path"] or model["trust_remote_code"] or model["factory"]:
         return None
-    if transformers not in ("", table()["transformers"]):
+    if transformers not in ("", published_table()["transformers"]):
         return None
     try:
         raw = json.loads((Path(model["path"]) / "config.json").read_text(encoding="utf-8"))
         shape = shape_of(raw)
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return None  # composition has reported the file's problem
-    return next((n for n, each in table()["models"].items() if shape in each["shapes"]), None)
+    return next(
+        (n for n, each in published_table()["models"].items() if shape in each["shapes"]), None
+    )
 
 
 def published_anatomy(name: str) -> list[str]:
     """Return the anatomy of a shipped model."""
-    anatomy: list[str] = table()["models"][name]["anatomy"]
+    anatomy: list[str] = published_table()["models"][name]["anatomy"]
     return anatomy
 
 
@@ -339,7 +348,7 @@ def published_trace(name: str, config: Mapping[str, Any]) -> dict[str, Any] | No
     Bytes per token of a block have a constant part and a part proportional to the sequence length,
     which eager attention and heads of unequal widths save.
     """
-    entry, precision = table()["models"][name], config["precision"]
+    entry, precision = published_table()["models"][name], config["precision"]
     is_attention = config["model"]["attention"] in (entry["attention"], "flash_attention_2")
     if not is_attention or precision["compute"] != PRECISION or precision["autocast"]:
         return None

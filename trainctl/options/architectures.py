@@ -36,7 +36,7 @@ class VerifiedAxes:
 
 
 @cache
-def table() -> VerifiedAxes:
+def architectures_table() -> VerifiedAxes:
     """Return the content of `architectures.json`."""
     raw: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return VerifiedAxes(**raw)
@@ -44,7 +44,7 @@ def table() -> VerifiedAxes:
 
 def why_not(model_type: str | None, column: str) -> str | None:
     """Return why an axis may not split an architecture, to end a sentence; None if it may."""
-    cells = table().rows.get(model_type or "")
+    cells = architectures_table().rows.get(model_type or "")
     if cells is None:
         return f"; shown for {', '.join(architectures_supporting(column))}"
     found = cells[column]
@@ -53,4 +53,8 @@ def why_not(model_type: str | None, column: str) -> str | None:
 
 def architectures_supporting(column: str) -> tuple[str, ...]:
     """Return the architectures that an axis may split."""
-    return tuple(name for name, cells in table().rows.items() if not isinstance(cells[column], str))
+    return tuple(
+        name
+        for name, cells in architectures_table().rows.items()
+        if not isinstance(cells[column], str)
+    )

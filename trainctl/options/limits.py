@@ -24,7 +24,7 @@ class Limit:
     """Setting to type instead."""
 
 
-def only(key: str, value: object, why: str, nearest: str = "") -> Limit:
+def only_value(key: str, value: object, why: str, nearest: str = "") -> Limit:
     """Return the limit that a key has one value. `nearest` is by default the key with the value."""
     near = nearest or f"{key}={as_written(value)}"
     return Limit(
@@ -32,7 +32,7 @@ def only(key: str, value: object, why: str, nearest: str = "") -> Limit:
     )
 
 
-def never(key: str, value: object, why: str, nearest: str) -> Limit:
+def never_value(key: str, value: object, why: str, nearest: str) -> Limit:
     """Return the limit that a key does not have a value."""
     return Limit(
         key=key, holds=lambda config: value_of(config, key) != value, why=why, nearest=nearest

@@ -29,10 +29,10 @@ from trainctl.plan.deepspeed_table import (
     FP16_KEYS,
     OFFLOAD_KEYS,
     ZERO_KEYS,
-    written,
+    written_settings,
 )
 from trainctl.plan.optimizers import is_fused, lr_scale, optimizer_maker
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import Batch, Mesh
 
 BATCH_KEYS = (
@@ -49,7 +49,7 @@ STEPS_PER_PRINT = 1_000_000_000
 """Effectively never: the trainer reports progress itself."""
 
 
-def render(settings: Iterable[Derived]) -> dict[str, Any]:
+def nest_settings(settings: Iterable[Derived]) -> dict[str, Any]:
     """Return the nested JSON of flat settings: dots in a key separate levels."""
     nested: dict[str, Any] = {}
     for setting in settings:
@@ -72,15 +72,17 @@ def derived_settings(
     axes = config.parallelism
     mesh = mesh or Mesh(data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence)
     return (
-        *(() if batch is None else _batch(mesh, batch)),
-        *_optimizer(config, hardware, 1.0 if batch is None else lr_scale(config.optimizer, batch)),
-        _clipping(config),
-        *_precision(config, mesh),
-        *_zero(config, hardware),
-        *written(OFFLOAD_KEYS, config),
-        *_parallelism(config, mesh),
-        *_compile(config.kernels),
-        *_reporting(config),
+        *(() if batch is None else _batch_settings(mesh, batch)),
+        *_optimizer_settings(
+            config, hardware, 1.0 if batch is None else lr_scale(config.optimizer, batch)
+        ),
+        _clipping_settings(config),
+        *_precision_settings(config, mesh),
+        *_zero_settings(config, hardware),
+        *written_settings(OFFLOAD_KEYS, config),
+        *_parallelism_settings(config, mesh),
+        *_compile_settings(config.kernels),
+        *_reporting_settings(config),
     )
 
 
@@ -100,46 +102,48 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _set(key: str, value: Any, *sources: str, why: str = "") -> Derived:
+def _setting(key: str, value: Any, *sources: str, why: str = "") -> Derived:
     """Return a setting derived from config keys; `why` replaces their names as the reason."""
     return Derived(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
 
 
-def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
+def _batch_settings(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     product = f"micro {micro} x accumulation {accumulation} x data {mesh.data}"
     why = f"training.global_batch_size: {product}"
     total, per_rank, passes = BATCH_KEYS
-    yield _set(total, batch.global_batch_size, "training.global_batch_size", why=why)
+    yield _setting(total, batch.global_batch_size, "training.global_batch_size", why=why)
     why = "training.micro_batch_size, of a data-parallel rank"
-    yield _set(per_rank, micro, "training.micro_batch_size", why=why)
-    yield _set(passes, accumulation, "training.gradient_accumulation_steps")
+    yield _setting(per_rank, micro, "training.micro_batch_size", why=why)
+    yield _setting(passes, accumulation, "training.gradient_accumulation_steps")
 
 
-def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
+def _optimizer_settings(
+    config: RunConfig, hardware: Hardware, lr_scale: float
+) -> Iterator[Derived]:
     form = spec_of(config.optimizer).deepspeed
-    if form is not None and not _is_own(config, hardware):
+    if form is not None and not _uses_own_optimizer(config, hardware):
         why = f"optimizer.kind={config.optimizer.kind}"
-        yield _set("optimizer.type", form.type, "optimizer.kind", why=why)
+        yield _setting("optimizer.type", form.type, "optimizer.kind", why=why)
         yield from _optimizer_params(config, hardware, lr_scale, form)
 
 
-def _is_own(config: RunConfig, hardware: Hardware) -> bool:
+def _uses_own_optimizer(config: RunConfig, hardware: Hardware) -> bool:
     """Return True if the trainer passes DeepSpeed one of trainctl's own optimizers."""
     return config.trains_itself and optimizer_maker(config, hardware) is Maker.trainctl
 
 
-def _clipping(config: RunConfig) -> Derived:
-    is_fp32 = formats(config.precision).weights is DataType.fp32
+def _clipping_settings(config: RunConfig) -> Derived:
+    is_fp32 = number_formats(config.precision).weights is DataType.fp32
     if config.trains_itself and config.zero_stage.stage == 0 and is_fp32:
         why = "the trainer clips: without ZeRO DeepSpeed's norm is inexact, and each stage's own"
-        return _set("gradient_clipping", 0.0, why=why)
+        return _setting("gradient_clipping", 0.0, why=why)
     adaptive = config.gradients.adaptive_clipping
     if config.trains_itself and adaptive is not AdaptiveClipping.none:
         why = f"gradients.adaptive_clipping={adaptive.value}: the trainer sets it at each update"
-        return _set("gradient_clipping", 0.0, "gradients.adaptive_clipping", why=why)
+        return _setting("gradient_clipping", 0.0, "gradients.adaptive_clipping", why=why)
     limit = config.optimizer.gradient_clipping
-    return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
+    return _setting("gradient_clipping", limit, "optimizer.gradient_clipping")
 
 
 def _optimizer_params(
@@ -150,7 +154,7 @@ def _optimizer_params(
     for parameter in form.parameters:
         yield optimizer_parameter(config, parameter, lr_scale)
     for name, (value, why) in form.fixed.items():
-        yield _set(f"{params}.{name}", value, "optimizer.kind", why=why)
+        yield _setting(f"{params}.{name}", value, "optimizer.kind", why=why)
     # ZenFlow passes these parameters to torch's AdamW, which does not know the key.
     if form.has_torch_adam and not config.offload.zenflow:
         why = (
@@ -158,12 +162,12 @@ def _optimizer_params(
             if offloaded
             else "torch's own AdamW: nothing to compile"
         )
-        yield _set(f"{params}.torch_adam", not offloaded, why=why)
+        yield _setting(f"{params}.torch_adam", not offloaded, why=why)
     takes_fused = spec_of(optimizer).fused_by is Maker.torch
     if config.trains_itself and takes_fused and is_fused(config, hardware):
         why = "" if optimizer.fused else "one kernel updates all, on accelerators"
         sources = ("optimizer.fused",) if optimizer.fused else ()
-        yield _set(f"{params}.fused", True, *sources, why=why)
+        yield _setting(f"{params}.fused", True, *sources, why=why)
 
 
 def optimizer_parameter(
@@ -183,12 +187,12 @@ def optimizer_parameter(
             sources.append("optimizer.lr_scaling")
         why = " x ".join(sources)
     if parameter.is_epsilon:
-        scaled = mup.epsilon(config, value)
+        scaled = mup.scaled_epsilon(config, value)
         why += "" if scaled == value else " / mup.width_factor, as the gradients"
         value = scaled
     note = _NOTES.get(parameter.name)
     why += f": {note}" if note else ""
-    return _set(f"optimizer.params.{parameter.name}", value, *sources, why=why)
+    return _setting(f"optimizer.params.{parameter.name}", value, *sources, why=why)
 
 
 _NOTES = {
@@ -197,79 +201,79 @@ _NOTES = {
 }
 
 
-def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
-    precision, used = config.precision, formats(config.precision)
+def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
+    precision, used = config.precision, number_formats(config.precision)
     compute = f"precision.compute={precision.compute}"
     of_weights = "the weights' format"
     on_wire = () if precision.communication is None else ("precision.communication",)
     wire_why = "" if on_wire else of_weights
 
-    yield _set("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
-    yield from written(BF16_KEYS, config)
-    yield _set("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
-    yield from written(FP16_KEYS, config)
+    yield _setting("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
+    yield from written_settings(BF16_KEYS, config)
+    yield _setting("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
+    yield from written_settings(FP16_KEYS, config)
 
-    yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
+    yield _setting("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
-        yield _set("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
+        yield _setting("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
         # ZeRO sends the gradients of these modules in the compute type, ignoring
         # communication_data_type (runtime/torch_autocast.py), and all others in fp32.
         lower = list(MATRIX_MODULES) if used.communication is precision_of(precision).format else []
         key = "torch_autocast.lower_precision_safe_modules"
-        yield _set(key, lower, *on_wire, why=wire_why)
+        yield _setting(key, lower, *on_wire, why=wire_why)
 
     accumulate = used.gradient_accumulation.value
     given = precision.gradient_accumulation is not None
     sources = ("precision.gradient_accumulation",) if given else ()
     why = "" if given else of_weights
-    yield _set("data_types.grad_accum_dtype", accumulate, *sources, why=why)
+    yield _setting("data_types.grad_accum_dtype", accumulate, *sources, why=why)
     wire = used.communication.value
-    yield _set("communication_data_type", wire, *on_wire, why=wire_why)
+    yield _setting("communication_data_type", wire, *on_wire, why=wire_why)
 
 
-def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
     zero, optimizer = config.zero_stage, spec_of(config.optimizer)
-    yield _set("zero_optimization.stage", zero.stage, "zero_stage.stage")
+    yield _setting("zero_optimization.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
         return
-    yield from written(ZERO_KEYS, config)
-    if _is_own(config, hardware):
+    yield from written_settings(ZERO_KEYS, config)
+    if _uses_own_optimizer(config, hardware):
         name = optimizer.name
         why = f"{name} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
-        yield _set("zero_allow_untested_optimizer", True, why=why)
+        yield _setting("zero_allow_untested_optimizer", True, why=why)
     elif optimizer.deepspeed is None or not optimizer.deepspeed.is_zero_tested:
         why = f"DeepSpeed does not list {optimizer.name} as tested with ZeRO"
-        yield _set("zero_allow_untested_optimizer", True, why=why)
+        yield _setting("zero_allow_untested_optimizer", True, why=why)
 
 
-def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
+def _parallelism_settings(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     if mesh.pipeline > 1:
         why = "the trainer wraps the blocks that are recomputed"
-        yield _set("pipeline.activation_checkpoint_interval", 0, why=why)
+        yield _setting("pipeline.activation_checkpoint_interval", 0, why=why)
     if config.trains_itself:
         return  # the trainer passes DeepSpeed its own mesh (docs/decisions/009-*.md)
     if mesh.tensor > 1 and mesh.pipeline == 1:  # AutoTP refuses a PipelineModule
-        yield _set("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
+        yield _setting("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
     if mesh.sequence > 1:
         # data_parallel_size is left out: with both keys DeepSpeed builds its own mesh.
-        yield _set("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
+        yield _setting("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
         # With sequence ranks the engine sends gradients in this format (runtime/engine.py).
-        wire = formats(config.precision).communication.value
+        wire = number_formats(config.precision).communication.value
         why = "as communication_data_type; its default is fp32"
-        yield _set("seq_parallel_communication_data_type", wire, why=why)
+        yield _setting("seq_parallel_communication_data_type", wire, why=why)
 
 
-def _compile(kernels: KernelsConfig) -> Iterator[Derived]:
+def _compile_settings(kernels: KernelsConfig) -> Iterator[Derived]:
     if kernels.compile is CompileKind.deepcompile:
         why = "kernels.compile=deepcompile"
-        yield _set("compile.deepcompile", True, "kernels.compile", why=why)
+        yield _setting("compile.deepcompile", True, "kernels.compile", why=why)
 
 
-def _reporting(config: RunConfig) -> Iterator[Derived]:
+def _reporting_settings(config: RunConfig) -> Iterator[Derived]:
     own = "the trainer reports itself"
     if config.trains_itself:
-        yield _set("steps_per_print", STEPS_PER_PRINT, why=own)
-        yield _set("wall_clock_breakdown", False, why=own)
+        yield _setting("steps_per_print", STEPS_PER_PRINT, why=own)
+        yield _setting("wall_clock_breakdown", False, why=own)
     else:
-        yield _set("steps_per_print", config.logging.every_steps, "logging.every_steps")
-    yield _set("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")
+        yield _setting("steps_per_print", config.logging.every_steps, "logging.every_steps")
+    yield _setting("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 
 ZERO = "zero_optimization"
 STATES = f"{ZERO}.offload_optimizer"
@@ -44,7 +44,7 @@ class Modes:
         offload = config.offload
         return cls(
             stage=config.zero_stage.stage,
-            weights=formats(config.precision).weights.value,
+            weights=number_formats(config.precision).weights.value,
             states=offload.optimizer.value,
             parameters=offload.parameters.value,
             zenflow=offload.zenflow,
@@ -90,7 +90,7 @@ WORDS = {
 """Conditions of `WHEN` in words, for messages."""
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -106,9 +106,9 @@ class Row:
     """Config key; empty if the value is constant."""
     reason: str = ""
     """Reason for the value; empty if the config key explains it."""
-    write: Callable[[Any], Any] = _as_it_is
+    write: Callable[[Any], Any] = _identity
     """Converts the config key's plain value to the JSON's; None leaves the key out."""
-    read: Callable[[Any], Any] | None = _as_it_is
+    read: Callable[[Any], Any] | None = _identity
     """Converts a JSON value back to the config key's; None if the JSON key does not determine
     it.
     """
@@ -118,7 +118,7 @@ class Row:
         return WHEN[self.when](modes)
 
 
-def _flag(when: str, key: str, source: str, value: Any, reason: str = "") -> Row:
+def _flag_row(when: str, key: str, source: str, value: Any, reason: str = "") -> Row:
     """Return a row that is true if the config key equals `value`, and left out otherwise."""
 
     def write(said: Any) -> bool | None:
@@ -132,12 +132,12 @@ def at_least_one(size: Any) -> Any:
     return max(size, 1)
 
 
-def _fixed(when: str, key: str, value: Any, reason: str, source: str = "") -> Row:
+def _constant_row(when: str, key: str, value: Any, reason: str, source: str = "") -> Row:
     """Return a row with a constant value; there is nothing to read back."""
     return Row(when, key, source, reason, lambda _: value, None)
 
 
-def _interval(when: str, key: str, source: str, undecided: Any, reason: str = "") -> Row:
+def _interval_row(when: str, key: str, source: str, undecided: Any, reason: str = "") -> Row:
     """Return a row for a number of steps; `undecided` replaces None and lets DeepSpeed choose."""
 
     def read(steps: Any) -> int | None:
@@ -179,18 +179,22 @@ OFFLOAD_KEYS = (
     Row("states away", f"{STATES}.pin_memory", "offload.pin_memory"),
     Row("states away at 3", f"{STATES}.ratio", "offload.ratio", read=float),
     Row("states on nvme", f"{STATES}.nvme_path", "offload.nvme_path"),
-    _fixed("states on nvme", f"{STATES}.buffer_count", 4, _ADAM),
-    _flag("states away", f"{STATES}.super_offload", "offload.super_offload", True),
+    _constant_row("states on nvme", f"{STATES}.buffer_count", 4, _ADAM),
+    _flag_row("states away", f"{STATES}.super_offload", "offload.super_offload", True),
     Row("zenflow", f"{ZENFLOW}.topk_ratio", "offload.zenflow_topk_ratio"),
-    _fixed("zenflow by steps", f"{ZENFLOW}.select_strategy", "step", _STEP, "offload.zenflow"),
-    _interval(
+    _constant_row(
+        "zenflow by steps", f"{ZENFLOW}.select_strategy", "step", _STEP, "offload.zenflow"
+    ),
+    _interval_row(
         "zenflow by steps",
         f"{ZENFLOW}.select_interval",
         "offload.zenflow_select_interval",
         0,
         "offload.zenflow_select_interval; 0 chooses once",
     ),
-    _interval("zenflow", f"{ZENFLOW}.update_interval", "offload.zenflow_update_interval", "auto"),
+    _interval_row(
+        "zenflow", f"{ZENFLOW}.update_interval", "offload.zenflow_update_interval", "auto"
+    ),
     Row("zenflow", f"{ZENFLOW}.full_warm_up_rounds", "offload.zenflow_warmup_steps"),
     Row("zenflow", f"{ZENFLOW}.overlap_step", "offload.zenflow_overlap_step"),
     Row("parameters away", f"{PARAMETERS}.device", "offload.parameters"),
@@ -199,19 +203,19 @@ OFFLOAD_KEYS = (
     Row("parameters on nvme", f"{PARAMETERS}.buffer_count", "offload.buffer_count"),
     Row("parameters on nvme", f"{PARAMETERS}.buffer_size", "offload.buffer_size"),
     Row("parameters on nvme", f"{PARAMETERS}.max_in_cpu", "offload.max_in_cpu"),
-    _fixed("nvme", "aio.block_size", 1_048_576, _AIO),
-    _fixed("nvme", "aio.queue_depth", 8, _AIO),
-    _fixed("nvme", "aio.intra_op_parallelism", 1, _AIO),
-    _fixed("nvme", "aio.single_submit", False, _AIO),
-    _fixed("nvme", "aio.overlap_events", True, _AIO),
+    _constant_row("nvme", "aio.block_size", 1_048_576, _AIO),
+    _constant_row("nvme", "aio.queue_depth", 8, _AIO),
+    _constant_row("nvme", "aio.intra_op_parallelism", 1, _AIO),
+    _constant_row("nvme", "aio.single_submit", False, _AIO),
+    _constant_row("nvme", "aio.overlap_events", True, _AIO),
 )
 
 _FINITE = "no update is made from gradients that are not finite"
 _MASTERS, _MOMENTS = "precision.master_weights", "precision.optimizer_states"
 BF16_KEYS = (
-    _fixed("bf16", "bf16.check_grad_overflow", True, _FINITE),
-    _flag("bf16", "bf16.bf16_master_weights_and_grads", _MASTERS, "bf16", f"{_MASTERS}=bf16"),
-    _flag("bf16", "bf16.bf16_optimizer_states", _MOMENTS, "bf16", f"{_MOMENTS}=bf16"),
+    _constant_row("bf16", "bf16.check_grad_overflow", True, _FINITE),
+    _flag_row("bf16", "bf16.bf16_master_weights_and_grads", _MASTERS, "bf16", f"{_MASTERS}=bf16"),
+    _flag_row("bf16", "bf16.bf16_optimizer_states", _MOMENTS, "bf16", f"{_MOMENTS}=bf16"),
 )
 _SCALE = "precision.loss_scale"
 FP16_KEYS = (
@@ -220,8 +224,8 @@ FP16_KEYS = (
     Row("fp16", "fp16.loss_scale_window", "precision.loss_scale_window"),
     Row("fp16", "fp16.hysteresis", "precision.hysteresis"),
     Row("fp16", "fp16.min_loss_scale", "precision.min_loss_scale"),
-    _fixed("fp16", "fp16.consecutive_hysteresis", False, "DeepSpeed's default"),
-    _flag("fp16", "fp16.fp16_master_weights_and_grads", _MASTERS, "fp16", f"{_MASTERS}=fp16"),
+    _constant_row("fp16", "fp16.consecutive_hysteresis", False, "DeepSpeed's default"),
+    _flag_row("fp16", "fp16.fp16_master_weights_and_grads", _MASTERS, "fp16", f"{_MASTERS}=fp16"),
 )
 TABLE = (*ZERO_KEYS, *OFFLOAD_KEYS, *BF16_KEYS, *FP16_KEYS)
 
@@ -232,18 +236,18 @@ SOURCES = {row.key: row.source for row in TABLE if row.read is not None}
 """Config key by the JSON key that determines it."""
 
 
-def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
+def written_settings(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
     """Yield the settings that a config has among these rows."""
     modes = Modes.of(config)
     for row in rows:
-        value = row.write(value_of(config, row.source)) if row.holds(modes) else None
+        value = row.write(config_value(config, row.source)) if row.holds(modes) else None
         if value is not None:
             sources = (row.source,) if row.source else ()
             reason = row.reason or row.source
             yield Derived(key=row.key, value=value, reason=reason, sources=sources)
 
 
-def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
+def ineffective_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the ZeRO and offload keys without effect in a config, and what each needs, in words."""
     modes, needs = Modes.of(config), dict[str, list[Row]]()
     for row in (*ZERO_KEYS, *OFFLOAD_KEYS):
@@ -254,7 +258,7 @@ def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, " or ".join(WORDS[row.when] for row in rows)
 
 
-def value_of(config: RunConfig, key: str) -> Any:
+def config_value(config: RunConfig, key: str) -> Any:
     """Return the value of a config key, an enum as its plain value; None if `key` is empty."""
     if not key:
         return None

@@ -69,16 +69,20 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
     asked = training.global_batch_size
     if asked is None and training.global_batch_tokens is not None:
         asked, why = _whole_sequences(training, training.global_batch_tokens, data)
-        reasons.append(_reason("global_batch_size", asked, why, "training.global_batch_tokens"))
+        reasons.append(
+            _derived_length("global_batch_size", asked, why, "training.global_batch_tokens")
+        )
 
     if micro is None and (accumulation is None or asked is None):
         micro = 1
-        reasons.append(_reason("micro_batch_size", 1, "neither given nor implied: the smallest"))
+        reasons.append(
+            _derived_length("micro_batch_size", 1, "neither given nor implied: the smallest")
+        )
     if micro is None:
         assert asked is not None and accumulation is not None
         micro = asked // (accumulation * data)
         why = f"global {asked} / (accumulation {accumulation} x data {data})"
-        reasons.append(_reason("micro_batch_size", micro, why))
+        reasons.append(_derived_length("micro_batch_size", micro, why))
     if accumulation is None:
         accumulation = 1 if asked is None else asked // (micro * data)
         why = (
@@ -86,11 +90,11 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
             if asked is None
             else f"global {asked} / (micro {micro} x data {data})"
         )
-        reasons.append(_reason("gradient_accumulation_steps", accumulation, why))
+        reasons.append(_derived_length("gradient_accumulation_steps", accumulation, why))
     product = micro * accumulation * data
     if asked is None:
         why = f"micro {micro} x accumulation {accumulation} x data {data}"
-        reasons.append(_reason("global_batch_size", product, why))
+        reasons.append(_derived_length("global_batch_size", product, why))
     elif asked != product:
         return None, ()
 
@@ -177,7 +181,9 @@ def derive_total_steps(
     epochs, rounded up.
     """
     if training.steps is not None:
-        return training.steps, (_total(training.steps, "training.steps", "training.steps"),)
+        return training.steps, (
+            _derived_total_steps(training.steps, "training.steps", "training.steps"),
+        )
     if batches is None:
         return None, ()
     if is_counted_in_epochs(training):
@@ -185,22 +191,22 @@ def derive_total_steps(
     if training.tokens is None:
         return None, ()
     steps = batches.steps_for(training.tokens)
-    each, ramp = _of_ramp(batches, f"/ {batches.at(0).tokens_per_step:_} tokens per step")
+    each, ramp = _ramp_in_words(batches, f"/ {batches.at(0).tokens_per_step:_} tokens per step")
     why = f"training.tokens {training.tokens:_} {each}, rounded up"
-    return steps, (_total(steps, why, "training.tokens", *ramp),)
+    return steps, (_derived_total_steps(steps, why, "training.tokens", *ramp),)
 
 
 def uncounted_steps(training: TrainingConfig) -> tuple[int, Reasons]:
     """Return placeholder steps for `training.epochs` while the epoch length is unknown."""
     why = f"stands for training.epochs {training.epochs:g} until the corpus is read"
-    return UNCOUNTED_STEPS, (_total(UNCOUNTED_STEPS, why, "training.epochs"),)
+    return UNCOUNTED_STEPS, (_derived_total_steps(UNCOUNTED_STEPS, why, "training.epochs"),)
 
 
-def _total(steps: int, why: str, *sources: str) -> Derived:
+def _derived_total_steps(steps: int, why: str, *sources: str) -> Derived:
     return Derived(key="total_steps", value=steps, reason=why, sources=sources)
 
 
-def _of_ramp(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
+def _ramp_in_words(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
     """Return in words how a total is divided into steps, with the config keys it depends on."""
     if len(batches.phases) > 1:
         return "with the batches of training.batch_ramp", ("training.batch_ramp",)
@@ -225,13 +231,15 @@ def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | 
     if training.epochs is None or samples == 0:
         return None, ()
     steps = batches.steps_for(ceil(training.epochs * samples) * training.sequence_length)
-    each, ramp = _of_ramp(batches, f"/ {batches.at(0).global_batch_size:_} per step")
+    each, ramp = _ramp_in_words(batches, f"/ {batches.at(0).global_batch_size:_} per step")
     why = (
         f"training.epochs {training.epochs:g} x {samples:_} samples (training.epoch_tokens"
         f" {training.epoch_tokens:_} / sequence_length {training.sequence_length}) {each},"
         " rounded up"
     )
-    return steps, (_total(steps, why, "training.epochs", "training.epoch_tokens", *ramp),)
+    return steps, (
+        _derived_total_steps(steps, why, "training.epochs", "training.epoch_tokens", *ramp),
+    )
 
 
 def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, Reasons]:
@@ -341,7 +349,7 @@ def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[
     return count, why if count == wanted else f"{why}, to the nearest multiple of {shared}"
 
 
-def _reason(name: str, value: int, why: str, *sources: str) -> Derived:
+def _derived_length(name: str, value: int, why: str, *sources: str) -> Derived:
     return Derived(key=f"training.{name}", value=value, reason=why, sources=sources)
 
 
@@ -391,16 +399,16 @@ def blocks_of_stages(
     if uniform or stages == 1 or layers < stages:
         return tuple((layers + stages - 1 - stage) // stages for stage in range(stages))
     if parallelism.pipeline_partition is PipelinePartition.parameters:
-        first, block, last = _parameters(model)
+        first, block, last = _parameters_by_position(model)
     else:
-        first, block, last = _time(model, sequence_length)
+        first, block, last = _multiply_adds_by_position(model, sequence_length)
     fixed = [0] * stages
     fixed[0] += first
     fixed[-1] += last
-    return balanced(layers, fixed, max(1, block))
+    return balanced_stages(layers, fixed, max(1, block))
 
 
-def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
+def balanced_stages(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
     """Return the number of blocks of each stage, at least one, so that the heaviest is lightest.
 
     `layers` is the total number of blocks, at least the number of stages. `fixed` is the weight of
@@ -421,14 +429,14 @@ def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _parameters(model: ModelConfig) -> tuple[int, int, int]:
+def _parameters_by_position(model: ModelConfig) -> tuple[int, int, int]:
     """Return the parameters before the blocks, of one block, and after the blocks."""
     count, read = shapes.count_parameters(model), shapes.anatomy(model)
     head = shapes.head_tensor(model).numel if read is None else read.head
     return count.embeddings, count.block, count.final_norm + head
 
 
-def _time(model: ModelConfig, sequence_length: int) -> tuple[int, int, int]:
+def _multiply_adds_by_position(model: ModelConfig, sequence_length: int) -> tuple[int, int, int]:
     """Return the multiply-adds per token before the blocks, in one block, and after the blocks.
 
     A matrix takes one per element. Attention takes two per element of a query and each earlier key,

@@ -33,7 +33,7 @@ from trainctl.plan.shapes import (
     head_dim,
     head_tensor,
 )
-from trainctl.plan.trainable import block_numbers, head_name, is_partial, ties, trainable
+from trainctl.plan.trainable import block_numbers, head_name, is_partial, tied_parameters, trainable
 
 TERA = 1e12
 
@@ -72,20 +72,20 @@ def flops_of_run(config: RunConfig, sequence_length: int) -> int:
     adapted = [blocks[f"{layer.name}.weight"] for layer in found.adapted]
     first = min(adapted + places)
     total = 6 * sum(tensor.numel for tensor in found.trained if tensor.name not in own)
-    for name, elements in _multiplied(model):
+    for name, elements in _multiplied_matrices(model):
         has_backward = blocks.get(name, last) >= first
         total += round(elements * (2 + 2 * has_backward + 2 * (name in trained)))
     share = (last - max(first, 0)) / last
     return total + round((2 + 4 * share) * attention_products(model, sequence_length))
 
 
-def _multiplied(model: ModelConfig) -> Iterator[tuple[str, float]]:
+def _multiplied_matrices(model: ModelConfig) -> Iterator[tuple[str, float]]:
     """Yield the canonical name and element count of each matrix that `multiplied_weights` counts.
 
     A tied head has the embedding's name. An expert counts with the fraction of tokens routed to it.
     """
     read = anatomy(model)
-    tied = dict(ties(model))
+    tied = dict(tied_parameters(model))
     if read is None:
         blocks = block_numbers(model)
         for tensor in all_tensors(model):

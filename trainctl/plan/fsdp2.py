@@ -15,7 +15,7 @@ from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plan.deepspeed import optimizer_parameter
 from trainctl.plan.optimizers import is_fused, lr_scale, optimizer_maker
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import Batch, Mesh
 
 PREFIX = "fsdp2"
@@ -25,7 +25,7 @@ def derived_settings(
     config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[Derived, ...]:
     """Return every setting of the engine, like `trainctl.plan.deepspeed.derived_settings`."""
-    settings = (*_sharding(config), *_optimizer(config, hardware, batch))
+    settings = (*_sharding_settings(config), *_optimizer_settings(config, hardware, batch))
     return tuple(
         Derived(
             key=f"{PREFIX}.{item.key}", value=item.value, reason=item.reason, sources=item.sources
@@ -34,8 +34,8 @@ def derived_settings(
     )
 
 
-def _sharding(config: RunConfig) -> Iterator[Derived]:
-    stage, compute = config.zero_stage.stage, formats(config.precision).weights
+def _sharding_settings(config: RunConfig) -> Iterator[Derived]:
+    stage, compute = config.zero_stage.stage, number_formats(config.precision).weights
     gradients = engine_of(config).gradients
     assert gradients is not None
     why = "gathered again for the backward pass" if stage == 3 else "kept until the backward pass"
@@ -74,7 +74,9 @@ def _sharding(config: RunConfig) -> Iterator[Derived]:
     )
 
 
-def _optimizer(config: RunConfig, hardware: Hardware, batch: Batch | None) -> Iterator[Derived]:
+def _optimizer_settings(
+    config: RunConfig, hardware: Hardware, batch: Batch | None
+) -> Iterator[Derived]:
     """Yield torch's optimizer class and its arguments."""
     spec = spec_of(config.optimizer)
     if optimizer_maker(config, hardware) is not Maker.torch or spec.deepspeed is None:

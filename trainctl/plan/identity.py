@@ -69,7 +69,7 @@ CONTEXT_LENGTH_KEYS = (
 """Parts of an identity that a new run may change on purpose, to train for a longer context."""
 
 
-def identity(model: ModelConfig) -> dict[str, Any]:
+def model_identity(model: ModelConfig) -> dict[str, Any]:
     """Return what decides the function of a model's weights, without muP's multipliers, as JSON.
 
     Raises:
@@ -88,20 +88,20 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     if model.factory is not None:
         found["factory"] = model.factory
     if model.path is not None:
-        found["config.json"] = _of_directory(Path(model.path).expanduser())
+        found["config.json"] = _directory_identity(Path(model.path).expanduser())
     return found
 
 
-def description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+def model_description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     """Return the description of a model for a checkpoint's manifest.
 
     `shapes` are the shapes of the model's parameters, by canonical name.
 
     Returns:
-        ``name``; ``configuration``, the result of `identity`; and ``sha256``, equal for two
+        ``name``; ``configuration``, the result of `model_identity`; and ``sha256``, equal for two
         checkpoints whose weights compute the same function.
     """
-    configuration = identity(model)
+    configuration = model_identity(model)
     text = json.dumps([configuration, multipliers(model), shapes], sort_keys=True)
     return {
         "name": model.name,
@@ -128,12 +128,12 @@ def check_model(
     check_multipliers(model, name, manifest)
     if "model" not in manifest:
         return
-    saved, wanted = manifest["model"]["configuration"], identity(model)
+    saved, wanted = manifest["model"]["configuration"], model_identity(model)
     had, now = (
         {key: value for key, value in found.items() if key not in may_differ}
         for found in (saved, wanted)
     )
-    changes = list(_changes(had, now, "model."))
+    changes = list(_differences_in_words(had, now, "model."))
     if changes:
         saved_words = _model_in_words(manifest["model"].get("name", ""), saved)
         raise TrainctlError(
@@ -176,7 +176,7 @@ def check_trainable(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
         {key: value for key, value in to_plain(adapter).items() if key != "dropout"}
         for adapter in (saved_adapter, config.adapter)
     )
-    changes = list(_changes(had, now, "adapter."))
+    changes = list(_differences_in_words(had, now, "adapter."))
     if not changes:
         saved = set(manifest["shapes"])
         expected = {tensor.name for tensor in trainable(config).trained}
@@ -194,8 +194,8 @@ def check_trainable(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
 def optimizer_mismatch(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:
     """Return the error for a checkpoint whose optimizer states are not the expected ones."""
     return TrainctlError(
-        f"{name} has the states of another optimizer, {_listed(had)}; this one has "
-        f"{_listed(wanted)}",
+        f"{name} has the states of another optimizer, {_names_in_words(had)}; this one has "
+        f"{_names_in_words(wanted)}",
         hint="keep the optimizer, or start a new run from the weights, with model.initial_weights",
         exit_code=ExitCode.run_state,
     )
@@ -212,8 +212,8 @@ def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, li
     """
     saved = manifest["shapes"]
     problems = [
-        _count("the checkpoint lacks", [name for name in shapes if name not in saved]),
-        _count("the model has no", [name for name in saved if name not in shapes]),
+        _first_and_count("the checkpoint lacks", [name for name in shapes if name not in saved]),
+        _first_and_count("the model has no", [name for name in saved if name not in shapes]),
         *(
             f"{name} has shape {saved[name]}, the model's is {list(shape)}"
             for name, shape in shapes.items()
@@ -236,27 +236,31 @@ def _model_in_words(name: str, found: Mapping[str, Any]) -> str:
     return f"{name} ({kind}, {size})" if name else f"a {kind} of {size}"
 
 
-def _listed(names: Collection[str]) -> str:
+def _names_in_words(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _count(what: str, names: list[str]) -> str:
+def _first_and_count(what: str, names: list[str]) -> str:
     """Return the first of `names` and the number of the others in words; empty without names."""
     more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     return f"{what} {names[0]}{more}" if names else ""
 
 
-def _changes(had: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _differences_in_words(
+    had: Mapping[str, Any], now: Mapping[str, Any], prefix: str
+) -> Iterator[str]:
     """Yield the differences of two identities in words, key by key."""
     for key in sorted({*had, *now}):
         left, right = had.get(key), now.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
-            yield from _changes(left, right, f"{key} " if key == "config.json" else f"{key}.")
+            yield from _differences_in_words(
+                left, right, f"{key} " if key == "config.json" else f"{key}."
+            )
         elif left != right:
             yield f"{prefix}{key} was {json.dumps(left)}, and is {json.dumps(right)}"
 
 
-def _of_directory(folder: Path) -> dict[str, Any]:
+def _directory_identity(folder: Path) -> dict[str, Any]:
     """Return the part of a transformers directory's config.json that decides the function."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -267,13 +271,13 @@ def _of_directory(folder: Path) -> dict[str, Any]:
             f"{folder}/config.json, which says what the model is, is not readable: {error}",
             exit_code=ExitCode.run_state,
         ) from None
-    return _deciding(found)
+    return _drop_irrelevant_keys(found)
 
 
-def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_irrelevant_keys(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return a transformers configuration without keys irrelevant to the function, recursively."""
     return {
-        key: _deciding(value) if isinstance(value, dict) else value
+        key: _drop_irrelevant_keys(value) if isinstance(value, dict) else value
         for key, value in found.items()
         if key not in _NON_FUNCTIONAL_KEYS and not key.endswith(("dropout", "_pdrop"))
     }

@@ -21,7 +21,7 @@ from trainctl.config.schema import (
     TrainingConfig,
 )
 from trainctl.options.data import spec_of
-from trainctl.options.schedule import position_of, steps_of_share
+from trainctl.options.schedule import schedule_position, steps_of_share
 from trainctl.plan.types import Batch, Batches, BatchPhase, LayoutPlan, RunPlan
 
 SINGLE_SOURCE = "data"
@@ -68,18 +68,18 @@ def sources_of(data: DataConfig) -> dict[str, DataConfig]:
     return dict(data.sources) or {SINGLE_SOURCE: data}  # type: ignore[arg-type]
 
 
-def exact(weight: float) -> Fraction:
+def exact_fraction(weight: float) -> Fraction:
     """Return a weight as the decimal fraction it was written as: 0.7 is 7/10."""
     return Fraction(repr(weight))
 
 
 def are_valid_weights(weights: Iterable[float]) -> bool:
     """Return True if the weights are fractions with the sum 1, or whole numbers in proportion."""
-    parts = [exact(weight) for weight in weights]
+    parts = [exact_fraction(weight) for weight in weights]
     return sum(parts) == 1 or all(part.denominator == 1 for part in parts)
 
 
-def shares_of_amounts(
+def shares_of_quotas(
     sources: Mapping[str, SourceConfig], epoch_tokens: Mapping[str, int], of: int
 ) -> dict[str, Fraction]:
     """Return the share of each source that has a weight, tokens or epochs.
@@ -91,10 +91,12 @@ def shares_of_amounts(
     amounts = {
         name: amount
         for name, source in sources.items()
-        if (amount := amount_of(source, epoch_tokens[name])) is not None
+        if (amount := token_quota(source, epoch_tokens[name])) is not None
     }
     weights = {
-        name: exact(source.weight) for name, source in sources.items() if source.weight is not None
+        name: exact_fraction(source.weight)
+        for name, source in sources.items()
+        if source.weight is not None
     }
     if not amounts:
         return weights
@@ -104,11 +106,11 @@ def shares_of_amounts(
     return {**amounts, **{name: weight * rest for name, weight in weights.items()}}
 
 
-def amount_of(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
+def token_quota(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
     """Return the tokens that a source is to contribute to the run; None if not configured."""
     if source.tokens is not None:
         return Fraction(source.tokens)
-    return None if source.epochs is None else exact(source.epochs) * epoch_tokens
+    return None if source.epochs is None else exact_fraction(source.epochs) * epoch_tokens
 
 
 def batch_of_length(batch: Batch, length: int) -> Batch | None:
@@ -147,7 +149,9 @@ def batches_of_length(batches: Batches, length: int) -> Batches | None:
     return Batches(tuple(phases))
 
 
-def end_of(stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total: int) -> int:
+def stage_end_step(
+    stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total: int
+) -> int:
     """Return the first step after a stage; its `until` is a fraction in the schedule's unit."""
     if stage.until_step is not None:
         return stage.until_step
@@ -155,7 +159,7 @@ def end_of(stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total
         return batches.steps_for(stage.until_tokens)
     if stage.until is None:
         return total
-    return steps_of_share(stage.until, total, partial(position_of, schedule, batches))
+    return steps_of_share(stage.until, total, partial(schedule_position, schedule, batches))
 
 
 def stages_of(
@@ -172,10 +176,12 @@ def stages_of(
         of_length = batches_of_length(batches, stage.sequence_length or training.sequence_length)
         assert of_length is not None
         own = stage.weights
-        weights = None if own is None else {name: exact(weight) for name, weight in own.items()}
+        weights = (
+            None if own is None else {name: exact_fraction(weight) for name, weight in own.items()}
+        )
         made = DataStage(
             first_step=first_step,
-            end_step=min(total, end_of(stage, schedule, batches, total)),
+            end_step=min(total, stage_end_step(stage, schedule, batches, total)),
             first_sample=first_sample,
             batches=of_length,
             weights=weights,
@@ -258,7 +264,7 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
         yield (
             f"training.sequence_length={new} cuts the text into {becomes:,} samples, and {old} cut "
             f"it into {was:,}. The count goes on: the next sample was to be "
-            f"{_place(samples, was)}, and is {_place(samples, becomes)}"
+            f"{_pass_and_number(samples, was)}, and is {_pass_and_number(samples, becomes)}"
         )
         if any(shuffled):
             yield f"the new samples have an order of their own: {_MIXED}"
@@ -287,6 +293,6 @@ def changes_overlong_handling(before: DataConfig, now: DataConfig) -> bool:
     return has_chats and rules == {OnTooLong.cut, OnTooLong.drop}
 
 
-def _place(samples: int, in_a_pass: int) -> str:
+def _pass_and_number(samples: int, in_a_pass: int) -> str:
     passes, place = divmod(samples, in_a_pass)
     return f"number {place + 1:,} of pass {passes + 1}"

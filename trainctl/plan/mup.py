@@ -49,7 +49,7 @@ class TensorKind(Enum):
     vector = "vector"
 
 
-def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
+def tensor_kind(name: str, shape: tuple[int, ...]) -> TensorKind:
     """Return the kind of a tensor.
 
     `name` is the canonical name in a family with a closed form. `shape` is the shape of the whole
@@ -57,14 +57,14 @@ def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
     """
     if len(shape) < 2 or name.endswith("bias"):  # the biases of all experts are one tensor
         return TensorKind.vector
-    heads, embeddings = _ends()
+    heads, embeddings = _name_suffixes()
     if name.endswith(heads):
         return TensorKind.output
     return TensorKind.embedding if name.endswith(embeddings) else TensorKind.hidden
 
 
 @cache
-def _ends() -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _name_suffixes() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the name suffixes of output projections, and of embeddings, in all families."""
     heads = {f"{spec.head}.weight" for spec in families()}
     embeddings = {f"{module}.weight" for spec in families() for module in spec.embeddings}
@@ -136,7 +136,7 @@ def decay_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKin
     return 1 / lr_factor(model, optimizer, kind)
 
 
-def epsilon(config: RunConfig, value: float) -> float:
+def scaled_epsilon(config: RunConfig, value: float) -> float:
     """Return Adam's epsilon `value` divided by m, like the gradients."""
     return value / width_factor(config.model) if config.trains_itself else value
 
@@ -151,7 +151,7 @@ def base_heads(model: ModelConfig) -> tuple[float, float]:
     return model.num_attention_heads / shrink, key_value_heads(model) / shrink
 
 
-def reasons(config: RunConfig) -> Iterator[Derived]:
+def derived_settings(config: RunConfig) -> Iterator[Derived]:
     """Yield the values that muP derives for the model; learning rates are in the optimizer's
     groups.
     """

@@ -51,7 +51,7 @@ class Refusal:
     nearest: str
 
 
-def refusals(config: RunConfig) -> Iterator[Refusal]:
+def refused_settings(config: RunConfig) -> Iterator[Refusal]:
     """Yield the settings of a config that its optimizer does not allow in trainctl's trainer."""
     can = spec_of(config.optimizer)
     stage, offload = config.zero_stage.stage, config.offload.optimizer
@@ -83,7 +83,7 @@ def is_fused(config: RunConfig, hardware: Hardware) -> bool:
     return config.optimizer.fused
 
 
-def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+def implementation_reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
     """Yield the optimizer's implementation and fusion where the config does not set them."""
     if not config.trains_itself:
         return
@@ -227,11 +227,11 @@ def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
             parameters=tuple(tensor.name for tensor in members[key]),
             elements=sum(tensor.numel for tensor in members[key]),
         )
-        for key in in_order(members)
+        for key in order_groups(members)
     )
 
 
-def in_order(keys: Iterable[GroupKey]) -> list[GroupKey]:
+def order_groups(keys: Iterable[GroupKey]) -> list[GroupKey]:
     """Return the keys in the order of the optimizer's groups: Muon's, the decayed, the others."""
 
     def place(key: GroupKey) -> tuple[bool, bool, float, float, float]:
@@ -255,7 +255,7 @@ def group_of(
     tensor is an embedding; None decides by the names of the model family. `head` marks the output
     projection under any name.
     """
-    kind = mup.kind_of(name, tuple(shape))
+    kind = mup.tensor_kind(name, tuple(shape))
     if embedding:
         kind = TensorKind.embedding
     elif head and len(shape) > 1:
@@ -263,7 +263,7 @@ def group_of(
     elif embedding is not None and kind is TensorKind.embedding:
         kind = TensorKind.output  # tied by its name, but not an embedding
     optimizer, model = config.optimizer, config.model
-    override = override_of(config, name)
+    override = matching_override(config, name)
     is_decayed = kind in (TensorKind.hidden, TensorKind.output) or (
         kind is TensorKind.embedding and optimizer.decay_embeddings
     )
@@ -304,7 +304,7 @@ def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
     return config.model.num_layers if kind is TensorKind.embedding else 0
 
 
-def override_of(config: RunConfig, name: str) -> GroupOverride | None:
+def matching_override(config: RunConfig, name: str) -> GroupOverride | None:
     """Return the first entry of `optimizer.groups` whose pattern matches the name, or None."""
     for entry in config.optimizer.groups:
         if re.search(entry.match, name):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trainctl.config.schema import ScheduleConfig, ScheduleUnit
-from trainctl.options.schedule import Course, WithDecay, position_of, spec_of, steps_of_share
+from trainctl.options.schedule import Course, WithDecay, schedule_position, spec_of, steps_of_share
 from trainctl.plan.types import Batches, RunPlan
 
 
@@ -80,10 +80,10 @@ def warmup_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) 
     if schedule.warmup_tokens is not None:
         steps = batches.steps_for(schedule.warmup_tokens)
         return steps, f"schedule.warmup_tokens {schedule.warmup_tokens:_}, rounded up to a step"
-    share, position = schedule.warmup_fraction, partial(position_of, schedule, batches)
+    share, position = schedule.warmup_fraction, partial(schedule_position, schedule, batches)
     return (
         steps_of_share(share, total_steps, position),
-        f"schedule.warmup_fraction {share:g} x {_whole(schedule, total_steps, position)}",
+        f"schedule.warmup_fraction {share:g} x {_whole_length(schedule, total_steps, position)}",
     )
 
 
@@ -100,16 +100,18 @@ def decay_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -
     if schedule.decay_tokens is not None:
         steps = bisect_left(range(total_steps), schedule.decay_tokens, key=tokens_of_last)
         return steps, f"schedule.decay_tokens {schedule.decay_tokens:_}, rounded up to a step"
-    share, position = schedule.decay_fraction, partial(position_of, schedule, batches)
+    share, position = schedule.decay_fraction, partial(schedule_position, schedule, batches)
     return (
         steps_of_share(
             share, total_steps, lambda steps: position(total_steps) - position(total_steps - steps)
         ),
-        f"schedule.decay_fraction {share:g} x {_whole(schedule, total_steps, position)}",
+        f"schedule.decay_fraction {share:g} x {_whole_length(schedule, total_steps, position)}",
     )
 
 
-def _whole(schedule: ScheduleConfig, total_steps: int, position: Callable[[int], int]) -> str:
+def _whole_length(
+    schedule: ScheduleConfig, total_steps: int, position: Callable[[int], int]
+) -> str:
     if schedule.unit is ScheduleUnit.steps:
         return f"total_steps {total_steps}"
     return f"{position(total_steps):_} tokens of the run"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import CompileKind, DataType, OffloadDevice, PrecisionConfig, RunConfig
-from trainctl.options.activation_checkpointing import Recomputing, recomputed
+from trainctl.options.activation_checkpointing import Recomputing, recomputing_section
 from trainctl.options.precision import precision_of
 
 
@@ -27,7 +27,7 @@ class Formats:
     """Format of gradients in communication; under autocast, of the matrices' gradients only."""
 
 
-def formats(precision: PrecisionConfig) -> Formats:
+def number_formats(precision: PrecisionConfig) -> Formats:
     """Return the formats that a precision config implies."""
     weights = DataType.fp32 if precision.autocast else precision_of(precision).format
     return Formats(
@@ -37,7 +37,7 @@ def formats(precision: PrecisionConfig) -> Formats:
     )
 
 
-def is_wrapped(block: int, settings: Recomputing) -> bool:
+def is_recomputed(block: int, settings: Recomputing) -> bool:
     """Return True if a block, counted from 0 over the whole model, is recomputed.
 
     The first block of every k is. The last block is then kept whole: its backward pass comes when
@@ -46,12 +46,12 @@ def is_wrapped(block: int, settings: Recomputing) -> bool:
     return block % settings.every_kth_block == 0
 
 
-def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
+def recomputed_blocks(config: RunConfig) -> tuple[Derived, ...]:
     """Return the number of recomputed blocks; empty if recomputation is off."""
-    settings, layers = recomputed(config), config.model.num_layers
+    settings, layers = recomputing_section(config), config.model.num_layers
     if settings is None:
         return ()
-    count = sum(is_wrapped(block, settings) for block in range(layers))
+    count = sum(is_recomputed(block, settings) for block in range(layers))
     which = "all" if settings.every_kth_block == 1 else f"one in {settings.every_kth_block}"
     return (
         Derived(

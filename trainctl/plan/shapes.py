@@ -135,7 +135,7 @@ def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
 
 def block_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """Return the tensors of one block, in transformers' order."""
-    return tuple(_block(model, spec_of(model)))
+    return tuple(_block_tensors(model, spec_of(model)))
 
 
 def block_prefix(model: ModelConfig) -> str:
@@ -147,7 +147,7 @@ def block_prefix(model: ModelConfig) -> str:
 def final_norm_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """Return the tensors of the norm after the last block."""
     spec = spec_of(model)
-    return tuple(_norm(f"{spec.decoder}.{spec.final_norm}", model.hidden_size, spec))
+    return tuple(_norm_tensors(f"{spec.decoder}.{spec.final_norm}", model.hidden_size, spec))
 
 
 def head_tensor(model: ModelConfig) -> TensorShape:
@@ -189,7 +189,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """Return the exact parameter counts of the whole model."""
     read = anatomy(model)
     if read is not None:
-        return _count_read(read)
+        return _count_from_anatomy(read)
     embeddings, block = embedding_tensors(model), block_tensors(model)
     final = final_norm_tensors(model)
     block_numel = sum(tensor.numel for tensor in block)
@@ -204,7 +204,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     )
 
 
-def _count_read(read: Anatomy) -> ParameterCount:
+def _count_from_anatomy(read: Anatomy) -> ParameterCount:
     """Return the parameter counts of an anatomy; `block` is its largest block."""
     blocks = [0] * len(read.blocks)
     for parameter in read.parameters:
@@ -221,18 +221,18 @@ def _count_read(read: Anatomy) -> ParameterCount:
     )
 
 
-def _block(model: ModelConfig, spec: Family) -> Iterator[TensorShape]:
+def _block_tensors(model: ModelConfig, spec: Family) -> Iterator[TensorShape]:
     width, ffn = head_dim(model), model.intermediate_size
     queries, keys = model.num_attention_heads * width, key_value_heads(model) * width
     inside = {spec.attention: (queries, keys, keys), spec.feed_forward: (ffn, ffn)}
     for part in spec.block:
         if isinstance(part, Region):
-            yield from _region(model, spec, part, inside[part])
+            yield from _region_tensors(model, spec, part, inside[part])
         else:
-            yield from _norm(part, model.hidden_size, spec)
+            yield from _norm_tensors(part, model.hidden_size, spec)
 
 
-def _region(
+def _region_tensors(
     model: ModelConfig, spec: Family, region: Region, widths: tuple[int, ...]
 ) -> Iterator[TensorShape]:
     """Yield the tensors of a region, given the output widths of its column-parallel matrices. The
@@ -240,22 +240,22 @@ def _region(
     """
     outputs = (sum(widths),) if region.fused > 1 else widths
     for name, width in zip(region.columns, outputs, strict=False):
-        yield _matrix(f"{region.module}.{name}", width, model.hidden_size, spec)
+        yield _matrix_tensors(f"{region.module}.{name}", width, model.hidden_size, spec)
         if region.column_bias:
             yield TensorShape(name=f"{region.module}.{name}.bias", shape=(width,))
     row = f"{region.module}.{region.row}"
-    yield _matrix(row, model.hidden_size, widths[0], spec)
+    yield _matrix_tensors(row, model.hidden_size, widths[0], spec)
     if region.row_bias:
         yield TensorShape(name=f"{row}.bias", shape=(model.hidden_size,), sharded=False)
     for name in region.per_head:
-        yield from _norm(f"{region.module}.{name}", head_dim(model), spec)
+        yield from _norm_tensors(f"{region.module}.{name}", head_dim(model), spec)
 
 
-def _matrix(name: str, outputs: int, inputs: int, spec: Family) -> TensorShape:
+def _matrix_tensors(name: str, outputs: int, inputs: int, spec: Family) -> TensorShape:
     shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
     return TensorShape(name=f"{name}.weight", shape=shape)
 
 
-def _norm(name: str, width: int, spec: Family) -> Iterator[TensorShape]:
+def _norm_tensors(name: str, width: int, spec: Family) -> Iterator[TensorShape]:
     for part in ("weight", "bias") if spec.norm.has_bias else ("weight",):
         yield TensorShape(name=f"{name}.{part}", shape=(width,), sharded=False)

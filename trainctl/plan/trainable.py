@@ -98,11 +98,11 @@ def trainable(config: RunConfig) -> Trainable:
     return Trainable(
         trained=tuple(tensor for tensor in tensors if tensor.name not in frozen),
         frozen=tuple(tensor for tensor in tensors if tensor.name in frozen),
-        reasons=_reasons(config, frozen),
+        reasons=_freezing_reasons(config, frozen),
     )
 
 
-def reasons(config: RunConfig) -> tuple[Derived, ...]:
+def parameter_count_reasons(config: RunConfig) -> tuple[Derived, ...]:
     """Return the numbers of trained and of frozen parameters; empty if all are trained."""
     if not is_partial(config) or config.model.is_unread:
         return ()
@@ -153,7 +153,7 @@ def matching_parameters(model: ModelConfig, entry: str) -> tuple[str, ...]:
         ValueError: The entry is neither a keyword nor a regular expression; the message says why.
     """
     tensors = tuple(shapes.all_tensors(model))
-    tied = {alias: name for alias, name in ties(model) if name != alias}
+    tied = {alias: name for alias, name in tied_parameters(model) if name != alias}
     if entry == EMBEDDINGS:
         return tuple(tensor.name for tensor in tensors if tensor.embedding)
     if entry == HEAD:
@@ -161,7 +161,7 @@ def matching_parameters(model: ModelConfig, entry: str) -> tuple[str, ...]:
         return (tied.get(name, name),)
     word, _, number = entry.partition(":")
     if word == ALL_BUT_LAST:
-        return _before_last(model, tensors, number.strip())
+        return _all_but_last_block(model, tensors, number.strip())
     try:
         pattern = re.compile(entry)
     except re.error as problem:
@@ -172,7 +172,7 @@ def matching_parameters(model: ModelConfig, entry: str) -> tuple[str, ...]:
     return tuple(t.name for t in tensors if t.name in meant or pattern.search(t.name))
 
 
-def _before_last(
+def _all_but_last_block(
     model: ModelConfig, tensors: tuple[TensorShape, ...], number: str
 ) -> tuple[str, ...]:
     """Return the names of the embeddings, and of all blocks but the last `number`."""
@@ -195,7 +195,7 @@ def block_numbers(model: ModelConfig) -> dict[str, int]:
     return {name: block for name, block in found if block is not None}
 
 
-def ties(model: ModelConfig) -> tuple[tuple[str, str], ...]:
+def tied_parameters(model: ModelConfig) -> tuple[tuple[str, str], ...]:
     """Return the (alias, canonical name) pairs of tied parameters."""
     read = shapes.anatomy(model)
     if read is not None:
@@ -217,10 +217,10 @@ def head_name(model: ModelConfig) -> str:
 def frozen_ties(config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Return the (alias, canonical name) pairs of tied parameters that are frozen."""
     frozen = frozen_names(config)
-    return tuple((alias, name) for alias, name in ties(config.model) if name in frozen)
+    return tuple((alias, name) for alias, name in tied_parameters(config.model) if name in frozen)
 
 
-def _reasons(config: RunConfig, frozen: frozenset[str]) -> tuple[str, ...]:
+def _freezing_reasons(config: RunConfig, frozen: frozenset[str]) -> tuple[str, ...]:
     if not frozen:
         return ()
     why = [f"training.freeze={config.training.freeze}"]
@@ -234,7 +234,7 @@ def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
     blocks, last = block_numbers(config.model), len(sizes) - 1
     starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
     busy: set[int] = set()
-    tied = {name for _, name in ties(config.model)}
+    tied = {name for _, name in tied_parameters(config.model)}
     for tensor in trainable(config).trained:
         layer = f"{tensor.name.rpartition('.')[0]}.weight"
         block = blocks.get(tensor.name, blocks.get(layer))
@@ -277,7 +277,7 @@ def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
             splits |= {f"{region.module}.{name}": "outputs" for name in region.columns}
             splits[f"{region.module}.{region.row}"] = "inputs"
     inputs_first = (family or spec_of(model)).inputs_first
-    for name, shape in _matrices(model):
+    for name, shape in _block_matrices(model):
         module = name.removesuffix(".weight")
         outputs, inputs = reversed(shape) if inputs_first else shape
         split = next((how for end, how in splits.items() if module.endswith(f".{end}")), None)
@@ -286,7 +286,7 @@ def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
         )
 
 
-def _matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _block_matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of the weights of linear layers in blocks."""
     read = shapes.anatomy(model)
     if read is None:

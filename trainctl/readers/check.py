@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from trainctl.config.reading import special_file_type
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.models.tokenizer_files import TokenizerFacts
@@ -23,14 +23,14 @@ from trainctl.readers.documents import warn_if_stalled
 from trainctl.readers.files import (
     FoundFiles,
     TextFiles,
-    endings_of,
+    describe_endings,
     file_sort_key,
     find_files,
     hint_for,
     no_files_message,
     split_files,
 )
-from trainctl.readers.quality import HELD_OUT, filters_of, held_out_sections
+from trainctl.readers.quality import HELD_OUT, decontamination_sections, filters_of
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged, is_compressed, uncompressed_name
 
@@ -77,7 +77,7 @@ def check_text(config: RunConfig) -> list[Finding]:
     data = config.data
     if not isinstance(data, DataFromPaths) or data.factory is not None:
         return []
-    spec = load("data", data.kind)
+    spec = load_spec("data", data.kind)
     findings: list[Finding] = []
     if not data.paths:
         message = f"data.kind={data.kind} needs data.paths"
@@ -92,7 +92,9 @@ def check_text(config: RunConfig) -> list[Finding]:
                 findings.append(_not_read(f"data.{key}", error))
         findings += _check_patterns(f"data.{key}", found, spec.endings)
         files = sorted({file for _, each in found for file in each.files}, key=file_sort_key)
-        look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
+        look = (
+            partial(spec.problem, _tokenizer_facts(config)) if spec.is_tokenized else spec.problem
+        )
         if look is not None:
             findings += _check_files(f"data.{key}", files, data, look)
     has_error = any(finding.is_error for finding in findings)
@@ -104,10 +106,12 @@ def check_text(config: RunConfig) -> list[Finding]:
     return findings
 
 
-def _facts(config: RunConfig) -> TokenizerFacts | None:
+def _tokenizer_facts(config: RunConfig) -> TokenizerFacts | None:
     """Return the facts of the tokenizer; None if its file is missing (another finding)."""
     try:
-        facts: TokenizerFacts = load("tokenizer", config.tokenizer.kind).facts(config.tokenizer)
+        facts: TokenizerFacts = load_spec("tokenizer", config.tokenizer.kind).facts(
+            config.tokenizer
+        )
         return facts
     except (TrainctlError, OSError):
         return None
@@ -125,10 +129,10 @@ def _check_sources(config: RunConfig) -> list[Finding]:
         for name, section in config.data.sources.items()
         for finding in check_text(replace(config, data=cast(DataConfig, section)))
     ]
-    return found if any(each.is_error for each in found) else [*found, *_overlaps(config.data)]
+    return found if any(each.is_error for each in found) else [*found, *_find_overlaps(config.data)]
 
 
-def _overlaps(data: DataConfig) -> Iterator[Finding]:
+def _find_overlaps(data: DataConfig) -> Iterator[Finding]:
     """Find files that one source holds out and another trains on.
 
     Deduplication and decontamination may still drop their texts, so nothing is reported with them.
@@ -137,7 +141,7 @@ def _overlaps(data: DataConfig) -> Iterator[Finding]:
         return
     sides = {}
     for name, section in data.sources.items():
-        if not load("data", section.kind).is_prepared:
+        if not load_spec("data", section.kind).is_prepared:
             files = split_files(cast(DataConfig, section))
             sides[name] = TextFiles([], []) if files.by_document else files
     for name, files in sides.items():
@@ -183,7 +187,7 @@ def _check_patterns(
                 rule=FOLDER,
                 key=key,
                 message=f"{pattern} is a folder: {len(each.files):,} of its files are read, and "
-                f"left out are {endings_of(each)}",
+                f"left out are {describe_endings(each)}",
                 hint=hint_for(each).replace("FOLDER", pattern.rstrip("/")),
                 severity=Severity.warning,
             )
@@ -312,14 +316,14 @@ def check_quality_inputs(config: RunConfig) -> Iterator[Finding]:
     data = config.data
     if data.factory is not None:
         return
-    for section in held_out_sections(data):
+    for section in decontamination_sections(data):
         yield from _check_held_out_set(section)
     sources: dict[str, Any] = dict(data.sources) or {"": data}
     for name, section in sources.items():
         key = f"data.sources.{name}.filters" if name else "data.filters"
         filters = filters_of(section)
         for kind, keys in filters.items():
-            for setting in load("filter", kind).settings:
+            for setting in load_spec("filter", kind).settings:
                 path = getattr(keys, setting) if setting == "file" else ""
                 file = Path(path).expanduser()
                 special = special_file_type(file)
@@ -334,7 +338,7 @@ def check_quality_inputs(config: RunConfig) -> Iterator[Finding]:
 
 def _check_held_out_set(section: Any) -> Iterator[Finding]:
     (path,) = section.paths
-    spec = load("data", section.kind)
+    spec = load_spec("data", section.kind)
     try:
         found = find_files(path, spec.endings, spec.choose)
     except TrainctlError as error:

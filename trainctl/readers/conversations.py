@@ -81,11 +81,11 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
     """
     if not isinstance(record, Mapping):
         raise BadConversation("not an object with a conversation in it")
-    messages = [_message(each) for each in _READERS[_shape_of(record, shape)](record)]
+    messages = [_read_message(each) for each in _READERS[_shape_of(record, shape)](record)]
     _require_order(messages)
     tools = record.get("tools")
     if isinstance(tools, str):
-        tools = _json(tools) if tools.strip() else None
+        tools = _parse_json(tools) if tools.strip() else None
     if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         raise BadConversation("`tools` is no list of JSON schemas")
     return {"messages": messages, **({"tools": tools} if tools else {})}
@@ -114,7 +114,7 @@ def _shape_of(record: Record, shape: Shape) -> Shape:
 
 
 def _read_messages(record: Record) -> list[Any]:
-    return _listed(record["messages"], "messages")
+    return _parse_list(record["messages"], "messages")
 
 
 def _read_prompt(record: Record) -> list[Any]:
@@ -123,7 +123,7 @@ def _read_prompt(record: Record) -> list[Any]:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    return [*_listed(prompt, "prompt"), *_listed(completion, "completion")]
+    return [*_parse_list(prompt, "prompt"), *_parse_list(completion, "completion")]
 
 
 def _read_alpaca(record: Record) -> list[Any]:
@@ -133,7 +133,7 @@ def _read_alpaca(record: Record) -> list[Any]:
         if not isinstance(instruction, str) or not isinstance(extra_input, str):
             raise BadConversation("`instruction` and `input` are not both texts")
         instruction = f"{instruction}\n\n{extra_input}"
-    turns = [*_listed(record.get("history") or [], "history"), (instruction, record["output"])]
+    turns = [*_parse_list(record.get("history") or [], "history"), (instruction, record["output"])]
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
@@ -148,7 +148,7 @@ def _read_alpaca(record: Record) -> list[Any]:
 def _read_sharegpt(record: Record) -> list[Any]:
     system = record.get("system")
     messages = [{"role": "system", "content": system}] if system else []
-    for each in _listed(record["conversations"], "conversations"):
+    for each in _parse_list(record["conversations"], "conversations"):
         if isinstance(each, Mapping) and "role" in each:  # keys of `messages`
             messages.append(dict(each))
             continue
@@ -173,7 +173,7 @@ _READERS: dict[Shape, Callable[[Record], list[Any]]] = {
 }
 
 
-def _message(record: object) -> Message:
+def _read_message(record: object) -> Message:
     """Return a message without nulls, with its text parts joined."""
     if not isinstance(record, Mapping):
         raise BadConversation(f"a message is {type(record).__name__}, not an object")
@@ -210,9 +210,9 @@ def _require_order(messages: list[Message]) -> None:
         raise BadConversation("nothing to learn: no message is the assistant's")
 
 
-def _listed(value: object, key: str) -> list[Any]:
+def _parse_list(value: object, key: str) -> list[Any]:
     if isinstance(value, str):  # a list stored as JSON in a text column
-        value = _json(value)
+        value = _parse_json(value)
     if isinstance(value, Mapping):  # `datasets` stores a list of objects as an object of lists
         columns = [each for each in value.values() if isinstance(each, list)]
         if not columns or len(columns) < len(value) or len({len(each) for each in columns}) > 1:
@@ -223,7 +223,7 @@ def _listed(value: object, key: str) -> list[Any]:
     return value
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -278,7 +278,7 @@ def _pair_of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
         conversation = {"messages": [*before, *record[key]], "tools": record.get("tools")}
         tools = conversation_of(conversation, Shape.messages)
         whole[key] = tools.pop("messages")
-    shared = _shared(*whole.values()) if not before else len(before)
+    shared = _shared_message_count(*whole.values()) if not before else len(before)
     for key in ANSWERS:
         if len(whole[key]) == shared or whole[key][shared]["role"] != "assistant":
             raise BadConversation(f"no message of the assistant begins the {key} answer")
@@ -286,7 +286,7 @@ def _pair_of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": whole["chosen"][:shared], **answers, **tools}
 
 
-def _shared(first: list[Any], second: list[Any]) -> int:
+def _shared_message_count(first: list[Any], second: list[Any]) -> int:
     """Return the number of messages in the prompt that two conversations share.
 
     It ends before a message of the assistant, so that each answer has at least one message.

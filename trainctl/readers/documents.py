@@ -90,7 +90,7 @@ class Reader:
     def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
         """Yield the documents of a file, or of one of the ranges into which its kind divides it."""
         read = function_of("data", self.config.kind)
-        with _readable(file), warn_if_stalled(file) as wait:
+        with _convert_read_errors(file), warn_if_stalled(file) as wait:
             for document in read(self, file) if span is None else read(self, file, span):
                 wait(False)
                 yield document
@@ -162,10 +162,10 @@ def split_documents(
         (only,) = documents(reader)
         yield from _split_single_document(only, config.held_out_fraction)
         return
-    places = (_place(document) for document in documents(Reader(config)))
+    places = (_text_hash(document) for document in documents(Reader(config)))
     limit = held_out_threshold(places, config.held_out_fraction)
     for document in documents(reader):
-        yield "held_out" if _place(document) <= limit else "train", document
+        yield "held_out" if _text_hash(document) <= limit else "train", document
 
 
 def is_one_document(config: DataConfig, files: TextFiles) -> bool:
@@ -188,7 +188,7 @@ def held_out_threshold(places: Iterable[int], fraction: float) -> int:
     return min(max(int(fraction * 2**64), lowest), highest - 1)
 
 
-def _place(document: Document) -> int:
+def _text_hash(document: Document) -> int:
     """Return a hash of the text, below 2^64."""
     return int.from_bytes(sha256(document.text.encode()).digest()[:8], "big")
 
@@ -216,7 +216,7 @@ def _limit_bytes(documents: Iterator[Document], room: int | None) -> Iterator[Do
 
 
 @contextmanager
-def _readable(file: File) -> Iterator[None]:
+def _convert_read_errors(file: File) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from trainctl.config.reading import special_file_type
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.secrets import redact_text
 from trainctl.errors import TrainctlError
@@ -101,7 +101,7 @@ def find_files(pattern: str, endings: Sequence[str], choose: Choose | None = Non
         if is_folder:
             files = [*_in_folder(path)]
         else:
-            matches = [path] if path.is_file() else _glob(path)
+            matches = [path] if path.is_file() else _glob_paths(path)
             files = [*{match.resolve() for match in matches if _is_regular(match)}]
     if not is_folder:
         return FoundFiles(sorted(files, key=file_sort_key), Counter())
@@ -118,7 +118,7 @@ def file_sort_key(file: File) -> tuple[bool, File]:
     return isinstance(file, RemoteFile), file
 
 
-def _glob(path: Path) -> list[Path]:
+def _glob_paths(path: Path) -> list[Path]:
     return [Path(match) for match in glob.iglob(str(path), recursive=True)]  # noqa: PTH207
 
 
@@ -145,7 +145,7 @@ def split_files(config: DataConfig) -> TextFiles:
     Raises:
         TrainctlError: A path or glob without a file.
     """
-    spec = load("data", config.kind)
+    spec = load_spec("data", config.kind)
     if isinstance(config, DataFromPaths):
         files = _find_all(config.paths, "data.paths", spec)
         if config.held_out_paths:
@@ -157,15 +157,17 @@ def split_files(config: DataConfig) -> TextFiles:
         return TextFiles(files, [])
     if len(files) == 1:
         return TextFiles(files, [], by_document=True)
-    root = os.path.commonpath([_path(file).parent for file in files])
-    by_hash = sorted(files, key=lambda file: digest_of(str(_path(file).relative_to(root))))
+    root = os.path.commonpath([_path_with_urls(file).parent for file in files])
+    by_hash = sorted(
+        files, key=lambda file: digest_of(str(_path_with_urls(file).relative_to(root)))
+    )
     count = max(1, round(len(files) * config.held_out_fraction))
     return TextFiles(
         sorted(by_hash[count:], key=file_sort_key), sorted(by_hash[:count], key=file_sort_key)
     )
 
 
-def _path(file: File) -> PurePath:
+def _path_with_urls(file: File) -> PurePath:
     """Return the path of a file, with URLs placed under the root."""
     return file if isinstance(file, Path) else PurePosixPath("/", str(file))
 
@@ -192,7 +194,7 @@ def no_files_message(pattern: str, found: FoundFiles, endings: Sequence[str]) ->
     """Return the message for a path or glob without a file."""
     if not found.is_folder:
         return f"no file matches {redact_text(pattern)!r}"
-    what = f"it has {endings_of(found)}" if found.left_out else "it is empty"
+    what = f"it has {describe_endings(found)}" if found.left_out else "it is empty"
     return f"no file in {redact_text(pattern)} ends in {', '.join(endings)}: {what}"
 
 
@@ -204,7 +206,7 @@ def hint_for(found: FoundFiles) -> str:
     return "globs are relative to the folder of the launch; ** crosses folders"
 
 
-def endings_of(found: FoundFiles) -> str:
+def describe_endings(found: FoundFiles) -> str:
     """Describe the files left out of a folder: ``12 .gz, 1 .json``, most common first."""
     return ", ".join(f"{count:,} {ending}" for ending, count in found.left_out.most_common(5))
 

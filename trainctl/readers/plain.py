@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import nearest_names
 from trainctl.errors import TrainctlError
 from trainctl.readers.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
 from trainctl.readers.documents import REPLACEMENT, Document, Reader
@@ -37,11 +37,15 @@ class NoTextKey(TrainctlError):
         texts = {key: value for key, value in record.items() if isinstance(value, str)}
         # A typing error, or another name: the key with the longest text is the likeliest.
         keys = sorted(texts, key=lambda key: len(texts[key]), reverse=True)
-        meant = nearest(text_key, keys, count=1) or keys[:1]
-        has = f"it has texts under {_listed(keys)}"
+        meant = nearest_names(text_key, keys, count=1) or keys[:1]
+        has = f"it has texts under {_keys_in_words(keys)}"
         hint = f"data.text_key={meant[0]}" if meant else "write the text under one key"
         if not keys:
-            has = f"its keys are {_listed(list(record))}, with no text" if record else "it is empty"
+            has = (
+                f"its keys are {_keys_in_words(list(record))}, with no text"
+                if record
+                else "it is empty"
+            )
         super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
 
 
@@ -72,7 +76,7 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
     return found
 
 
-def places(file: File) -> list[int | None]:
+def line_numbers(file: File) -> list[int | None]:
     """Return the line numbers of a JSONL file's documents; [None] for any other file."""
     if not _has_lines(file):
         return [None]
@@ -115,13 +119,13 @@ def _read_whole(reader: Reader, file: File) -> Iterator[Document]:
 
 
 def _read_lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
-    for number, line in lines_of(file, span):
+    for number, line in read_lines(file, span):
         text = text_of_record(reader, line, f"{file}:{number}")
         if text is not None:
             yield Document(text, file, number)
 
 
-def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, bytes]]:
+def read_lines(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, bytes]]:
     """Yield the non-empty lines of a file or of one of its `ranges`, numbered from 1 there.
 
     Raises:
@@ -221,7 +225,7 @@ def _refuse_binary(file: File, head: bytes) -> None:
         raise TrainctlError(f"{file} is {kind}, not text", hint=hint.replace("FILE", str(file)))
 
 
-def _listed(keys: list[str]) -> str:
+def _keys_in_words(keys: list[str]) -> str:
     """Join the first keys, quoted, and the number of the others."""
     more = [f"{len(keys) - _KEYS_SHOWN} more"] if len(keys) > _KEYS_SHOWN else []
     return ", ".join([*(repr(key) for key in keys[:_KEYS_SHOWN]), *more])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
-from trainctl.config.registry import load, new_section
+from trainctl.config.registry import load_spec, new_section
 from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords, Dedup
 from trainctl.config.sections import kind_of_paths
 from trainctl.config.user_code import find_module
@@ -44,7 +44,7 @@ def filters_of(section: DataConfig) -> dict[str, Any]:
     """Return the filters of a source with their typed sections: `{name: FilterConfig}`."""
     filters: Mapping[str, Any] = section.filters
     return {
-        name: from_plain(load("filter", name).keys, keys, f"filters.{name}")
+        name: from_plain(load_spec("filter", name).keys, keys, f"filters.{name}")
         for name, keys in filters.items()
         if keys is not None
     }
@@ -60,18 +60,18 @@ def filter_digests(section: DataConfig) -> list[str]:
     """
     found = []
     for name, keys in sorted(filters_of(section).items()):
-        for setting in load("filter", name).settings:
+        for setting in load_spec("filter", name).settings:
             value = getattr(keys, setting)
             file = Path(value).expanduser() if setting == "file" else None
             if setting == "call":
                 module = find_module(value.partition(":")[0], Path.cwd())
                 file = module if isinstance(module, Path) else None
             if file is not None:
-                found.append(f"{name} {_digest(file)}")
+                found.append(f"{name} {_file_digest(file)}")
     return found
 
 
-def held_out_sections(whole: DataConfig) -> Iterator[DataConfig]:
+def decontamination_sections(whole: DataConfig) -> Iterator[DataConfig]:
     """Yield, for each path of `data.decontaminate`, a section that reads it.
 
     The section's kind is chosen by the file's ending; its text key is the run's.
@@ -87,7 +87,7 @@ def held_out_sections(whole: DataConfig) -> Iterator[DataConfig]:
             yield section
 
 
-def _digest(file: Path) -> str:
+def _file_digest(file: Path) -> str:
     try:
         return sha256(file.read_bytes()).hexdigest()
     except OSError as error:

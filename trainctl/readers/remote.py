@@ -151,11 +151,11 @@ def list_url(url: str, notify: Notify = print_notice) -> tuple[list[RemoteFile],
         if entry.get("type") == "file":
             if entry.get("size") is None:  # a page of links gives no sizes
                 entry = call_with_retries(partial(file_system.info, name), url, notify=notify)
-            files.append(_remote(protocol, name, entry))
+            files.append(_remote_file(protocol, name, entry))
     return sorted(files), is_folder
 
 
-def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
+def _remote_file(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
     path = name if protocol == "file" else name.lstrip("/")
     url = name if is_url(name) else f"{protocol}://{path}"
     if entry.get("size") is None:
@@ -163,7 +163,7 @@ def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
             redact_text(f"{url} cannot be read: its server does not say how long it is"),
             hint="download it, and name the copy in data.paths",
         )
-    return RemoteFile(url, int(entry["size"]), _version(entry))
+    return RemoteFile(url, int(entry["size"]), _listed_version(entry))
 
 
 class _ResumableStream(io.RawIOBase):
@@ -219,11 +219,11 @@ class _ResumableStream(io.RawIOBase):
         file_system, path = _file_system_of(self._file.url)
         file_system.invalidate_cache()
         entry = file_system.info(path)
-        now = (entry.get("size"), _version(entry))
+        now = (entry.get("size"), _listed_version(entry))
         if now != (self._file.size, self._file.version):
             raise TrainctlError(
                 f"{redact_text(self._file.url)} is not what it was when it was listed: "
-                f"{_differs(self._file, now)}",
+                f"{_describe_difference(self._file, now)}",
                 hint="launch again, once nobody writes it",
                 exit_code=ExitCode.environment,
             )
@@ -236,7 +236,7 @@ class _ResumableStream(io.RawIOBase):
         self._stream = None
 
 
-def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
+def _describe_difference(file: RemoteFile, now: tuple[int | None, str]) -> str:
     size, version = now
     if size != file.size:
         return f"{size or 0:,} bytes, not {file.size:,}"
@@ -330,10 +330,10 @@ def file_system_of(url: str, notify: Notify = print_notice) -> tuple[Any, str]:
 
 
 def _file_system_of(url: str) -> tuple[Any, str]:
-    fsspec = optional("fsspec", f"reading {url}")
+    fsspec = import_optional("fsspec", f"reading {url}")
     options: dict[str, Any] = {}
     if url.startswith("http"):
-        aiohttp = optional("aiohttp", f"reading {url}")
+        aiohttp = import_optional("aiohttp", f"reading {url}")
         limit = aiohttp.ClientTimeout(
             total=None, sock_connect=READ_TIMEOUT_SECONDS, sock_read=READ_TIMEOUT_SECONDS
         )
@@ -359,7 +359,7 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     return file_system, path
 
 
-def _version(entry: dict[str, Any]) -> str:
+def _listed_version(entry: dict[str, Any]) -> str:
     """Return the version or modification time in a listing's entry; empty without either."""
     for key in (*_VERSIONS, *_TIMES):
         if entry.get(key):
@@ -368,7 +368,7 @@ def _version(entry: dict[str, Any]) -> str:
     return ""
 
 
-def optional(module: str, what: str, extra: str = "data") -> Any:
+def import_optional(module: str, what: str, extra: str = "data") -> Any:
     """Import a module of a package that trainctl's base installation does not include.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from trainctl.errors import TrainctlError
-from trainctl.readers.remote import File, optional
+from trainctl.readers.remote import File, import_optional
 
 COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 MOST_GROWTH = 250
@@ -159,7 +159,7 @@ class _Buffered(_Decompressor):
 
 class _Zstd(_Decompressor):
     def __init__(self) -> None:
-        self._package = optional("zstandard", "reading zstd")
+        self._package = import_optional("zstandard", "reading zstd")
 
     def begin(self) -> None:
         whole = self._package.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)

@@ -21,20 +21,22 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from trainctl.config.schema import DataConfig, DataFromRecords
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import nearest_names
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.check import BAD_TEXT, TEXT_KEY, FileProblem
 from trainctl.readers.documents import Document, Reader
-from trainctl.readers.remote import File, optional
+from trainctl.readers.remote import File, import_optional
 from trainctl.readers.stream import Damaged
 
 ROWS = 256
 """Rows converted to Python at once."""
 
 
-def pyarrow(module: str = "") -> Any:
+def import_pyarrow(module: str = "") -> Any:
     """Return pyarrow, or a module of it."""
-    return optional(f"pyarrow.{module}" if module else "pyarrow", "reading Parquet and Arrow")
+    return import_optional(
+        f"pyarrow.{module}" if module else "pyarrow", "reading Parquet and Arrow"
+    )
 
 
 def require_texts(schema: Any, file: File, column: str) -> None:
@@ -45,9 +47,9 @@ def require_texts(schema: Any, file: File, column: str) -> None:
     """
     kinds = {field.name: field.type for field in schema}
     twice = {name for name in kinds if schema.names.count(name) > 1}
-    if column in kinds and column not in twice and _is_text(kinds[column]):
+    if column in kinds and column not in twice and _is_text_type(kinds[column]):
         return
-    texts = [name for name, kind in kinds.items() if _is_text(kind) and name not in twice]
+    texts = [name for name, kind in kinds.items() if _is_text_type(kind) and name not in twice]
     columns = [
         f"{n!r} twice" if n in twice else repr(n) if n in texts else f"{n!r} ({kind})"
         for n, kind in kinds.items()
@@ -55,10 +57,10 @@ def require_texts(schema: Any, file: File, column: str) -> None:
     raise NoColumn(file, column, columns, texts)
 
 
-def _is_text(kind: Any) -> bool:
-    types = pyarrow("types")
+def _is_text_type(kind: Any) -> bool:
+    types = import_pyarrow("types")
     if types.is_dictionary(kind):
-        return _is_text(kind.value_type)
+        return _is_text_type(kind.value_type)
     return any(
         test(kind)
         for test in (
@@ -78,7 +80,7 @@ def text_cells(column: Any) -> Iterator[list[bytes | None]]:
     Raises:
         pyarrow.ArrowInvalid: Offsets or indices lie outside the buffers of the column.
     """
-    package = pyarrow()
+    package = import_pyarrow()
     if package.types.is_dictionary(column.type):
         values = _as_bytes(column.dictionary)
         values.validate(full=True)
@@ -92,7 +94,7 @@ def text_cells(column: Any) -> Iterator[list[bytes | None]]:
 
 def _as_bytes(column: Any) -> Any:
     """View texts as bytes: validating text would refuse invalid UTF-8, whatever the policy."""
-    package = pyarrow()
+    package = import_pyarrow()
     for is_text, kind in (
         (package.types.is_string, package.binary()),
         (package.types.is_large_string, package.large_binary()),
@@ -115,13 +117,13 @@ def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 @contextmanager
-def readable(file: File, what: str) -> Iterator[None]:
+def convert_table_errors(file: File, what: str) -> Iterator[None]:
     """Convert pyarrow's errors to `Damaged` within this context.
 
     Args:
         what: Expected format of the file, such as ``Parquet``.
     """
-    package = pyarrow()
+    package = import_pyarrow()
     try:
         yield
     except (package.ArrowException, OSError) as error:
@@ -167,7 +169,7 @@ class NoColumn(TrainctlError):
         more = [f"{len(columns) - _SHOWN} more"] if len(columns) > _SHOWN else []
         has = f"it has {', '.join([*shown, *more])}" if columns else "it has none"
         names = [name for name in names if len(name) <= _LONGEST]
-        meant = nearest(column, names, count=1) or names[:1]
+        meant = nearest_names(column, names, count=1) or names[:1]
         hint = f"data.text_key={meant[0]}" if meant else "write the text under one key"
         super().__init__(f"{file}: no column {column!r} of texts: {has}", hint=hint)
 
@@ -233,7 +235,7 @@ _CRASHES = {
 }
 """Signals by which damaged data kills a process; any other signal has another cause."""
 
-_COMMAND = "from trainctl.readers.tables import serve; serve()"
+_COMMAND = "from trainctl.readers.tables import serve_requests; serve_requests()"
 
 
 class _Process:
@@ -326,7 +328,7 @@ def _exit_error(file: File, code: int) -> TrainctlError:
     )
 
 
-def serve() -> None:
+def serve_requests() -> None:
     """Answer requests on stdin until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     answers = os.fdopen(os.dup(1), "wb")
@@ -335,12 +337,12 @@ def serve() -> None:
     try:
         while True:
             function, *arguments = pickle.load(requests)
-            _answer(function, arguments, requests, answers)
+            _answer_request(function, arguments, requests, answers)
     except (EOFError, BrokenPipeError):
         os._exit(0)
 
 
-def _answer(
+def _answer_request(
     function: Callable[..., Iterator[Any]],
     arguments: list[Any],
     requests: BinaryIO,

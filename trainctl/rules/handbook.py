@@ -81,7 +81,7 @@ class Meaning:
         """Anchor of the word on its page."""
         if self.kind != EXIT_CODE:
             return self.word.lower()
-        return f"exit-code-{self.word}" if self.word in _sections() else "exit-codes"
+        return f"exit-code-{self.word}" if self.word in _sections_by_word() else "exit-codes"
 
     @property
     def example(self) -> tuple[str, ...]:
@@ -93,9 +93,9 @@ class Meaning:
         return (*lines, *self.printed)
 
 
-def words() -> list[str]:
+def known_words() -> list[str]:
     """Return all words that are explained: rules by identifier, then the words of each page."""
-    return [section.word for section in _sections().values()]
+    return [section.word for section in _sections_by_word().values()]
 
 
 def explain(word: str) -> Meaning | None:
@@ -103,19 +103,19 @@ def explain(word: str) -> Meaning | None:
 
     Case does not matter. Exit codes above 128 are explained by their signal.
     """
-    known, word = _sections(), word.strip().lower()
+    known, word = _sections_by_word(), word.strip().lower()
     if word in known:
-        return _meaning(known[word])
+        return _section_meaning(known[word])
     is_signal = re.fullmatch("[0-9]{3}", word) and int(word) > 128
-    return _of_signal(int(word)) if is_signal else None
+    return _signal_meaning(int(word)) if is_signal else None
 
 
-def everything() -> list[Meaning]:
-    """Return all meanings, in the order of `words`."""
-    return [_meaning(section) for section in _sections().values()]
+def all_meanings() -> list[Meaning]:
+    """Return all meanings, in the order of `known_words`."""
+    return [_section_meaning(section) for section in _sections_by_word().values()]
 
 
-def address(found: Meaning) -> str:
+def page_address(found: Meaning) -> str:
     """Return the address of a meaning: on the site named by `TRAINCTL_DOCS_URL`, or in `docs/`."""
     site = os.environ.get(SITE, "").rstrip("/")
     if site:
@@ -129,11 +129,11 @@ def hint_line(words: list[str]) -> str:
     found = explain(words[0]) if os.environ.get(SITE) else None
     if found is None:
         return command
-    where = address(found) if len(words) == 1 else address(replace(found, page="rules"))
+    where = page_address(found) if len(words) == 1 else page_address(replace(found, page="rules"))
     return f"{command}, {where.partition('#')[0] if len(words) > 1 else where}"
 
 
-def _docs() -> Path:
+def _docs_folder() -> Path:
     """Return the folder of the pages: in the package, else in the repository."""
     package = Path(__file__).parents[1]
     inside = package / "_shipped" / "docs"
@@ -151,16 +151,16 @@ class _Section:
 
 
 @cache
-def _sections() -> dict[str, _Section]:
+def _sections_by_word() -> dict[str, _Section]:
     """Return the sections of all pages by lower-case word."""
-    found = [section for page in PAGES for section in _of_page(page)]
+    found = [section for page in PAGES for section in _page_sections(page)]
     rules = sorted((each for each in found if each.kind == RULE), key=lambda each: each.word)
     others = [each for each in found if each.kind != RULE]
     return {each.word.lower(): each for each in (*rules, *others)}
 
 
-def _of_page(page: str) -> Iterator[_Section]:
-    text = (_docs() / f"{page}.md").read_text(encoding="utf-8")
+def _page_sections(page: str) -> Iterator[_Section]:
+    text = (_docs_folder() / f"{page}.md").read_text(encoding="utf-8")
     headings = list(_HEADING.finditer(text))
     ends = [each.start() for each in headings[1:]] + [len(text)]
     kind = _KINDS.get(page, RULE)
@@ -171,7 +171,7 @@ def _of_page(page: str) -> Iterator[_Section]:
             yield _Section(heading[2], kind, page, text[heading.end() : end])
 
 
-def _meaning(section: _Section) -> Meaning:
+def _section_meaning(section: _Section) -> Meaning:
     """Return the meaning that a section gives: paragraphs, code and a list."""
     found = Meaning(word=section.word, kind=section.kind, page=section.page, meaning="")
     path = ""
@@ -185,36 +185,38 @@ def _meaning(section: _Section) -> Meaning:
             typed = lines.pop(0).removeprefix("$ ") if lines[0].startswith("$ ") else ""
             found = replace(found, typed=typed, printed=tuple(lines))
         elif title := _TITLE.fullmatch(prose):
-            found = replace(found, meaning=_plain(title[1]), severity=title[2] or "")
+            found = replace(found, meaning=_plain_text(title[1]), severity=title[2] or "")
         elif name := re.fullmatch("`([^`]+)`:", prose):
             path = name[1]
         elif label in ("*Why", "*Cause"):
-            found = replace(found, cause=_plain(rest))
+            found = replace(found, cause=_plain_text(rest))
         elif label == "*Example":
             found = replace(found, situation=rest.removesuffix(":"))
         elif label == "*What to do":
-            found = replace(found, cure=_plain(rest))
+            found = replace(found, cure=_plain_text(rest))
         elif prose.startswith("- `"):
             found = replace(found, fields=_fields(prose.splitlines()))
         else:
-            found = replace(found, meaning=_plain(prose))
+            found = replace(found, meaning=_plain_text(prose))
     return replace(found, kind=f"{RULE}, {found.severity}") if found.kind == RULE else found
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:
     """Return the fields that a list names, several of them in an item, with their meaning."""
     items = filter(None, map(_ITEM.fullmatch, lines))
-    return {name: _plain(item[2] or "") for item in items for name in re.findall(r"\w+", item[1])}
+    return {
+        name: _plain_text(item[2] or "") for item in items for name in re.findall(r"\w+", item[1])
+    }
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Return Markdown as text in one line: only code keeps its backslashes."""
     parts = " ".join(text.split("\n")).split("`")
     parts[::2] = [re.sub(r"\\([|*_<])", r"\1", part) for part in parts[::2]]
     return "`".join(parts)
 
 
-def _of_signal(code: int) -> Meaning | None:
+def _signal_meaning(code: int) -> Meaning | None:
     """Return the meaning of an exit code above 128; None if there is no such signal."""
     try:
         name = signal.Signals(code - 128).name
@@ -224,7 +226,7 @@ def _of_signal(code: int) -> Meaning | None:
     if name == "SIGKILL":
         cause = "A process was ended by it, mostly for memory: `trainctl explain host_memory`."
     return replace(
-        _meaning(_sections()["130"]),
+        _section_meaning(_sections_by_word()["130"]),
         word=str(code),
         meaning=f"Ended by signal {code - 128}, {name}.",
         cause=cause,

@@ -15,7 +15,7 @@ from typing import Any
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
-from trainctl.plan.deepspeed import BATCH_KEYS, render
+from trainctl.plan.deepspeed import BATCH_KEYS, nest_settings
 from trainctl.plan.deepspeed_table import (
     PARAMETERS,
     SOURCES,
@@ -25,10 +25,10 @@ from trainctl.plan.deepspeed_table import (
     ZENFLOW,
     ZERO,
     Modes,
-    value_of,
+    config_value,
 )
 from trainctl.plan.types import Mesh
-from trainctl.rules.deepspeed.case import Case, JsonContext, Names, plain
+from trainctl.rules.deepspeed.case import Case, JsonContext, Names, command_line_text
 from trainctl.rules.deepspeed_schema import Schema, load
 
 CONFIG_KEYS = SOURCES | {
@@ -191,7 +191,7 @@ TABLES: tuple[Mapping[str, str], ...] = (
 )
 
 
-def canonical(name: str, schema: Schema | None = None) -> str:
+def canonical_key(name: str, schema: Schema | None = None) -> str:
     """Return a dotted JSON key in trainctl's spelling: DeepSpeed accepts two for some keys."""
     known = (schema or load()).keys.get(name)
     return (known and known.same_as) or name
@@ -203,7 +203,7 @@ def entry_of(name: str, schema: Schema | None = None) -> str:
     `name` is dotted, in any spelling that DeepSpeed accepts. `schema` belongs to the installed
     DeepSpeed; the newest known by default. Returns an empty string for a key in no table.
     """
-    parts = canonical(name, schema).split(".")
+    parts = canonical_key(name, schema).split(".")
     sections = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((each for each in sections if any(each in table for table in TABLES)), "")
 
@@ -240,19 +240,19 @@ class PlanNames(Names):
 
     def passes(self, key: str) -> bool:
         """Return True if the user passes through the JSON key, a part of it, or its section."""
-        return any(overlap(key, other) for other in self._passed)
+        return any(keys_overlap(key, other) for other in self._passed)
 
     def key(self, key: str) -> str:
         return f"deepspeed.{key}" if self.passes(key) else CONFIG_KEYS.get(key, key)
 
     def setting(self, key: str, value: Any) -> str:
-        typed = None if self.passes(key) else value_of(self._config, CONFIG_KEYS.get(key, ""))
+        typed = None if self.passes(key) else config_value(self._config, CONFIG_KEYS.get(key, ""))
         return super().setting(self.key(key), value if typed is None else typed)
 
     def fix(self, key: str, value: Any) -> str:
         ours = self.key(key)
         if ours in OPTIONS:
-            return f"{OPTIONS[ours]}={plain(value).lower()}"
+            return f"{OPTIONS[ours]}={command_line_text(value).lower()}"
         return super().fix(ours, value)
 
     def stages(self, count: int) -> str:
@@ -280,9 +280,9 @@ def plan_json_case(
         pipeline_stages=config.parallelism.pipeline,
         trainctl_trainer=config.trains_itself,
     )
-    return Case(render((*settings, *passed)), around, names=PlanNames(config, passed))
+    return Case(nest_settings((*settings, *passed)), around, names=PlanNames(config, passed))
 
 
-def overlap(key: str, other: str) -> bool:
+def keys_overlap(key: str, other: str) -> bool:
     """Return True if two dotted keys are equal, or one is inside the section named by the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

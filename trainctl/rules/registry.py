@@ -80,7 +80,7 @@ def check_file(path: Path, around: JsonContext) -> CheckedFile:
     schema = load(installed if installed in versions() else None)
     found = check_json(document.value, around, schema) if document.is_readable else ()
     named = [*document.findings, *(_with_line(finding, document, path) for finding in found)]
-    named.sort(key=lambda finding: (not finding.is_error, _line(finding)))
+    named.sort(key=lambda finding: (not finding.is_error, _finding_line(finding)))
     return CheckedFile(document=document, findings=tuple(named), schema=schema, installed=installed)
 
 
@@ -102,7 +102,7 @@ def json_context(
         devices_per_node=hardware.devices_per_node if hardware else None,
         accelerator=hardware.accelerator if hardware else None,
         fills_auto=True,
-        model=None if model is None else _shape(model),
+        model=None if model is None else _model_shape(model),
     )
 
 
@@ -114,7 +114,7 @@ def installed_deepspeed() -> str:
         return ""
 
 
-def _shape(directory: Path) -> ModelConfig:
+def _model_shape(directory: Path) -> ModelConfig:
     return fill_from_directory(ModelConfig(name="hf", family="hf", path=str(directory)))
 
 
@@ -123,6 +123,6 @@ def _with_line(finding: Finding, document: JsonDocument, path: Path) -> Finding:
     return finding.set_by(f"{path}:{line}" if line else str(path))
 
 
-def _line(finding: Finding) -> int:
+def _finding_line(finding: Finding) -> int:
     number = finding.source.rpartition(":")[2]
     return int(number) if number.isdecimal() else 0

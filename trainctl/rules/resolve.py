@@ -11,7 +11,7 @@ from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
-from trainctl.plan.deepspeed import render, user_settings
+from trainctl.plan.deepspeed import nest_settings, user_settings
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
@@ -24,14 +24,14 @@ from trainctl.plan.derive import (
     derive_warmup_steps,
     uncounted_steps,
 )
-from trainctl.plan.mup import reasons as mup_reasons
+from trainctl.plan.mup import derived_settings as mup_reasons
+from trainctl.plan.optimizers import implementation_reasons as optimizer_reasons
 from trainctl.plan.optimizers import learning_rate_reasons, lr_scale
-from trainctl.plan.optimizers import reasons as optimizer_reasons
-from trainctl.plan.settings import expert_reasons, formats, wrapped_blocks
-from trainctl.plan.trainable import reasons as trainable_reasons
+from trainctl.plan.settings import expert_reasons, number_formats, recomputed_blocks
+from trainctl.plan.trainable import parameter_count_reasons as trainable_reasons
 from trainctl.plan.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
-from trainctl.rules.passed_keys import PlanNames, overlap, plan_json_case
+from trainctl.rules.passed_keys import PlanNames, keys_overlap, plan_json_case
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.registry import check_case, check_draft
 
@@ -102,7 +102,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         lr_scale=lr_scale(config.optimizer, batch),
         engine=config.engine.kind,
         deepspeed=dict(case.json) if has_json else {},
-        settings={} if has_json else render(draft.settings),
+        settings={} if has_json else nest_settings(draft.settings),
         derived=(
             *mesh_reasons,
             *batch_reasons,
@@ -112,7 +112,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *warmup_reasons,
             *derive_shape(config.schedule, total_steps, warmup_steps, batches),
             *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
-            *wrapped_blocks(config),
+            *recomputed_blocks(config),
             *stage_reasons,
             *_format_reasons(config),
             *optimizer_reasons(config, hardware),
@@ -130,7 +130,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
 
 def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
     """Return the number formats that follow from `precision.compute` or from the engine."""
-    used, always = formats(config.precision), engine_of(config).gradients
+    used, always = number_formats(config.precision), engine_of(config).gradients
     why, source = f"precision.compute={config.precision.compute}", "precision.compute"
     if always is not None:
         why, source = f"engine.kind={config.engine.kind}, whatever the weights are", "engine.kind"
@@ -165,7 +165,7 @@ def _check_plan_json(case: Case, settings: Sequence[Derived]) -> Iterator[Findin
 
 def _comes_from(key: str, settings: Sequence[Derived]) -> str:
     """Return the config key that a JSON key is derived from; empty if there is none."""
-    near = (setting for setting in settings if overlap(key, setting.key))
+    near = (setting for setting in settings if keys_overlap(key, setting.key))
     return next((setting.sources[0] for setting in near if setting.sources), "")
 
 

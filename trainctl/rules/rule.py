@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     """None for the severity of the rule."""
 
 
-def warning(message: str, hint: str = "", key: str = "") -> Problem:
+def warning_problem(message: str, hint: str = "", key: str = "") -> Problem:
     """Return a problem that stops nothing, of a rule that also has errors."""
     return Problem(message, hint, key, WARNING)
 

@@ -15,7 +15,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import redact_setting
-from trainctl.config.store import Change, diff, load_config
+from trainctl.config.store import Change, diff_configs, load_config
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan
 from trainctl.runs.failures import Cause, describe_failure
@@ -89,7 +89,7 @@ def edited_by_hand(run: RunPaths) -> list[Change]:
         TrainctlError: `config.yaml` is not a configuration any more (exit code 5).
     """
     first = run.attempt(1).plan
-    return diff(read_plan(first).config, load_config(run.config)) if first.is_file() else []
+    return diff_configs(read_plan(first).config, load_config(run.config)) if first.is_file() else []
 
 
 def find_attempt(path: Path) -> tuple[RunPaths, int | None] | None:
@@ -179,7 +179,7 @@ def _failed(run: RunPaths, standing: EffectiveAttempt) -> list[Finding]:
     found = []
     taken = config_of(run, standing.number) if standing.failed else None
     for number, how in standing.failed.items():
-        changes = diff(taken, config_of(run, number)) if taken is not None else []
+        changes = diff_configs(taken, config_of(run, number)) if taken is not None else []
         if changes:
             message = (
                 f"attempt {number} failed before its first step, and what it changed is left out: "

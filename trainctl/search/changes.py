@@ -61,14 +61,14 @@ class KeyChange:
         return dict(self.kinds).get("devices", 0)
 
 
-def _change(kind: str, reach: float, values: Values) -> KeyChange:
+def _single_change(kind: str, reach: float, values: Values) -> KeyChange:
     return KeyChange(values=values, kinds=((kind, reach),))
 
 
 NO_CHANGE = KeyChange(values={}, kinds=())
 
 
-def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
+def _change_combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
     """Yield every combination of at most one change per dimension, and at least one in all."""
     for parts in product(*([NO_CHANGE, *dimension] for dimension in dimensions)):
         kinds = tuple(kind for part in parts for kind in part.kinds)
@@ -88,11 +88,11 @@ def memory_saving_changes(
     """
     on_cpu = hardware.accelerator is Accelerator.cpu
     for doublings in range(1 if on_cpu else MOST_DOUBLINGS + 1):
-        devices = _devices(config, hardware, doublings)
+        devices = _more_devices(config, hardware, doublings)
         batches = _smaller_batches(config, batch, doublings)
         if doublings and not batches:
             continue
-        for change in _combinations(
+        for change in _change_combinations(
             batches,
             _more_recomputation(config),
             _loss_in_chunks(config),
@@ -117,7 +117,9 @@ def adapter_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """
     if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:
         return
-    yield from _with_memory_savings(_change("adapter", 1, {"adapter.kind": "lora"}), config, batch)
+    yield from _with_memory_savings(
+        _single_change("adapter", 1, {"adapter.kind": "lora"}), config, batch
+    )
 
 
 def quantized_base_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
@@ -135,13 +137,13 @@ def quantized_base_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChang
     values: dict[str, object] = {"adapter.base_weights": BaseWeights.nf4_double}
     if adapter is None:
         values = {"adapter.kind": "lora", **values}
-    yield from _with_memory_savings(_change("base_weights", 1, values), config, batch)
+    yield from _with_memory_savings(_single_change("base_weights", 1, values), config, batch)
 
 
 def _with_memory_savings(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Yield a change, alone and combined with memory-saving changes on the same devices."""
     yield first
-    for change in _combinations(
+    for change in _change_combinations(
         _smaller_batches(config, batch, 0),
         _more_recomputation(config),
         _loss_in_chunks(config),
@@ -158,7 +160,7 @@ def memory_using_changes(config: RunConfig, batch: Batch) -> Iterator[KeyChange]
     The dimensions are larger micro-batches, less recomputation, a plain loss, lower ZeRO stages,
     and less offload.
     """
-    yield from _combinations(
+    yield from _change_combinations(
         _larger_batches(config, batch),
         _less_recomputation(config),
         _plain_loss(config),
@@ -181,18 +183,18 @@ def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Ke
     """
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     changes = []
-    for smaller in _spread(divisors(micro)):
+    for smaller in _select_sizes(divisors(micro)):
         steps, rest = divmod(accumulation * (micro // smaller), 2**doublings)
         if rest or not steps or (smaller == micro and not doublings):
             continue
         kind, reach = ("micro_batch", log2(micro // smaller))
         if smaller == micro:
             kind, reach = "accumulation", 0.0
-        changes.append(_change(kind, reach, _batch_values(config, smaller, steps)))
+        changes.append(_single_change(kind, reach, _batch_values(config, smaller, steps)))
     return changes
 
 
-def _spread(sizes: list[int]) -> list[int]:
+def _select_sizes(sizes: list[int]) -> list[int]:
     """Return at most `MOST_SIZES` of ascending sizes, the largest first, always with both ends."""
     if len(sizes) > MOST_SIZES:
         last = len(sizes) - 1
@@ -203,13 +205,13 @@ def _spread(sizes: list[int]) -> list[int]:
 def _larger_batches(config: RunConfig, batch: Batch) -> list[KeyChange]:
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     return [
-        _change("micro_batch", n, _batch_values(config, micro * 2**n, accumulation // 2**n))
+        _single_change("micro_batch", n, _batch_values(config, micro * 2**n, accumulation // 2**n))
         for n in range(1, MOST_DOUBLINGS + 1)
         if accumulation % 2**n == 0
     ]
 
 
-def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange:
+def _more_devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange:
     """Return a change to more devices per machine up to `FULL_NODE`, then to more machines."""
     if not doublings:
         return NO_CHANGE
@@ -225,7 +227,7 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange
     if nodes != hardware.nodes:
         values["hardware.nodes"] = nodes
         values |= launcher_for(config.launcher, nodes)
-    return _change("devices", doublings, values)
+    return _single_change("devices", doublings, values)
 
 
 def _more_recomputation(config: RunConfig) -> list[KeyChange]:
@@ -233,7 +235,9 @@ def _more_recomputation(config: RunConfig) -> list[KeyChange]:
     least = kinds[: kinds.index(checkpointing_of(config.activation_checkpointing))]
     furthest = sum(kind.recomputes for kind in kinds)
     return [
-        _change("recomputation", furthest - place, {"activation_checkpointing.mode": kind.name})
+        _single_change(
+            "recomputation", furthest - place, {"activation_checkpointing.mode": kind.name}
+        )
         for place, kind in reversed([*enumerate(least)])
     ]
 
@@ -242,7 +246,7 @@ def _less_recomputation(config: RunConfig) -> list[KeyChange]:
     kinds = kinds_by_saved_activations()
     more = kinds[kinds.index(checkpointing_of(config.activation_checkpointing)) + 1 :]
     return [
-        _change("recomputation", reach, {"activation_checkpointing.mode": kind.name})
+        _single_change("recomputation", reach, {"activation_checkpointing.mode": kind.name})
         for reach, kind in enumerate(more, 1)
     ]
 
@@ -254,7 +258,7 @@ def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:
         return []
     if kernels.compile is CompileKind.deepcompile:
         return []
-    return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.chunked})]
+    return [_single_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.chunked})]
 
 
 def _layers_in_tiles(config: RunConfig, batch: Batch) -> list[KeyChange]:
@@ -264,13 +268,13 @@ def _layers_in_tiles(config: RunConfig, batch: Batch) -> list[KeyChange]:
     tokens = batch.sequence_length // max(config.parallelism.sequence, 1)
     if config.kernels.mlp_tiles > 1 or tokens < LONG_SEQUENCE or not config.trains_itself:
         return []
-    return [_change("tiles", 1, {"kernels.mlp_tiles": TILES})]
+    return [_single_change("tiles", 1, {"kernels.mlp_tiles": TILES})]
 
 
 def _plain_loss(config: RunConfig) -> list[KeyChange]:
     if config.kernels.cross_entropy is not CrossEntropyKind.chunked:
         return []
-    return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.plain})]
+    return [_single_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.plain})]
 
 
 def _higher_stages(config: RunConfig) -> list[KeyChange]:
@@ -282,14 +286,14 @@ def _higher_stages(config: RunConfig) -> list[KeyChange]:
         may_overlap = config.parallelism.pipeline == 1 and engine_of(config).takes_json
         if higher == 3 and may_overlap and not config.zero_stage.overlap_comm:
             values["zero_stage.overlap_comm"] = True
-        changes.append(_change("stage", higher - stage, values))
+        changes.append(_single_change("stage", higher - stage, values))
     return changes
 
 
 def _lower_stages(config: RunConfig) -> list[KeyChange]:
     stage = config.zero_stage.stage
     return [
-        _change("stage", stage - lower, {"zero_stage.stage": lower})
+        _single_change("stage", stage - lower, {"zero_stage.stage": lower})
         for lower in range(stage - 1, -1, -1)
     ]
 
@@ -301,7 +305,7 @@ def _more_offload(config: RunConfig) -> list[KeyChange]:
     for reach, name in enumerate(("optimizer", "parameters"), 1):
         if getattr(config.offload, name) is OffloadDevice.none:
             values[f"offload.{name}"] = OffloadDevice.cpu
-            changes.append(_change("offload", reach, dict(values)))
+            changes.append(_single_change("offload", reach, dict(values)))
     return changes
 
 
@@ -312,5 +316,5 @@ def _less_offload(config: RunConfig) -> list[KeyChange]:
     for reach, name in enumerate(("parameters", "optimizer"), 1):
         if getattr(config.offload, name) is not OffloadDevice.none:
             values[f"offload.{name}"] = OffloadDevice.none
-            changes.append(_change("offload", reach, dict(values)))
+            changes.append(_single_change("offload", reach, dict(values)))
     return changes

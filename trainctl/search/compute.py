@@ -51,7 +51,7 @@ class Rates:
     """Whether the hardware states its peak and its memory bandwidth."""
 
 
-def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
+def device_rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
     """Return the achievable rates of a device in a number format; an A100's where unknown."""
     compute = precision_of(precision)
     peak = hardware.peak_tflops(compute.format)
@@ -118,13 +118,15 @@ def block_time(
     that attend to each other. `tensor` is the number of ranks that share the block's matrices.
     """
     model, element = config.model, BYTES[precision_of(config.precision).format]
-    products, moved, weights = _products_of(model)
+    products, moved, weights = _average_products(model)
     sharded = tokens * products / tensor
     # Each product reads its input and weights and writes its result.
     streams = element * (tokens * moved + weights) / tensor
     product_seconds = 2 * sharded / speed.products + streams / speed.memory
-    attention, attention_backward = _attention(config, speed, tokens, sequence_length, tensor)
-    traffic = tokens * _traffic(config, tensor) / speed.memory
+    attention, attention_backward = _attention_seconds(
+        config, speed, tokens, sequence_length, tensor
+    )
+    traffic = tokens * _traffic_bytes(config, tensor) / speed.memory
     starts = KERNEL_START * (KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK)
     forward = max(product_seconds + attention + traffic, starts)
     train = trained_share(config)
@@ -156,7 +158,7 @@ def _share_in_tiles(config: RunConfig) -> float:
     return inside / max(all_of, 1)
 
 
-def _attention(
+def _attention_seconds(
     config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
 ) -> tuple[float, float]:
     """Return the seconds of the scores and their weighted sum, forward and backward.
@@ -177,7 +179,7 @@ def _attention(
     return forward, ATTENTION_BACKWARD * forward
 
 
-def _traffic(config: RunConfig, tensor: int) -> float:
+def _traffic_bytes(config: RunConfig, tensor: int) -> float:
     """Return the bytes per token that a block's other operations move in a forward pass.
 
     For elements of two bytes, from the operations of transformers' modelling code: an RMSNorm reads
@@ -216,7 +218,7 @@ def stage_parameters(
     """Return the approximate parameters of a rank of a pipeline stage: tensor ranks are assumed to
     share all of them.
     """
-    _, _, weights = _products_of(model)
+    _, _, weights = _average_products(model)
     vocabulary = model.vocab_size * model.hidden_size
     alone = has_embedding and has_head and model.tie_word_embeddings
     ends = vocabulary * (1 if alone else has_embedding + has_head)
@@ -228,28 +230,28 @@ def _is_fused(config: RunConfig) -> bool:
     return config.kernels.liger or config.kernels.compile is not CompileKind.none
 
 
-def _products_of(model: ModelConfig) -> tuple[float, float, float]:
+def _average_products(model: ModelConfig) -> tuple[float, float, float]:
     """Return averages over the blocks: the weights multiplied per token, the elements that these
     products read and write per token, and all weights, including experts that the token is not
     routed to.
     """
     read = shapes.anatomy(model)
     if read is None:
-        products, moved = _products(*_shape(model))
+        products, moved = _block_products(*_product_shape(model))
         return products, moved, products
-    return _products_read(read)
+    return _products_from_anatomy(read)
 
 
 @lru_cache(maxsize=8)
-def _products_read(read: Anatomy) -> tuple[float, float, float]:
+def _products_from_anatomy(read: Anatomy) -> tuple[float, float, float]:
     matrices = [p for p in read.parameters if p.block is not None and len(p.shape) > 1]
-    moved = sum(sum(p.shape[-2:]) * max(1.0, _chosen(read, p)) for p in matrices)
+    moved = sum(sum(p.shape[-2:]) * max(1.0, _routed_experts(read, p)) for p in matrices)
     count = len(read.blocks)
     inside = sum(p.numel for p in read.parameters if p.block is not None)
     return (read.multiplied - read.head) / count, moved / count, inside / count
 
 
-def _chosen(read: Anatomy, parameter: Parameter) -> float:
+def _routed_experts(read: Anatomy, parameter: Parameter) -> float:
     """Return the number of experts in a tensor that a token is routed to; 1 for other tensors."""
     return read.active_share(parameter) * parameter.shape[0] if len(parameter.shape) > 2 else 1.0
 
@@ -271,7 +273,7 @@ def _inner_width(model: ModelConfig) -> float:
     return whole / len(read.blocks)
 
 
-def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
+def _product_shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
     return (
         spec_of(model).feed_forward.matrices,
         model.hidden_size,
@@ -283,7 +285,7 @@ def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
 
 
 @lru_cache(maxsize=64)
-def _products(
+def _block_products(
     up: int, hidden: int, ffn: int, heads: int, key_heads: int, width: int
 ) -> tuple[int, int]:
     """Return the weights of a block's products, and the elements read and written per token."""

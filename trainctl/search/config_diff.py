@@ -9,7 +9,7 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.json_file import read_json
-from trainctl.config.schema import RunConfig, walk
+from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.errors import TrainctlError
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.types import RunPlan
@@ -47,7 +47,7 @@ def planned_config(name: str, config: RunConfig, plan: RunPlan | None) -> Compar
     derived = {item.key: to_plain(item.value) for item in plan.derived} if plan else {}
     return ComparedConfig(
         name=name,
-        values={key: to_plain(value) for key, _, value in walk(config)},
+        values={key: to_plain(value) for key, _, value in walk_leaves(config)},
         derived=derived,
         deepspeed=dict(flatten(plan.deepspeed)) if plan and plan.deepspeed else None,
     )
@@ -94,19 +94,23 @@ def _by_config(left: ComparedConfig, right: ComparedConfig) -> list[Difference]:
     for key in dict.fromkeys((*left.values, *right.values)):  # a kind may have keys of its own
         ours, theirs = left.values.get(key), right.values.get(key)
         in_both = key in left.values and key in right.values
-        if in_both and (ours == theirs or _meaning(left, key) == _meaning(right, key)):
+        if in_both and (
+            ours == theirs or _meaning_of_value(left, key) == _meaning_of_value(right, key)
+        ):
             continue
-        found.append(Difference(key, ours, theirs, _shown(left, key), _shown(right, key)))
+        found.append(
+            Difference(key, ours, theirs, _value_in_words(left, key), _value_in_words(right, key))
+        )
     return found
 
 
-def _meaning(side: ComparedConfig, key: str) -> Any:
+def _meaning_of_value(side: ComparedConfig, key: str) -> Any:
     assert side.values is not None
     value = side.values[key]
     return side.derived.get(key) if value is None else value
 
 
-def _shown(side: ComparedConfig, key: str) -> str:
+def _value_in_words(side: ComparedConfig, key: str) -> str:
     assert side.values is not None
     if key not in side.values:
         return ABSENT
@@ -117,17 +121,17 @@ def _shown(side: ComparedConfig, key: str) -> str:
 
 
 def _by_json(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Difference]:
-    left, right = _canonical(left), _canonical(right)
+    left, right = _canonical_keys(left), _canonical_keys(right)
     found = []
     for key in dict.fromkeys((*left, *right)):
-        ours, theirs = _in_force(left, key), _in_force(right, key)
-        if _plain(key, ours) != _plain(key, theirs):
+        ours, theirs = _effective_setting(left, key), _effective_setting(right, key)
+        if _normalized_value(key, ours) != _normalized_value(key, theirs):
             texts = (_json_text(left, key), _json_text(right, key))
             found.append(Difference(key, left.get(key), right.get(key), *texts))
     return found
 
 
-def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _canonical_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Rename keys to the spelling that DeepSpeed documents, and drop empty sections."""
     keys = load().keys
     renamed = {}
@@ -141,7 +145,7 @@ def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in renamed.items() if value != {}}
 
 
-def _in_force(flat: Mapping[str, Any], key: str) -> Any:
+def _effective_setting(flat: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key, or DeepSpeed's default if the key is missing."""
     if key in flat:
         return flat[key]
@@ -149,7 +153,7 @@ def _in_force(flat: Mapping[str, Any], key: str) -> Any:
     return None if known is None else known.default
 
 
-def _plain(key: str, value: Any) -> Any:
+def _normalized_value(key: str, value: Any) -> Any:
     known = load().keys.get(key)
     ignores_case = (known is not None and known.any_case) or key.endswith("optimizer.type")
     return value.lower() if ignores_case and isinstance(value, str) else value
@@ -158,5 +162,5 @@ def _plain(key: str, value: Any) -> Any:
 def _json_text(flat: Mapping[str, Any], key: str) -> str:
     if key in flat:
         return str(flat[key])
-    default = _in_force(flat, key)
+    default = _effective_setting(flat, key)
     return ABSENT if default is None else f"{default} (DeepSpeed's default)"

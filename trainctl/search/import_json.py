@@ -13,7 +13,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
 from trainctl.config.keys import as_override
-from trainctl.config.schema import RunConfig, walk
+from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_table import MIN_ONE_KEYS, TABLE, WORDS, Modes, at_least_one
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
@@ -75,11 +75,11 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     here = [f"hardware={world_size}x{accelerator}"]
     choices = [f"{group}={option}" for group, option in wanted.choices.items()]
     base = compose([*here, *choices, "training.steps=1000"]).config
-    settings = _differing(wanted, base)
+    settings = _changed_values(wanted, base)
     written = [f"{key}={as_override(value)}" for key, value in settings.items()]
     config = compose([*here, *choices, "training.steps=1000", *written]).config
-    rendered = _rendered(config)
-    passed, left_out = _rest(case, wanted, config, rendered)
+    rendered = _rendered_json(config)
+    passed, left_out = _remaining_keys(case, wanted, config, rendered)
     return Imported(
         wanted.choices,
         settings,
@@ -88,7 +88,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     )
 
 
-def ranks_of(json: Mapping[str, Any]) -> int:
+def world_size_of(json: Mapping[str, Any]) -> int:
     """Return a JSON's world size by its three batch sizes; the smallest possible without them."""
     case = Case(json, JsonContext(fills_auto=True))
     total, micro, steps = (case.get(name) for name in BATCH)
@@ -120,21 +120,21 @@ def differences(
     if after.stage == 0 and after.get("gradient_clipping") == 0:
         names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips, not DeepSpeed
     names = {name for name in names if not before.schema.keys[name].is_section}
-    different = [name for name in names if not _same(before, after, name)]
-    batches = (_batch(before, ranks), _batch(after, ranks))
+    different = [name for name in names if not _has_same_effect(before, after, name)]
+    batches = (_import_batch(before, ranks), _import_batch(after, ranks))
     return sorted([*different, *(["train_batch_size"] if batches[0] != batches[1] else [])])
 
 
-def _differing(wanted: ConvertedKeys, base: RunConfig) -> dict[str, Any]:
+def _changed_values(wanted: ConvertedKeys, base: RunConfig) -> dict[str, Any]:
     """Return the wanted values that the chosen options do not have already."""
-    plain = {key: to_plain(value) for key, _, value in walk(base)}
+    plain = {key: to_plain(value) for key, _, value in walk_leaves(base)}
     return {key: value for key, value in wanted.settings.items() if plain[key] != value}
 
 
-def _rendered(config: RunConfig) -> dict[str, Any]:
+def _rendered_json(config: RunConfig) -> dict[str, Any]:
     """Return the JSON of a configuration; if it cannot be planned, the part that can be derived."""
     from trainctl.hardware import resolve_hardware
-    from trainctl.plan.deepspeed import derived_settings, render
+    from trainctl.plan.deepspeed import derived_settings, nest_settings
     from trainctl.plan.derive import derive_batch, derive_mesh
 
     hardware = resolve_hardware(config.hardware)
@@ -143,10 +143,10 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
         return plan.deepspeed
     mesh, _ = derive_mesh(config.parallelism, hardware)
     batch, _ = derive_batch(config.training, mesh.data) if mesh else (None, ())
-    return render(derived_settings(config, hardware, mesh, batch))
+    return nest_settings(derived_settings(config, hardware, mesh, batch))
 
 
-def _rest(
+def _remaining_keys(
     case: Case, wanted: ConvertedKeys, config: RunConfig, rendered: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[LeftOutKey]]:
     """Return the remaining keys of the JSON: passed through, or left out with the reason."""
@@ -165,14 +165,18 @@ def _rest(
             left_out.append(LeftOutKey(key, value, "DeepSpeed has no such key"))
         elif name in TRAINCTL_KEYS:
             left_out.append(LeftOutKey(key, value, TRAINCTL_KEYS[name]))
-        elif _same(case, ours, name):
+        elif _has_same_effect(case, ours, name):
             continue
         elif entry_of(name) not in PASS_THROUGH_KEYS and any(
             f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived
         ):
             shown = ours.values.get(name)
             left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {as_override(shown)}"))
-        elif reason := _unread(name, config) or owner_of(name, config) or idle_reason(name, config):
+        elif (
+            reason := _missing_requirement(name, config)
+            or owner_of(name, config)
+            or idle_reason(name, config)
+        ):
             left_out.append(LeftOutKey(key, value, reason))
         else:
             passed[name] = value
@@ -184,7 +188,7 @@ def _has_any(imported: Iterable[str], keys: Sequence[str]) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in keys if name for key in imported)
 
 
-def _unread(name: str, config: RunConfig) -> str:
+def _missing_requirement(name: str, config: RunConfig) -> str:
     """Return what a table key needs that the configuration lacks; empty if nothing."""
     modes = Modes.of(config)
     row = next((each for each in TABLE if each.key == name and not each.holds(modes)), None)
@@ -203,13 +207,13 @@ def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield path, value
 
 
-def _same(before: Case, after: Case, name: str) -> bool:
+def _has_same_effect(before: Case, after: Case, name: str) -> bool:
     """Return True if both JSONs have the same value in force, or neither reads the key."""
-    left, right = _in_force(before, name), _in_force(after, name)
+    left, right = _effective_setting(before, name), _effective_setting(after, name)
     return bool(left == right)
 
 
-def _in_force(case: Case, name: str) -> Any:
+def _effective_setting(case: Case, name: str) -> Any:
     value = case.get(name)
     if name == "zero_optimization.overlap_comm" and value is None:
         return case.stage == 3
@@ -239,7 +243,7 @@ FORMATS = {
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _batch(case: Case, ranks: int) -> tuple[int, int] | None:
+def _import_batch(case: Case, ranks: int) -> tuple[int, int] | None:
     """Return the micro-batch size and the accumulation steps, from the batch keys that are present.
 
     Returns None if transformers or accelerate fill them in. The arithmetic follows

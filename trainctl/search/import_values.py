@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainctl.config.registry import specs
+from trainctl.config.registry import load_specs
 from trainctl.options.optimizer import OptimizerForm
 from trainctl.plan.deepspeed_table import (
     BF16_KEYS,
@@ -90,14 +90,14 @@ class ConvertedKeys:
 
 def wanted_values(case: Case) -> ConvertedKeys:
     """Return the choices and values for everything in the JSON that trainctl has a key for."""
-    wanted, modes = ConvertedKeys(), _modes(case)
-    _batch(case, wanted)
-    _optimizer(case, wanted)
-    _schedule(case, wanted)
-    _zero(case, modes, wanted)
-    _offload(case, modes, wanted)
-    _precision(case, modes, wanted)
-    _recomputation(case, wanted)
+    wanted, modes = ConvertedKeys(), _read_modes(case)
+    _import_batch(case, wanted)
+    _import_optimizer(case, wanted)
+    _import_schedule(case, wanted)
+    _import_zero(case, modes, wanted)
+    _import_offload(case, modes, wanted)
+    _import_precision(case, modes, wanted)
+    _import_recomputation(case, wanted)
     _left_open(case, wanted)
     if case.tensor_size > 1:
         wanted.take("tensor_parallel.autotp_size", "parallelism.tensor", case.tensor_size)
@@ -118,7 +118,7 @@ def _left_open(case: Case, wanted: ConvertedKeys) -> None:
             wanted.left_out.append((name, AUTO, reason))
 
 
-def _batch(case: Case, wanted: ConvertedKeys) -> None:
+def _import_batch(case: Case, wanted: ConvertedKeys) -> None:
     names = {
         "train_batch_size": "global_batch_size",
         "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -135,7 +135,7 @@ def _batch(case: Case, wanted: ConvertedKeys) -> None:
         wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's default
 
 
-def _optimizer(case: Case, wanted: ConvertedKeys) -> None:
+def _import_optimizer(case: Case, wanted: ConvertedKeys) -> None:
     clipping = case.get("gradient_clipping")
     if clipping is not None:
         wanted.take("gradient_clipping", "optimizer.gradient_clipping", float(clipping))
@@ -144,7 +144,7 @@ def _optimizer(case: Case, wanted: ConvertedKeys) -> None:
         return
     wanted.imported.add("optimizer")
     params = case.params("optimizer")
-    spec = _optimizer_of(name, params)
+    spec = _find_optimizer(name, params)
     if spec is None:
         reason = "trainctl has no such optimizer: choose an option of the group optimizer"
         wanted.left_out.append(("optimizer.type", case.get("optimizer.type"), reason))
@@ -158,14 +158,14 @@ def _optimizer(case: Case, wanted: ConvertedKeys) -> None:
     if torch_adam is not None and bool(torch_adam) is case.is_offloaded:
         key = "optimizer.params.torch_adam"
         wanted.left_out.append((key, torch_adam, KERNELS[case.is_offloaded]))
-    _parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
+    _import_optimizer_parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
 
 
-def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
+def _find_optimizer(name: str, params: Mapping[str, Any]) -> Any:
     """Return the spec of a JSON's optimizer, the most specific one that matches, or None."""
     named = [
         spec
-        for spec in specs("optimizer")
+        for spec in load_specs("optimizer")
         if spec.deepspeed is not None and spec.deepspeed.matches(name, params)
     ]
     return max(named, key=lambda spec: len(spec.deepspeed.fixed), default=None)
@@ -179,7 +179,9 @@ def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[
     }
 
 
-def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: ConvertedKeys) -> None:
+def _import_optimizer_parameters(
+    form: OptimizerForm, values: Mapping[str, Any], wanted: ConvertedKeys
+) -> None:
     ours = {each.name: each for each in form.parameters}
     for name, value in values.items():
         parameter = ours.get(name)
@@ -195,12 +197,12 @@ def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: Converte
             wanted.settings[f"optimizer.{parameter.keys[0]}"] = float(value)
 
 
-def _schedule(case: Case, wanted: ConvertedKeys) -> None:
+def _import_schedule(case: Case, wanted: ConvertedKeys) -> None:
     name, params = case.get("scheduler.type"), case.params("scheduler")
     if name is None:
         return
     wanted.imported.add("scheduler")
-    spec = _schedule_of(name)
+    spec = _find_schedule(name)
     if spec is None:
         reason = "trainctl has no such schedule: choose an option of the group schedule"
         wanted.left_out.append(("scheduler.type", name, reason))
@@ -222,17 +224,17 @@ def _schedule(case: Case, wanted: ConvertedKeys) -> None:
             wanted.left_out.append((f"scheduler.params.{key}", params[key], reason))
 
 
-def _schedule_of(name: str) -> Any:
+def _find_schedule(name: str) -> Any:
     """Return the spec of a JSON's schedule; None without one."""
     named = (
         spec
-        for spec in specs("schedule")
+        for spec in load_specs("schedule")
         if spec.deepspeed is not None and spec.deepspeed.type == name
     )
     return next(named, None)
 
 
-def _modes(case: Case) -> Modes:
+def _read_modes(case: Case) -> Modes:
     """Return the modes of the JSON; values that transformers or accelerate decide count as off."""
     stage = case.stage or 0
     is_decided = _has_devices(case)
@@ -251,7 +253,7 @@ def _has_devices(case: Case) -> bool:
     return not any(case.has(key) and case.get(key) is None for key in DEVICES)
 
 
-def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
+def _import_rows(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     """Import the JSON values of table rows; of two rows for one trainctl key, the first counts."""
     for row in rows:
         if row.read is None or row.source in wanted.settings or not row.holds(modes):
@@ -265,17 +267,17 @@ def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: ConvertedKeys
             wanted.take(row.key, row.source, said)
 
 
-def _zero(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
+def _import_zero(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     if case.stage is None:
         return  # transformers or accelerate decide it
     wanted.choices["zero_stage"] = str(modes.stage)
     wanted.imported |= {f"{ZERO}.stage", "allgather_size"}
     if isinstance(case.json.get(ZERO), bool):
         wanted.imported.add(ZERO)
-    _take(ZERO_KEYS, case, modes, wanted)
+    _import_rows(ZERO_KEYS, case, modes, wanted)
 
 
-def _offload(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
+def _import_offload(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     if not _has_devices(case):
         return
     options = {
@@ -290,10 +292,10 @@ def _offload(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     wanted.imported |= {key for key, device in devices.items() if device != "none"}
     if modes.zenflow and modes.states != "none":
         wanted.settings["offload.zenflow"] = True
-    _take(OFFLOAD_KEYS, case, modes, wanted)
+    _import_rows(OFFLOAD_KEYS, case, modes, wanted)
 
 
-def _recomputation(case: Case, wanted: ConvertedKeys) -> None:
+def _import_recomputation(case: Case, wanted: ConvertedKeys) -> None:
     """Import the recomputation section. DeepSpeed recomputes only in a model that calls its API,
     which a JSON with the section is assumed to be for.
     """
@@ -313,7 +315,7 @@ def _recomputation(case: Case, wanted: ConvertedKeys) -> None:
             wanted.left_out.append((key, value, reason))
 
 
-def _precision(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
+def _import_precision(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
     weights = case.weights
     if weights is None:
         return  # transformers or accelerate decide it
@@ -325,7 +327,7 @@ def _precision(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:
         compute = "fp16" if dtype in ("fp16", "float16", "half") else "bf16"
         wanted.settings |= {"precision.autocast": True, "precision.compute": compute}
         wanted.imported |= {"torch_autocast.enabled", "torch_autocast.dtype"}
-    _take((*BF16_KEYS, *FP16_KEYS), case, modes, wanted)
+    _import_rows((*BF16_KEYS, *FP16_KEYS), case, modes, wanted)
     if case.given("data_types.grad_accum_dtype"):
         dtype = str(case.get("data_types.grad_accum_dtype")).removeprefix("torch.")
         format_ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(dtype, dtype)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath, WeightsKind
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -34,7 +34,7 @@ from trainctl.models.tensors import (
     StoredTensor,
     has_pickled_weights,
     has_weights,
-    some,
+    join_first,
     stored_tensors,
 )
 from trainctl.models.tokenizer_files import TokenizerFacts, read_chat_template
@@ -74,20 +74,20 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     if not folder.exists():
         return []
     if is_run_or_checkpoint(folder):
-        return list(_rotated(config, folder))
+        return list(_warn_of_rotation(config, folder))
     other = _other_task(folder)
     if other is not None:
         return [other]
     try:
         fetch_weights(str(folder))
         if not has_weights(folder) and has_pickled_weights(folder):
-            return [_pickled(folder)]
+            return [_pickled_weights_finding(folder)]
         stored = stored_tensors(folder)
     except TrainctlError as error:
-        return [_finding(NO_WEIGHTS, error.message, error.hint)]
+        return [_weights_finding(NO_WEIGHTS, error.message, error.hint)]
     if config.model.factory is not None:  # a factory's tensor names are unknown here
         return []
-    return list(_compare(config.model, folder, stored))
+    return list(_compare_tensors(config.model, folder, stored))
 
 
 def _missing_weights(config: RunConfig) -> Iterator[Finding]:
@@ -139,7 +139,7 @@ def _other_task(folder: Path) -> Finding | None:
     return None if found is None else replace(found, key="model.initial_weights")
 
 
-def _rotated(config: RunConfig, folder: Path) -> Iterator[Finding]:
+def _warn_of_rotation(config: RunConfig, folder: Path) -> Iterator[Finding]:
     """Yield a warning if frozen weights exist only in a checkpoint that its run may remove."""
     folder = folder.resolve()
     run = folder if (folder / "checkpoints").is_dir() else folder.parent.parent
@@ -154,27 +154,27 @@ def _rotated(config: RunConfig, folder: Path) -> Iterator[Finding]:
         )
 
 
-def _compare(
+def _compare_tensors(
     model: ModelConfig, folder: Path, stored: Mapping[str, StoredTensor]
 ) -> Iterator[Finding]:
     problems, unused = _compare_canonical_names(model, stored)
     if problems and model.is_directory:
         # Published files may use other names than the model in memory; transformers maps them.
-        problems, unused = _by_transformers(model, folder)
+        problems, unused = _compare_by_transformers(model, folder)
     heads = [name for name in unused if OTHER_HEADS.match(name)]
     if heads and not any(name.endswith("lm_head.weight") for name in stored):
-        yield _finding(
+        yield _weights_finding(
             OTHER_TASK,
-            f"the weights of {folder} have the head of another task ({some(heads)}) and none over "
-            f"the vocabulary, which {model.name} is trained with",
+            f"the weights of {folder} have the head of another task ({join_first(heads)}) and none "
+            f"over the vocabulary, which {model.name} is trained with",
             AS_LANGUAGE_MODEL,
         )
         return
     if problems:
-        yield _finding(
+        yield _weights_finding(
             NOT_ITS_WEIGHTS,
             f"the weights of {folder} are not {model.name}'s: {'; '.join(problems)}",
-            _reason(stored)
+            _quantized_hint(stored)
             or "another model.initial_weights, or model.weights=random; configuration and weights "
             "belong together",
         )
@@ -184,7 +184,7 @@ def _compare(
             rule=LEFT_OVER,
             key="model.initial_weights",
             message=f"{len(left):,} tensors of {folder} have no place in {model.name} and are left "
-            f"out: {some(left)}",
+            f"out: {join_first(left)}",
             severity=Severity.warning,
         )
 
@@ -197,8 +197,8 @@ def _compare_canonical_names(
     missing: list[str] = []
     others: list[str] = []
     unreadable: list[str] = []
-    for own, shape in _tensors(model):
-        name = next((name for name in _names(own) if name in stored), None)
+    for own, shape in _model_tensors(model):
+        name = next((name for name in _possible_names(own) if name in stored), None)
         if name is None:
             missing.append(own)
             continue
@@ -211,22 +211,22 @@ def _compare_canonical_names(
             others.append(f"{name} is {sizes}")
     problems = []
     if missing:
-        problems.append(f"{len(missing):,} of its tensors are not there: {some(missing)}")
+        problems.append(f"{len(missing):,} of its tensors are not there: {join_first(missing)}")
     if others:
-        problems.append(some(others))
+        problems.append(join_first(others))
     if unreadable:
-        problems.append(f"quantised weights are not read: {some(unreadable)}")
+        problems.append(f"quantised weights are not read: {join_first(unreadable)}")
     return problems, [name for name in stored if name not in used]
 
 
-def _tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _model_tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of the model's parameters, and of the buffers stored with them."""
     yield from ((tensor.name, tensor.shape) for tensor in all_tensors(model))
     if model.anatomy:
         yield from ((buffer.name, buffer.shape) for buffer in parse_anatomy(model.anatomy).buffers)
 
 
-def _names(name: str) -> Iterator[str]:
+def _possible_names(name: str) -> Iterator[str]:
     """Yield the names that files may use for a parameter: some omit the decoder's prefix."""
     yield name
     for decoder in DECODERS:
@@ -234,7 +234,7 @@ def _names(name: str) -> Iterator[str]:
             yield name.removeprefix(decoder)
 
 
-def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
+def _compare_by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
     """Return problems and unused tensors after transformers' renaming, from a child process."""
     asked = {"model": to_plain(model), "weights": str(folder)}
     ended = subprocess.run(
@@ -252,22 +252,22 @@ def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[
         return [f"their names cannot be told: {last[:300]}"], []
 
 
-def _reason(stored: Mapping[str, StoredTensor]) -> str:
+def _quantized_hint(stored: Mapping[str, StoredTensor]) -> str:
     """Return a hint if tensors are missing because they are quantized; empty otherwise."""
     if any(name.endswith(("_blocks", "_scales", "weight_scale_inv", "qweight")) for name in stored):
         return "the files hold quantised weights: a directory of the same model in bf16 or fp32"
     return ""
 
 
-def _pickled(folder: Path) -> Finding:
-    return _finding(
+def _pickled_weights_finding(folder: Path) -> Finding:
+    return _weights_finding(
         NO_WEIGHTS,
         f"{folder} has its weights in pickled form, which is not read",
         "save them as safetensors (transformers: save_pretrained), or model.weights=random",
     )
 
 
-def _finding(rule: str, message: str, hint: str) -> Finding:
+def _weights_finding(rule: str, message: str, hint: str) -> Finding:
     return Finding(rule=rule, key="model.initial_weights", message=message, hint=hint)
 
 
@@ -294,10 +294,13 @@ def check_tokenizer_files(config: RunConfig) -> list[Finding]:
         return [
             Finding(rule=MALFORMED, key="tokenizer.path", message=error.message, hint=error.hint)
         ]
-    return [*_ids_have_rows(config, facts), *_documents_end(config, facts, file.parent)]
+    return [
+        *_check_ids_have_rows(config, facts),
+        *_check_end_of_document(config, facts, file.parent),
+    ]
 
 
-def _ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
+def _check_ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     rows = config.model.vocab_size
     if facts.vocab_size <= rows:
         return
@@ -312,7 +315,9 @@ def _ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding
     )
 
 
-def _documents_end(config: RunConfig, facts: TokenizerFacts, folder: Path) -> Iterator[Finding]:
+def _check_end_of_document(
+    config: RunConfig, facts: TokenizerFacts, folder: Path
+) -> Iterator[Finding]:
     if facts.end_of_document is not None:
         return
     yield Finding(
@@ -327,7 +332,7 @@ def _documents_end(config: RunConfig, facts: TokenizerFacts, folder: Path) -> It
 
 def check_corpus_is_meant(config: RunConfig) -> list[Finding]:
     """Return a warning if the demonstration corpus is used with a model that is not byte-level."""
-    if not config.trains_itself or config.data.factory is not None or _is_demonstration(config):
+    if not config.trains_itself or config.data.factory is not None or _is_byte_level(config):
         return []
     found = []
     for name, section in sources_of(config.data).items():
@@ -347,7 +352,7 @@ def check_corpus_is_meant(config: RunConfig) -> list[Finding]:
     return found
 
 
-def _is_demonstration(config: RunConfig) -> bool:
+def _is_byte_level(config: RunConfig) -> bool:
     """Return True for a byte-level model: the byte tokenizer uses most rows of its embedding."""
     spec = tokenizer_of(config.tokenizer)
     return spec.is_byte_level and (
@@ -366,7 +371,7 @@ def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
             hint=f"tokenizer=hf tokenizer.path={folder}",
             severity=Severity.warning,
         )
-    elif not _is_demonstration(config):
+    elif not _is_byte_level(config):
         ids = tokenizer_of(config.tokenizer).facts(config.tokenizer).vocab_size
         yield Finding(
             rule=PLACEHOLDER,
@@ -408,7 +413,7 @@ def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
             rule=NO_TOKENIZER,
             key="tokenizer.path",
             message=f"tokenizer.kind={section.kind} needs tokenizer.path",
-            hint=f"tokenizer.path=/path/to/{load('tokenizer', section.kind).path_is}",
+            hint=f"tokenizer.path=/path/to/{load_spec('tokenizer', section.kind).path_is}",
         )
 
 
@@ -426,13 +431,13 @@ def _no_python(config: RunConfig) -> Iterator[Finding]:
 
 def _without_template(config: RunConfig) -> Iterator[Finding]:
     """Find sources of conversations without a chat template."""
-    file = load("tokenizer", config.tokenizer.kind).file
+    file = load_spec("tokenizer", config.tokenizer.kind).file
     is_named = not isinstance(config.tokenizer, TokenizerFromPath) or config.tokenizer.path
     sources: dict[str, Any] = {
         f"data.sources.{name}": each for name, each in config.data.sources.items()
     }
     for key, section in (sources or {"data": config.data}).items():
-        source, named = load("data", section.kind), getattr(section, "chat_template", None)
+        source, named = load_spec("data", section.kind), getattr(section, "chat_template", None)
         # Pairs of plain texts need no template.
         asks = source.encoder and (named is not None or not source.has_pairs)
         if asks and config.data.factory is None and is_named:

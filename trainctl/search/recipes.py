@@ -51,14 +51,14 @@ def plan_recipe(composed: Composed, found: FoundPlan, comment: Sequence[str]) ->
             choices[name] = value
             if devices is not None:
                 for key in ("hardware.nodes", "hardware.devices_per_node"):
-                    settings[key] = _at(plain, key)
+                    settings[key] = _value_at(plain, key)
         elif name != "recipe":
-            settings[name] = _at(plain, name)
+            settings[name] = _value_at(plain, name)
     for key, layers in composed.layers.items():
         # The saved recipe extends the recipe, whose values a chosen option has replaced here.
         is_replaced = any("recipes/" in layer.source for layer in layers[:-1])
-        if is_replaced and key.partition(".")[0] in choices and _has(plain, key):
-            settings.setdefault(key, _at(plain, key))
+        if is_replaced and key.partition(".")[0] in choices and _has_key(plain, key):
+            settings.setdefault(key, _value_at(plain, key))
     settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
     return recipe_text(comment, composed.config.recipe or BASE, choices, settings)
 
@@ -70,12 +70,12 @@ def import_recipe(imported: Imported, file: Path) -> str:
     return recipe_text([f"Imported from {file.name}."], BASE, imported.choices, settings)
 
 
-def _has(plain: Any, key: str) -> bool:
+def _has_key(plain: Any, key: str) -> bool:
     *parents, name = key.split(".")
-    return name in _at(plain, ".".join(parents))
+    return name in _value_at(plain, ".".join(parents))
 
 
-def _at(plain: Any, key: str) -> Any:
+def _value_at(plain: Any, key: str) -> Any:
     for name in key.split("."):
         plain = plain[name]
     return plain
@@ -102,14 +102,14 @@ def recipe_text(
         for parent in parents:
             level = level.setdefault(parent, {})
         level[name] = value
-    return "\n".join([*lines, *_yaml(nested, "")])
+    return "\n".join([*lines, *_yaml_lines(nested, "")])
 
 
-def _yaml(level: Mapping[str, Any], indent: str) -> list[str]:
+def _yaml_lines(level: Mapping[str, Any], indent: str) -> list[str]:
     lines = []
     for name, value in level.items():
         if isinstance(value, dict) and value:
-            lines += [f"{indent}{name}:", *_yaml(value, f"{indent}  ")]
+            lines += [f"{indent}{name}:", *_yaml_lines(value, f"{indent}  ")]
         else:
             lines.append(f"{indent}{name}: {dumps(value)}")
     return lines

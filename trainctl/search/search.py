@@ -200,9 +200,9 @@ def _try_candidates(
         layout = candidate.layout
         if layout in state.found or layout in state.closed or _is_hopeless(candidate, state):
             continue
-        if layout not in state.too_large and not _fits(smallest[layout], state):
+        if layout not in state.too_large and not _certainly_fits(smallest[layout], state):
             state.closed.add(layout)
-        elif _fits(candidate, state):
+        elif _certainly_fits(candidate, state):
             result = assess(candidate.variant.sketch.config, hardware)
             errors = tuple(item for item in result.findings if item.is_error)
             if not errors:
@@ -214,7 +214,7 @@ def _try_candidates(
                 state.rejected.setdefault(layout, []).append((candidate, errors[0].message))
 
 
-def _fits(candidate: Candidate, state: _State) -> bool:
+def _certainly_fits(candidate: Candidate, state: _State) -> bool:
     """Return True if the candidate certainly fits on a device; otherwise record it as rejected."""
     state.budgeted += 1
     sketch = candidate.variant.sketch
@@ -252,10 +252,10 @@ def _found_plan(
     for other, reason in state.rejected.get(candidate.layout, ()):
         saved = 1 - other.variant.seconds_per_token / candidate.variant.seconds_per_token
         if saved > RESOLUTION:  # the last one is the closest in time
-            values = _differences(other.values, candidate.variant.sketch.config)
+            values = _changed_values(other.values, candidate.variant.sketch.config)
             rejected = Rejected(values=values, saved=saved, reason=reason)
     return FoundPlan(
-        values=_differences(candidate.values, config),
+        values=_changed_values(candidate.values, config),
         plan=result.plan,
         budget=result.budget,
         time=candidate.variant.time,
@@ -264,7 +264,7 @@ def _found_plan(
     )
 
 
-def _differences(values: Values, config: RunConfig) -> dict[str, Any]:
+def _changed_values(values: Values, config: RunConfig) -> dict[str, Any]:
     """Return the values that differ from the configuration."""
     changed = {}
     for key, value in values.items():

@@ -18,7 +18,10 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.options.activation_checkpointing import kinds_by_saved_activations, recomputed
+from trainctl.options.activation_checkpointing import (
+    kinds_by_saved_activations,
+    recomputing_section,
+)
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
@@ -274,7 +277,7 @@ class Space:
     def _modes(self, tensor: int) -> list[tuple[int, Values]]:
         """Return the kinds of recomputation with their memory ranks."""
         section = "activation_checkpointing"
-        settings = recomputed(self.config)
+        settings = recomputing_section(self.config)
         key, away = f"{section}.mode", f"{section}.offload_to_cpu"
         slices = f"{section}.partition_across_tensor_ranks"
         if self.is_fixed(key) or self.is_fixed(f"{section}.every_kth_block"):

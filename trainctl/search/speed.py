@@ -19,11 +19,11 @@ from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
-from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
+from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
 from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
 from trainctl.plan.derive import blocks_of_stages, derive_batch, derive_mesh
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import LayoutPlan, Mesh
 from trainctl.search.compute import (
     ASSUMED_HOST_LINK_GB_PER_SECOND,
@@ -40,8 +40,8 @@ from trainctl.search.compute import (
     OVERLAP,
     Rates,
     block_time,
+    device_rates,
     head_time,
-    rates,
     stage_parameters,
     trained_share,
 )
@@ -175,7 +175,7 @@ class StepTime:
 def step_time(plan: LayoutPlan) -> StepTime:
     """Return the time of an optimizer step."""
     config, mesh, batch = plan.config, plan.mesh, plan.batch
-    speed = rates(plan.hardware, config.precision)
+    speed = device_rates(plan.hardware, config.precision)
     links = Links(plan.hardware, mesh)
     tokens = batch.micro_batch_size * -(-batch.sequence_length // mesh.sequence)
     element = BYTES[precision_of(config.precision).format]
@@ -195,11 +195,11 @@ def step_time(plan: LayoutPlan) -> StepTime:
     alike = {(blocks, i == 0, i == stages - 1) for i, blocks in enumerate(counts)}
     slowest, parts = 0.0, StepTime()
     for blocks, has_embedding, has_head in sorted(alike):
-        wrapped = _wrapped(config, blocks)
+        wrapped = _recomputed_blocks(config, blocks)
         compute = blocks * block.both + (head if has_head else 0.0)
         recompute = wrapped * block.again
         parameters = stage_parameters(config.model, blocks, mesh.tensor, has_embedding, has_head)
-        gather, reduce = _partitioned(plan, links, parameters, compute + recompute)
+        gather, reduce = _gathering_seconds(plan, links, parameters, compute + recompute)
         transfer = 2 * links.send(activation, links.pipeline) if stages > 1 else 0.0
         one = StepTime(
             compute=compute,
@@ -211,7 +211,7 @@ def step_time(plan: LayoutPlan) -> StepTime:
             transfer=transfer,
             offload=_offloaded_activations(plan, links, wrapped, activation),
         )
-        every = _once_per_step(plan, links, parameters, speed, one.seconds * micro_batches)
+        every = _once_per_step_seconds(plan, links, parameters, speed, one.seconds * micro_batches)
         total = one.seconds * (micro_batches + stages - 1) + every.seconds
         if total > slowest:
             slowest = total
@@ -223,7 +223,7 @@ def step_time(plan: LayoutPlan) -> StepTime:
     return parts
 
 
-def _partitioned(
+def _gathering_seconds(
     plan: LayoutPlan, links: Links, parameters: float, compute: float
 ) -> tuple[float, float]:
     """Return the unhidden seconds per micro-batch of stage 3's weight gathering, and of the
@@ -240,7 +240,7 @@ def _partitioned(
         return 0.0, 0.0
     forward = backward = gather = 0.0
     if zero.stage == 3:
-        size = BYTES[formats(config.precision).weights] * parameters
+        size = BYTES[number_formats(config.precision).weights] * parameters
         sent = size / 2 if zero.quantized_weights else size
         near = links.near(zero.hpz_partition_size) if zero.hpz_partition_size > 1 else links.zero
         forward, backward = links.all_gather(sent, links.zero), links.all_gather(sent, near)
@@ -261,7 +261,7 @@ def _partitioned(
     return gather, reduce
 
 
-def _once_per_step(
+def _once_per_step_seconds(
     plan: LayoutPlan, links: Links, parameters: float, speed: Rates, compute: float
 ) -> StepTime:
     """Return the time of the work once per step: the reduction at stages 0 and 1 (like stage 2's),
@@ -272,7 +272,7 @@ def _once_per_step(
     ranks = links.zero.ranks
     parameters *= trained_share(config).weights
     own = parameters if zero.stage == 0 else parameters / ranks
-    size = BYTES[formats(config.precision).weights] * parameters
+    size = BYTES[number_formats(config.precision).weights] * parameters
     reduce = 0.0
     if zero.stage < 2:
         reduce = links.all_reduce(_reduced_bytes(plan, parameters), links.zero)
@@ -298,14 +298,14 @@ def _once_per_step(
         # Master weights and moments in and out.
         moved += on_machine * 2 * 3 * FP32 / (NVME_GB_PER_SECOND * GIGA)
     if offload.parameters is OffloadDevice.nvme:
-        size_there = on_machine * BYTES[formats(config.precision).weights]
+        size_there = on_machine * BYTES[number_formats(config.precision).weights]
         passes = 2 * micro_batches + 1
         moved += size_there * passes / (NVME_GB_PER_SECOND * GIGA)
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
 
 
 def _reduced_bytes(plan: LayoutPlan, parameters: float) -> float:
-    return BYTES[formats(plan.config.precision).communication] * parameters
+    return BYTES[number_formats(plan.config.precision).communication] * parameters
 
 
 def _offloaded_activations(
@@ -314,7 +314,7 @@ def _offloaded_activations(
     """Return the seconds per micro-batch of copying block inputs to the host and back. The copies
     are on the compute stream (train/models/recompute.py), so nothing hides them.
     """
-    settings, tensor = recomputed(plan.config), plan.mesh.tensor
+    settings, tensor = recomputing_section(plan.config), plan.mesh.tensor
     if settings is None or not settings.offload_to_cpu:
         return 0.0
     share = tensor if settings.partition_across_tensor_ranks else 1
@@ -326,9 +326,9 @@ def _exposed_time(communication: float, compute: float) -> float:
     return max(communication * (1 - OVERLAP), communication - OVERLAP * compute)
 
 
-def _wrapped(config: RunConfig, blocks: int) -> int:
+def _recomputed_blocks(config: RunConfig, blocks: int) -> int:
     """Return the recomputed blocks of a stage: an upper bound wherever it begins in the model."""
-    settings = recomputed(config)
+    settings = recomputing_section(config)
     return 0 if settings is None else ceil(blocks / settings.every_kth_block)
 
 

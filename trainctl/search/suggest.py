@@ -76,7 +76,9 @@ def suggest_fitting(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
         wanted = most - len(suggestions)
         if not wanted:
             continue
-        tries = sorted(_time_changes(changes, config, hardware), key=lambda item: _cost(*item))
+        tries = sorted(
+            _time_changes(changes, config, hardware), key=lambda item: _change_cost(*item)
+        )
         found = _first_that_fit(tries[:MOST_TRIES], before.budget, now, wanted=wanted)
         suggestions = [*found, *suggestions]
     return suggestions
@@ -101,7 +103,7 @@ def suggest_for_slack(config: RunConfig, hardware: Hardware) -> list[Suggestion]
         for change, variant in _time_changes(
             memory_using_changes(config, before.plan.batch), config, hardware
         )
-        if _speed(variant, now) >= 1 + LEAST_GAIN
+        if _relative_speed(variant, now) >= 1 + LEAST_GAIN
     ]
     tries.sort(key=lambda item: item[1].seconds_per_token)
     return _first_that_fit(tries, before.budget, now, most=MOST_TRIES_FOR_SLACK, larger=True)
@@ -129,7 +131,7 @@ def _time_changes(changes: Iterable[KeyChange], config: RunConfig, hardware: Har
     return tries
 
 
-def _cost(change: KeyChange, variant: TimedVariant) -> float:
+def _change_cost(change: KeyChange, variant: TimedVariant) -> float:
     seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
     speed = log(seconds) if seconds > 0 else 0.0
     return (
@@ -137,7 +139,7 @@ def _cost(change: KeyChange, variant: TimedVariant) -> float:
     )
 
 
-def _speed(variant: TimedVariant, now: TimedVariant) -> float:
+def _relative_speed(variant: TimedVariant, now: TimedVariant) -> float:
     """Return the tokens per second and device of `variant` divided by those of `now`."""
     seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
     before = now.seconds_per_token * now.sketch.mesh.world_size
@@ -173,7 +175,7 @@ def _first_that_fit(
             continue
         count += 1
         same_batch = variant.sketch.batch.tokens_per_step == now.sketch.batch.tokens_per_step
-        if not same_batch or not _fits(variant.sketch):
+        if not same_batch or not _fits_device(variant.sketch):
             too_large.append(change)
             continue
         result = assess(variant.sketch.config, variant.sketch.hardware)
@@ -185,13 +187,13 @@ def _first_that_fit(
                     overrides=overrides(change.values),
                     peak_bytes=peak,
                     saved_bytes=before.device_peak_bytes - peak,
-                    speed=_speed(variant, now),
+                    speed=_relative_speed(variant, now),
                 )
             )
     return suggestions
 
 
-def _fits(sketch: LayoutPlan) -> bool:
+def _fits_device(sketch: LayoutPlan) -> bool:
     return device_budget(sketch, traced_model(sketch.config)).fits is True
 
 

@@ -13,15 +13,15 @@ from trainctl.config.derived import Derived
 from trainctl.config.keys import (
     Leaf,
     ValueProblem,
-    accept,
+    convert_value,
     described_leaf,
-    leaf_of,
+    find_leaf,
     leaves,
     sections,
 )
 from trainctl.config.registry import kind_of
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import nearest_names
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed import flatten
@@ -76,26 +76,26 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """Return the explanation as lines of text."""
-        shown = [f"{self.key} = {_text(self.value)}"]
+        shown = [f"{self.key} = {_value_text(self.value)}"]
         if self.reason:
             shown.append(f"  because: {self.reason}")
-        width = max((len(_text(layer["value"])) for layer in self.layers), default=0)
+        width = max((len(_value_text(layer["value"])) for layer in self.layers), default=0)
         for layer in self.layers:
             won = ", which wins" if layer is self.layers[-1] and len(self.layers) > 1 else ""
-            shown.append(f"  {_text(layer['value']):<{width}}  set by {layer['source']}{won}")
+            shown.append(f"  {_value_text(layer['value']):<{width}}  set by {layer['source']}{won}")
         if self.is_key and not self.layers:
             shown.append("  the default of the schema")
         elif self.is_key:
-            shown.append(f"  {_text(self.default)} is the default of the schema")
+            shown.append(f"  {_value_text(self.default)} is the default of the schema")
         for source in self.sources:
-            shown.append(f"  {source.key} = {_text(source.value)}, {source._origin()}")
+            shown.append(f"  {source.key} = {_value_text(source.value)}, {source._origin()}")
         names = {
             "deepspeed": "in DeepSpeed's JSON",
             "engine": "for the engine",
             "derived": "derived from it",
         }
         for kind, items in self.became.items():
-            listed = ", ".join(f"{name} = {_text(value)}" for name, value in items.items())
+            listed = ", ".join(f"{name} = {_value_text(value)}" for name, value in items.items())
             shown.append(f"  {names[kind]}: {listed or 'nothing'}")
         return [*shown, f"  {self.doc}"] if self.doc else shown
 
@@ -107,7 +107,7 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
     """
     derived = {item.key: item for item in plan.derived} if plan else {}
     own = derived.get(key)
-    leaf = leaf_of(tuple(key.split(".")))
+    leaf = find_leaf(tuple(key.split(".")))
     is_key = leaf is not None and (key in leaves() or key in composed.layers)
     if not is_key:
         if own is None:
@@ -116,7 +116,7 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
             key=key,
             value=to_plain(own.value),
             reason=own.reason,
-            sources=_sources(own, composed, plan),
+            sources=_source_explanations(own, composed, plan),
         )
     described = described_leaf(tuple(key.split(".")))
     assert leaf is not None and described is not None
@@ -126,29 +126,33 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
     )
     return Explanation(
         key=key,
-        value=to_plain(own.value) if own else _value(composed.config, key),
+        value=to_plain(own.value) if own else _config_value(composed.config, key),
         reason=own.reason if own else "",
         layers=layers,
         default=described.default,
         is_key=True,
-        became=_consequences(leaf.key, plan) if plan is not None and key in leaves() else {},
+        became=_settings_and_quantities(leaf.key, plan)
+        if plan is not None and key in leaves()
+        else {},
         doc=described.metadata["doc"],
     )
 
 
-def _value(config: RunConfig, key: str) -> Any:
+def _config_value(config: RunConfig, key: str) -> Any:
     node: Any = config
     for name in key.split("."):
         node = node[name] if isinstance(node, Mapping) else getattr(node, name)
     return to_plain(node)
 
 
-def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Explanation, ...]:
+def _source_explanations(
+    own: Derived, composed: Composed, plan: RunPlan | None
+) -> tuple[Explanation, ...]:
     found = [explain(name, composed, plan) for name in own.sources if name != own.key]
     return tuple(each for each in found if each is not None)
 
 
-def _consequences(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
+def _settings_and_quantities(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
     settings = {name for name, _ in flatten(plan.deepspeed or plan.settings)}
     items = derived_from(key, plan)
     became = {
@@ -160,7 +164,7 @@ def _consequences(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
     return became | ({"derived": others} if others else {})
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
@@ -173,7 +177,7 @@ def unknown_key_error(key: str, composed: Composed, plan: RunPlan | None) -> Tra
         )
     known = [*leaves(), *(item.key for item in plan.derived if plan)] if plan else [*leaves()]
     # A short key, such as `lr`, is most likely the end of a longer one.
-    near = [name for name in known if name.rpartition(".")[2] == key] or nearest(key, known)
+    near = [name for name in known if name.rpartition(".")[2] == key] or nearest_names(key, known)
     near = list(dict.fromkeys(near))
     hint = f"did you mean {', '.join(near)}?" if near else "trainctl config show lists the keys"
     return TrainctlError(f"there is no key or quantity {key}", hint=hint)
@@ -195,7 +199,7 @@ def _changed_by(key: str, plan: RunPlan) -> set[str]:
     kinds = leaves()[key].kinds
     if kinds and kind_of(getattr(plan.config, key.partition(".")[0])) not in kinds:
         return set()
-    for value in _other_values(leaves()[key], _value(plan.config, key)):
+    for value in _other_values(leaves()[key], _config_value(plan.config, key)):
         plain = deepcopy(to_plain(plan.config))
         *parents, last = key.split(".")
         node = plain
@@ -231,7 +235,7 @@ def _other_values(leaf: Leaf, value: Any) -> Iterator[Any]:
         candidates.append(None)
     for candidate in candidates:
         try:
-            accepted = accept(leaf, candidate)
+            accepted = convert_value(leaf, candidate)
         except ValueProblem:
             continue
         if accepted != value:

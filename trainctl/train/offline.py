@@ -255,13 +255,13 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    from trainctl.plan.settings import formats
+    from trainctl.plan.settings import number_formats
     from trainctl.train.adapters.export import export_adapter
     from trainctl.train.checkpoint.export import SHARD_BYTES, export
     from trainctl.train.models.model import TORCH_TYPES
 
     names = {kind.value: dtype for kind, dtype in TORCH_TYPES.items()}
-    dtype = arguments.dtype or formats(plan.config.precision).weights.value
+    dtype = arguments.dtype or number_formats(plan.config.precision).weights.value
     if arguments.adapter:
         make = export_adapter
     else:
@@ -288,7 +288,7 @@ def _evaluate_tasks(
     plan: RunPlan, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     from trainctl.options.tokenizer import spec_of
-    from trainctl.plan.settings import formats
+    from trainctl.plan.settings import number_formats
     from trainctl.runs.manifest import read_manifest
     from trainctl.train.checkpoint.export import export
     from trainctl.train.evaluation import first_source
@@ -317,7 +317,7 @@ def _evaluate_tasks(
     progress("looking for tasks", 0, 1)
     manager = manager_of(asked)
     step = read_manifest(arguments.checkpoint)["step"]
-    dtype = TORCH_TYPES[formats(plan.config.precision).weights]
+    dtype = TORCH_TYPES[number_formats(plan.config.precision).weights]
     with tempfile.TemporaryDirectory(prefix="trainctl-") as temporary:
         folder = (arguments.keep or Path(temporary) / "model").resolve()
         exported = export(

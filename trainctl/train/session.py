@@ -24,7 +24,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.identity import check_trainable
 from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -227,7 +227,7 @@ def _make_model_part(
     checkpoint: Checkpoint | None,
 ) -> _ModelPart:
     config, device = plan.config, process.device
-    model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
+    model = skeleton(config.model, TORCH_TYPES[number_formats(config.precision).weights])
     require_all_to_train(model)
     routers = Routers(model, config)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None

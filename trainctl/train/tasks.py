@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.suggest import did_you_mean, first_line, nearest
+from trainctl.config.suggest import did_you_mean, first_line, nearest_names
 from trainctl.errors import ExitCode, TrainctlError
 
 Progress = Callable[[str, int, int], None]
@@ -73,7 +73,7 @@ def require_known(names: Sequence[str], known: Sequence[str]) -> None:
         if name not in known:
             raise TrainctlError(
                 f"lm-eval has no task {name!r}",
-                hint=did_you_mean(nearest(name, known))
+                hint=did_you_mean(nearest_names(name, known))
                 or "`lm_eval ls tasks` lists all; --include-path DIR adds those of a folder",
             )
 

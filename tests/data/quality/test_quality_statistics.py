@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_corpus import entries, parts_of, texts_of_python
 
-from trainctl.config.registry import load, names
+from trainctl.config.registry import list_kinds, load_spec
 from trainctl.data.quality import statistics
 from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
 from trainctl.data.quality.columns import MeasuredCorpus
@@ -245,7 +245,10 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
         "urls": {"file": str(tmp_path / "list.txt")},
         "function": {"call": "builtins:len", "maximum": 50_000.0},
     }
-    filters = {name: load("filter", name).keys(**changes.get(name, {})) for name in names("filter")}
+    filters = {
+        name: load_spec("filter", name).keys(**changes.get(name, {}))
+        for name in list_kinds("filter")
+    }
     texts = texts_of_python(80)
     parts = parts_of(
         {("code", "0"): list(texts["code"]), ("prose", "0"): list(texts["prose"])},
@@ -276,7 +279,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_within_no_bound(tmp_path: Path) -> None:
-    keys = load("filter", "function").keys(call="math:sqrt", minimum=0.0)
+    keys = load_spec("filter", "function").keys(call="math:sqrt", minimum=0.0)
     nan = np.float32("nan")
     from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredPart
 

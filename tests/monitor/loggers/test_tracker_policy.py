@@ -15,7 +15,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.monitor.loggers.points import CurveReader, curve
 from trainctl.options.logger import Followed, Point
 from trainctl.options.logger._tracker import Tracker
-from trainctl.options.logger.mlflow import named
+from trainctl.options.logger.mlflow import mlflow_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter, iter_events
 
@@ -164,7 +164,7 @@ def test_steps_that_come_out_as_before_begin_nothing_new(tmp_path: Path) -> None
     ],
 )
 def test_mlflow_takes_every_name(name: str, expected: str) -> None:
-    assert named(name) == expected
+    assert mlflow_name(name) == expected
 
 
 def test_steps_may_count_from_0(tmp_path: Path) -> None:

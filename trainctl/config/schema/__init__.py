@@ -125,7 +125,7 @@ __all__ = [
     "TrainingConfig",
     "WeightsKind",
     "ZeroStageConfig",
-    "walk",
+    "walk_leaves",
 ]
 
 
@@ -202,11 +202,11 @@ LIST_GROUPS = ("callbacks",)
 """Config groups of which a run chooses any number, as a list. `GROUP.NAME` has an option's keys."""
 
 
-def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+def walk_leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
     """Yield the dotted key, the field and the value of every leaf of a config."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
-            yield from walk(value, f"{prefix}{item.name}.")
+            yield from walk_leaves(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", item, value

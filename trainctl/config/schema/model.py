@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar
 
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema.option import option
 
 WIDEST = 10_000_000
@@ -162,7 +162,7 @@ class ModelConfig:
     @property
     def is_directory(self) -> bool:
         """Whether a transformers directory defines it; the shape then only describes it."""
-        said: bool = load("model", self.family).is_directory
+        said: bool = load_spec("model", self.family).is_directory
         return said
 
     @property

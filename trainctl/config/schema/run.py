@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema.alerts import AlertsConfig
 from trainctl.config.schema.option import option, section
 from trainctl.config.schema.sources import SourceConfig, StageConfig
@@ -94,7 +94,7 @@ class DataConfig:
         "beginning, drop leaves it out, error ends the launch; the number affected is reported.",
         needs=(
             lambda data: any(
-                load("data", each.kind).encoder for each in data.sources.values() or [data]
+                load_spec("data", each.kind).encoder for each in data.sources.values() or [data]
             ),
             "data=chat",
         ),

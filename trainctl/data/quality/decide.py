@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.codec import to_plain
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.data.permutation import mix
 from trainctl.data.quality.batches import I64, Bool, Entry
 from trainctl.data.quality.columns import MeasuredCorpus, MeasuredPart, PartToMeasure, key_of
@@ -199,7 +199,7 @@ def _filter_removals(
 ) -> Iterator[tuple[str, npt.NDArray[Any], Bool]]:
     """Yield each bound of a part's filters, its values, and the mask of documents out of bounds."""
     for name, keys in filters.items():
-        for bound in load("filter", name).bounds:
+        for bound in load_spec("filter", name).bounds:
             limit = getattr(keys, bound.key)
             if limit is None:
                 continue

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.registry import function_of, load
+from trainctl.config.registry import function_of, load_spec
 from trainctl.data.permutation import mix
 from trainctl.data.quality.batches import I64, U64, DocumentBatch, batches, run_starts
 from trainctl.data.quality.columns import (
@@ -351,7 +351,7 @@ def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
 def _filter_settings(part: PartToMeasure) -> dict[str, dict[str, Any]]:
     """Return the settings that the statistics of a part's filters depend on, by filter."""
     return {
-        name: {each: getattr(keys, each) for each in load("filter", name).settings}
+        name: {each: getattr(keys, each) for each in load_spec("filter", name).settings}
         for name, keys in part.filters.items()
     }
 

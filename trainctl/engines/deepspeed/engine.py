@@ -29,7 +29,7 @@ from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
 
@@ -188,7 +188,7 @@ class DeepSpeedEngine(Engine):
         wrapper = self.deepspeed.optimizer
         self.states = wrapper_adapter(wrapper)(self.deepspeed, job.pieces, mesh)
         self.states.has_readable_gradients &= not is_compiled
-        weights = formats(plan.config.precision).weights
+        weights = number_formats(plan.config.precision).weights
         self.loss_scale = DeepSpeedLossScale.of(wrapper, weights)
 
     def _wrap(self, job: Job) -> nn.Module:

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.registry import function_of, load
+from trainctl.config.registry import function_of, load_spec
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
 from trainctl.monitor.loggers.delivery import Cursor, read_cursor, read_on
 from trainctl.monitor.loggers.points import CurveReader, curve
-from trainctl.options.logger import Followed, Point, Sink, missing
+from trainctl.options.logger import Followed, Point, Sink, missing_modules_finding
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.directory import read_plan, read_record, run_id
@@ -103,7 +103,7 @@ class Follower:
                 sink.close()
 
     def _build(self, state: Mapping[str, Any] | None) -> Sink:
-        run, lacking = self._run, missing(load("logger", self._name))
+        run, lacking = self._run, missing_modules_finding(load_spec("logger", self._name))
         if lacking is not None:
             raise TrainctlError(lacking.message, hint=lacking.hint)
         folder = run.root / self._name

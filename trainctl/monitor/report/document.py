@@ -11,7 +11,7 @@ import numpy as np
 
 from trainctl import __version__
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import walk
+from trainctl.config.schema import walk_leaves
 from trainctl.errors import TrainctlError
 from trainctl.monitor.report import columns
 from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, Reduced
@@ -349,7 +349,7 @@ def differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
 
 class _Side:
     def __init__(self, plan: RunPlan) -> None:
-        self.values = {key: to_plain(value) for key, _, value in walk(plan.config)}
+        self.values = {key: to_plain(value) for key, _, value in walk_leaves(plan.config)}
         self._derived = {item.key: to_plain(item.value) for item in plan.derived}
 
     def meaning(self, key: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainctl.config.registry import Spec, load, specs
+from trainctl.config.registry import Spec, load_spec, load_specs
 from trainctl.config.schema import ActivationCheckpointingConfig, RunConfig
 from trainctl.config.schema.option import option
 
@@ -56,12 +56,12 @@ def checkpointing_of(section: ActivationCheckpointingConfig) -> ActivationCheckp
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("activation_checkpointing", section.mode)
+    spec = load_spec("activation_checkpointing", section.mode)
     assert isinstance(spec, ActivationCheckpointing)
     return spec
 
 
-def recomputed(config: RunConfig) -> Recomputing | None:
+def recomputing_section(config: RunConfig) -> Recomputing | None:
     """Return the section of recomputed blocks in a configuration; None if there are none."""
     section = config.activation_checkpointing
     return section if isinstance(section, Recomputing) else None
@@ -73,7 +73,7 @@ def kinds_by_saved_activations() -> tuple[ActivationCheckpointing, ...]:
     def kept(spec: ActivationCheckpointing) -> tuple[bool, bool]:
         return not spec.recomputes, spec.keeps_products
 
-    return tuple(sorted(specs("activation_checkpointing"), key=kept))
+    return tuple(sorted(load_specs("activation_checkpointing"), key=kept))
 
 
 COMPILER_KEEPS = "the compiler decides itself what the backward pass keeps"

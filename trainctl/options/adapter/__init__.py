@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import AdapterConfig
 from trainctl.config.schema.option import option
 
@@ -91,7 +91,7 @@ def spec_of(section: AdapterConfig) -> Adapter:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("adapter", section.kind)
+    spec = load_spec("adapter", section.kind)
     assert isinstance(spec, Adapter)
     return spec
 

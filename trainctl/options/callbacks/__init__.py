@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainctl.config.codec import from_plain
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.options.limits import Limit
 
@@ -262,7 +262,7 @@ class CallbackSpec(Spec):
 def callbacks_of(config: RunConfig) -> dict[str, Any]:
     """Return the callbacks of a run, in order, with their typed sections."""
     return {
-        name: from_plain(load("callbacks", name).keys, keys, f"callbacks.{name}")
+        name: from_plain(load_spec("callbacks", name).keys, keys, f"callbacks.{name}")
         for name, keys in config.callbacks.items()
         if keys is not None
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainctl.config.schema import CompileKind
 from trainctl.config.schema.option import option
 from trainctl.options.callbacks import CallbackConfig, CallbackSpec
-from trainctl.options.limits import never, only
+from trainctl.options.limits import never_value, only_value
 
 _HIDDEN = "needs the gradient norm before the update"
 _PARTS = "compares whole gradients of micro-batches"
@@ -36,12 +36,14 @@ SPEC = CallbackSpec(
     min_micro_batches=2,
     limits=(
         *(
-            only(f"parallelism.{axis}", 1, _PARTS)
+            only_value(f"parallelism.{axis}", 1, _PARTS)
             for axis in ("tensor", "pipeline", "sequence", "expert")
         ),
-        only("engine.kind", "deepspeed", "reads gradients before they are summed over ranks"),
-        only("kernels.compile", CompileKind.none, "reads gradients, which compiled code hides"),
-        never("offload.super_offload", True, _HIDDEN, "offload.super_offload=false"),
-        only("offload.zenflow", False, _HIDDEN),
+        only_value("engine.kind", "deepspeed", "reads gradients before they are summed over ranks"),
+        only_value(
+            "kernels.compile", CompileKind.none, "reads gradients, which compiled code hides"
+        ),
+        never_value("offload.super_offload", True, _HIDDEN, "offload.super_offload=false"),
+        only_value("offload.zenflow", False, _HIDDEN),
     ),
 )

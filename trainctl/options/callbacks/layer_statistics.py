@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainctl.config.schema import CompileKind
 from trainctl.config.schema.option import option
 from trainctl.options.callbacks import CallbackConfig, CallbackSpec
-from trainctl.options.limits import only
+from trainctl.options.limits import only_value
 
 
 @dataclass
@@ -32,7 +32,9 @@ SPEC = CallbackSpec(
     build="trainctl.train.callbacks.layer_statistics:LayerStatistics",
     collectives=True,
     limits=(
-        only("parallelism.pipeline", 1, "reads activations, which no rank has of all layers"),
-        only("kernels.compile", CompileKind.none, "reads activations, which compiled code hides"),
+        only_value("parallelism.pipeline", 1, "reads activations, which no rank has of all layers"),
+        only_value(
+            "kernels.compile", CompileKind.none, "reads activations, which compiled code hides"
+        ),
     ),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainctl.config.schema.option import option
 from trainctl.options.callbacks import CallbackConfig, CallbackSpec
-from trainctl.options.limits import only
+from trainctl.options.limits import only_value
 
 
 @dataclass
@@ -36,7 +36,7 @@ SPEC = CallbackSpec(
     build="trainctl.train.callbacks.memory_snapshot:MemorySnapshot",
     needs_gpu=True,
     limits=(
-        only(
+        only_value(
             "logging.memory_phases", False, "reads torch's peak, which then restarts in each phase"
         ),
     ),

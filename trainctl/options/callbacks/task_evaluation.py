@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainctl.config.schema import CompileKind, RunConfig
 from trainctl.config.schema.option import option
 from trainctl.options.callbacks import CallbackConfig, CallbackSpec, callbacks_of
-from trainctl.options.limits import Limit, never, only
+from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.tokenizer import spec_of
 
 _NAME = "task_evaluation"
@@ -55,9 +55,9 @@ SPEC = CallbackSpec(
     build="trainctl.train.callbacks.task_evaluation:TaskEvaluation",
     collectives=True,
     limits=(
-        only("parallelism.pipeline", 1, "needs the whole model in one call"),
-        only("parallelism.sequence", 1, "calls the model with whole texts"),
-        never(
+        only_value("parallelism.pipeline", 1, "needs the whole model in one call"),
+        only_value("parallelism.sequence", 1, "calls the model with whole texts"),
+        never_value(
             "kernels.compile",
             CompileKind.deepcompile,
             "calls the model without labels, for which DeepCompile has no graph",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.registry import Spec, load, section_class
+from trainctl.config.registry import Spec, load_spec, section_class
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
 from trainctl.readers.check import FileProblem
 from trainctl.readers.files import Choose
@@ -90,7 +90,7 @@ def spec_of(section: DataConfig) -> DataSource:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("data", section.kind)
+    spec = load_spec("data", section.kind)
     assert isinstance(spec, DataSource)
     return spec
 
@@ -103,7 +103,7 @@ def read_section(plain: Mapping[str, Any]) -> DataConfig:
     return from_plain(DataConfig, {key: value for key, value in plain.items() if key in own})
 
 
-def identity_of(section: DataConfig) -> str:
+def document_identity(section: DataConfig) -> str:
     """Return what a source's documents depend on, beside its files and the keys that all sources
     share.
     """

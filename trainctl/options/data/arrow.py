@@ -17,9 +17,9 @@ from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.stream import Damaged
 from trainctl.readers.tables import (
-    pyarrow,
+    convert_table_errors,
+    import_pyarrow,
     read_in_process,
-    readable,
     require_texts,
     row_records,
     schema_problem,
@@ -37,7 +37,7 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 def read(reader: Reader, file: File) -> Iterator[Document]:
     """Yield the texts of a file's rows, in order."""
     row = 0
-    for texts in read_in_process(_texts, file, text_column(reader)):
+    for texts in read_in_process(_read_texts, file, text_column(reader)):
         for cell in texts:
             row += 1
             text = text_of(reader, cell, f"{file}, row {row:,}")
@@ -47,33 +47,33 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each row of a file with its number, from 1, and all columns."""
-    yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
+    yield from enumerate(chain.from_iterable(read_in_process(_read_records, file)), 1)
 
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """Return a problem of a file's schema or end mark; None if there is none."""
-    return schema_problem(_look, file, section)
+    return schema_problem(_check_file, file, section)
 
 
-def _texts(file: File, key: str) -> Iterator[list[bytes | None]]:
-    with _opened(file, key) as batches:
+def _read_texts(file: File, key: str) -> Iterator[list[bytes | None]]:
+    with _open_batches(file, key) as batches:
         for batch in batches:
             yield from text_cells(batch.column(key))
 
 
-def _records(file: File) -> Iterator[list[dict[str, Any]]]:
-    with _opened(file) as batches:
+def _read_records(file: File) -> Iterator[list[dict[str, Any]]]:
+    with _open_batches(file) as batches:
         for batch in batches:
             yield from row_records(batch)
 
 
-def _look(file: File, key: str) -> Iterator[None]:
+def _check_file(file: File, key: str) -> Iterator[None]:
     """Open a file and yield nothing; opening checks its schema and end mark."""
-    with _opened(file, key):
+    with _open_batches(file, key):
         yield from ()
 
 
-def choose(files: list[File]) -> list[File]:
+def choose_files(files: list[File]) -> list[File]:
     """Return the files that `state.json` names in folders saved by `datasets`; elsewhere all files.
 
     The library's own files beside the data have fixed names, or names that begin with `cache-`.
@@ -112,11 +112,11 @@ def _named_by(state: File, folder: str, by_name: dict[str, File]) -> list[File]:
 
 
 @contextmanager
-def _opened(file: File, key: str | None = None) -> Iterator[Iterator[Any]]:
-    package = pyarrow()
+def _open_batches(file: File, key: str | None = None) -> Iterator[Iterator[Any]]:
+    package = import_pyarrow()
     if file.stat().st_size < len(_END_OF_STREAM):
         raise _cut_off(file)
-    with readable(file, "Arrow"):
+    with convert_table_errors(file, "Arrow"):
         source = package.memory_map(str(file)) if isinstance(file, Path) else file.open()
         with source:
             head = source.read(len(_FILE))
@@ -149,6 +149,6 @@ SPEC = DataSource(
     build=read,
     extra="data",
     endings=(".arrow", ".feather", ".ipc"),
-    choose=choose,
+    choose=choose_files,
     problem=problem,
 )

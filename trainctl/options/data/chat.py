@@ -96,7 +96,7 @@ def records(
         for row, record in arrow.records(file):
             yield row, record, f"{file}, row {row:,}"
     else:
-        for line, raw in plain.lines_of(file, span):
+        for line, raw in plain.read_lines(file, span):
             where = f"{file}:{line}"
             if line == 1 and not (span and span[0]) and raw.startswith(b"["):
                 raise TrainctlError(
@@ -113,7 +113,7 @@ SPEC = DataSource(
     keys=ChatConfig,
     build=read,
     endings=(".jsonl", *parquet.SPEC.endings, *arrow.SPEC.endings),
-    choose=arrow.choose,
+    choose=arrow.choose_files,
     ranges=ranges,
     counts_lines=True,
     problem=problem,

@@ -45,10 +45,10 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
         rows = csv.reader(text, delimiter=_delimiter(reader, file), strict=True)
         header: list[str] = []
         place = 0
-        for line, row, wrong in _numbered(rows):
+        for line, row, wrong in _numbered_rows(rows):
             where = f"{file}:{line}"
             if not header and not wrong:
-                header, place = row, _place(row, file, text_column(reader))
+                header, place = row, _column_index(row, file, text_column(reader))
                 continue
             if not wrong and len(row) != len(header):
                 wrong = f"{len(row)} fields, where the first row has {len(header)}"
@@ -66,7 +66,7 @@ def problem(file: File, section: CsvConfig) -> FileProblem | None:
     return first_problem(file, section, read)
 
 
-def _numbered(rows: Any) -> Iterator[tuple[int, list[str], str]]:
+def _numbered_rows(rows: Any) -> Iterator[tuple[int, list[str], str]]:
     """Yield each row with the number of its first line, from 1, and its error, if any; skip empty
     lines.
     """
@@ -92,7 +92,7 @@ def _delimiter(reader: Reader, file: File) -> str:
     return chosen
 
 
-def _place(header: list[str], file: File, key: str) -> int:
+def _column_index(header: list[str], file: File, key: str) -> int:
     if header.count(key) == 1:
         return header.index(key)
     columns = [repr(name) if header.count(name) == 1 else f"{name!r} twice" for name in header]

@@ -15,6 +15,6 @@ SPEC = DataSource(
     counts_lines=True,
     problem=plain.problem,
     is_plain=True,
-    places=plain.places,
+    places=plain.line_numbers,
     identity=lambda section: section.text_key,
 )

@@ -15,9 +15,9 @@ from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.tables import (
     ROWS,
-    pyarrow,
+    convert_table_errors,
+    import_pyarrow,
     read_in_process,
-    readable,
     require_texts,
     row_records,
     schema_problem,
@@ -32,7 +32,9 @@ _BUFFER = 1 << 20
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
     """Yield the texts of a file's rows, or of a range of its row groups, in order."""
-    for row, cell in chain.from_iterable(read_in_process(_texts, file, text_column(reader), span)):
+    for row, cell in chain.from_iterable(
+        read_in_process(_read_texts, file, text_column(reader), span)
+    ):
         text = text_of(reader, cell, f"{file}, row {row:,}")
         if text is not None:
             yield Document(text, file, row)
@@ -40,7 +42,7 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each row of a file with its number, from 1, and all columns."""
-    yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
+    yield from enumerate(chain.from_iterable(read_in_process(_read_records, file)), 1)
 
 
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
@@ -58,13 +60,13 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """Return a problem of a file's schema, which is at its end; None if there is none."""
-    return schema_problem(_look, file, section)
+    return schema_problem(_check_file, file, section)
 
 
-def _texts(
+def _read_texts(
     file: File, key: str, span: tuple[int, int] | None
 ) -> Iterator[list[tuple[int, bytes | None]]]:
-    with _opened(file) as table:
+    with _open_table(file) as table:
         require_texts(table.schema_arrow, file, key)
         groups = range(*(span or (0, table.num_row_groups)))
         row = 1 + sum(table.metadata.row_group(group).num_rows for group in range(groups.start))
@@ -74,29 +76,29 @@ def _texts(
                 row += len(texts)
 
 
-def _records(file: File) -> Iterator[list[dict[str, Any]]]:
-    with _opened(file) as table:
+def _read_records(file: File) -> Iterator[list[dict[str, Any]]]:
+    with _open_table(file) as table:
         for batch in table.iter_batches(ROWS):
             yield from row_records(batch)
 
 
 def _group_sizes(file: File) -> Iterator[list[int]]:
-    with _opened(file) as table:
+    with _open_table(file) as table:
         count = table.num_row_groups
         yield [table.metadata.row_group(group).total_byte_size for group in range(count)]
 
 
-def _look(file: File, key: str) -> Iterator[None]:
+def _check_file(file: File, key: str) -> Iterator[None]:
     """Read the schema of a file and yield nothing."""
-    with _opened(file) as table:
+    with _open_table(file) as table:
         require_texts(table.schema_arrow, file, key)
         yield from ()
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[Any]:
-    parquet = pyarrow("parquet")
-    with readable(file, "Parquet"):
+def _open_table(file: File) -> Iterator[Any]:
+    parquet = import_pyarrow("parquet")
+    with convert_table_errors(file, "Parquet"):
         source = str(file) if isinstance(file, Path) else file.open()
         with parquet.ParquetFile(source, buffer_size=_BUFFER, pre_buffer=False) as table:
             yield table

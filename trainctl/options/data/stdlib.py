@@ -14,7 +14,7 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 """Folders without sources of the library: tests, installed packages, caches."""
 
 
-def files(section: DataConfig) -> list[Path]:
+def source_files(section: DataConfig) -> list[Path]:
     """Return the source files of the standard library, sorted."""
     found = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -27,9 +27,9 @@ SPEC = DataSource(
     name="stdlib",
     keys=DataConfig,
     build="trainctl.readers.plain:read",
-    files=files,
+    files=source_files,
     is_plain=True,
     is_demonstration=True,
-    places=plain.places,
+    places=plain.line_numbers,
     identity=lambda section: "text",  # in place of a `text_key`
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import DataType, EngineConfig, RunConfig
 from trainctl.options.limits import Limit as Limit
 from trainctl.options.optimizer import Maker
@@ -49,6 +49,6 @@ def engine_of(config: RunConfig) -> EngineSpec:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("engine", config.engine.kind)
+    spec = load_spec("engine", config.engine.kind)
     assert isinstance(spec, EngineSpec)
     return spec

@@ -13,9 +13,9 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.config.schema.option import option
-from trainctl.options.activation_checkpointing import recomputed
+from trainctl.options.activation_checkpointing import recomputing_section
 from trainctl.options.engine import EngineSpec
-from trainctl.options.limits import Limit, never, only
+from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import Maker, spec_of
 
@@ -47,7 +47,7 @@ def _is_whole_offload(config: RunConfig) -> bool:
 
 
 def _keeps_inputs_here(config: RunConfig) -> bool:
-    settings = recomputed(config)
+    settings = recomputing_section(config)
     return settings is None or not settings.offload_to_cpu
 
 
@@ -67,19 +67,21 @@ LIMITS = (
         nearest="zero_stage=2",
     ),
     *(
-        only(f"parallelism.{axis}", 1, _DATA)
+        only_value(f"parallelism.{axis}", 1, _DATA)
         for axis in ("tensor", "pipeline", "sequence", "expert")
     ),
-    only("model.num_experts", None, "has not been tried with mixtures of experts", "another model"),
+    only_value(
+        "model.num_experts", None, "has not been tried with mixtures of experts", "another model"
+    ),
     Limit(
         key="precision.compute",
         holds=lambda config: config.precision.compute in ("fp32", "bf16"),
         why="computes in fp32 and bf16: it scales no loss, and casts nothing to fp8",
         nearest="precision=bf16",
     ),
-    only("precision.autocast", False, "casts whole weights when it gathers them"),
-    only("precision.master_weights", DataType.fp32, _FP32),
-    only("precision.optimizer_states", DataType.fp32, _FP32),
+    only_value("precision.autocast", False, "casts whole weights when it gathers them"),
+    only_value("precision.master_weights", DataType.fp32, _FP32),
+    only_value("precision.optimizer_states", DataType.fp32, _FP32),
     _fp32_or_none("gradient_accumulation"),
     _fp32_or_none("communication"),
     Limit(
@@ -97,7 +99,9 @@ LIMITS = (
         why="has no kernel of DeepSpeed's",
         nearest="optimizer.fused=false",
     ),
-    only("gradients.centralize", False, "has no whole gradient to centralize before it is sent"),
+    only_value(
+        "gradients.centralize", False, "has no whole gradient to centralize before it is sent"
+    ),
     Limit(
         key="offload.optimizer",
         holds=_is_whole_offload,
@@ -112,21 +116,21 @@ LIMITS = (
         why="gathers weights that are offloaded where they are used, forward and backward",
         nearest="zero_stage=3, or offload=none",
     ),
-    only("offload.ratio", 1.0, _VARIANT, "offload.ratio=1"),
-    only("offload.zenflow", False, _VARIANT),
-    only("offload.super_offload", False, _VARIANT),
-    only("zero_stage.hpz_partition_size", 1, _PLUS),
-    only("zero_stage.quantized_weights", False, _PLUS),
-    only("zero_stage.quantized_gradients", False, _PLUS),
+    only_value("offload.ratio", 1.0, _VARIANT, "offload.ratio=1"),
+    only_value("offload.zenflow", False, _VARIANT),
+    only_value("offload.super_offload", False, _VARIANT),
+    only_value("zero_stage.hpz_partition_size", 1, _PLUS),
+    only_value("zero_stage.quantized_weights", False, _PLUS),
+    only_value("zero_stage.quantized_gradients", False, _PLUS),
     Limit(
         key="activation_checkpointing.offload_to_cpu",
         holds=_keeps_inputs_here,
         why="has not been tried with inputs of blocks in host memory",
         nearest="activation_checkpointing.offload_to_cpu=false",
     ),
-    only("kernels.compile", CompileKind.none, "has not been tried with a compiler"),
-    only("kernels.liger", False, "has not been tried with Liger's kernels"),
-    never(
+    only_value("kernels.compile", CompileKind.none, "has not been tried with a compiler"),
+    only_value("kernels.liger", False, "has not been tried with Liger's kernels"),
+    never_value(
         "kernels.cross_entropy",
         CrossEntropyKind.liger_fused,
         "has not been tried with Liger's kernels",
@@ -138,8 +142,8 @@ LIMITS = (
         why="has been compared with the next token's loss alone",
         nearest="objective=next_token",
     ),
-    only("script", None, _OWN, "no script"),
-    only("trainer", None, _OWN),
+    only_value("script", None, _OWN, "no script"),
+    only_value("trainer", None, _OWN),
     Limit(
         key="deepspeed",
         holds=lambda config: not config.deepspeed,

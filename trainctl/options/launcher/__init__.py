@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import LauncherConfig, RunConfig
 
 FOR_SEVERAL_NODES = "slurm"
@@ -91,7 +91,7 @@ def spec_of(section: LauncherConfig) -> Launcher:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("launcher", section.kind)
+    spec = load_spec("launcher", section.kind)
     assert isinstance(spec, Launcher)
     return spec
 

@@ -70,7 +70,7 @@ class SshConfig(LauncherConfig):
     )
 
 
-def _reach(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
+def _check_host_keys(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
     """Yield a problem unless exactly one key names the hosts, and enough of them."""
     is_chosen = section.include is not None or section.exclude is not None
     if section.hosts and section.hostfile is not None:
@@ -99,7 +99,7 @@ def _reach(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
         )
 
 
-def _bad_names(section: SshConfig) -> Iterator[KeyProblem]:
+def _check_host_names(section: SshConfig) -> Iterator[KeyProblem]:
     """Yield each name that is not a valid host or interface, since ssh or a shell could misread
     it.
     """
@@ -123,6 +123,6 @@ SPEC = Launcher(
     check="trainctl.launch.ssh:check",
     check_config="trainctl.launch.config_checks:check_ssh",
     asks_hosts=True,
-    reach=_reach,
-    bad_names=_bad_names,
+    reach=_check_host_keys,
+    bad_names=_check_host_names,
 )

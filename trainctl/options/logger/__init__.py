@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
 
@@ -130,14 +130,16 @@ def python_of(name: str, config: RunConfig) -> str:
         TrainctlError: There is no such logger.
     """
     own = config.logging.python
-    if not own or not _lacking(load("logger", name)):
+    if not own or not _missing_modules(load_spec("logger", name)):
         return sys.executable
     return str(Path(own).expanduser())
 
 
-def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
+def missing_modules_finding(spec: Logger, python: str = sys.executable) -> Finding | None:
     """Return a finding for modules that the logger needs and that are missing; import none."""
-    lacking = _lacking(spec) if python == sys.executable else _lacking_in(python, spec)
+    lacking = (
+        _missing_modules(spec) if python == sys.executable else _missing_modules_in(python, spec)
+    )
     if not lacking:
         return None
     if python != sys.executable:
@@ -160,7 +162,7 @@ def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
     )
 
 
-def _lacking(spec: Logger) -> list[str]:
+def _missing_modules(spec: Logger) -> list[str]:
     found = {module: find_spec(module) for module in spec.modules}
     # A plain folder in the working directory, such as W&B's own `wandb`, has no origin.
     return [module for module, each in found.items() if each is None or each.origin is None]
@@ -175,7 +177,7 @@ sys.exit(sys.version_info < (3, 11))
 _LOOK_SECONDS = 30
 
 
-def _lacking_in(python: str, spec: Logger) -> list[str]:
+def _missing_modules_in(python: str, spec: Logger) -> list[str]:
     """Return the modules that another Python lacks, including those that trainctl itself imports
     there.
 

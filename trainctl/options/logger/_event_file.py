@@ -24,38 +24,42 @@ _SESSION_START = 1
 
 def version_record(time: float) -> bytes:
     """Return the first record of a file."""
-    return _record(_event(time, None, _field(3, _BYTES, FORMAT.encode())))
+    return _encode_record(_encode_event(time, None, _encode_field(3, _BYTES, FORMAT.encode())))
 
 
 def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes:
     """Return a record of a step's values, by tag."""
-    summary = b"".join(_field(1, _BYTES, _value(tag, value)) for tag, value in values.items())
-    return _record(_event(time, step, _field(5, _BYTES, summary)))
+    summary = b"".join(
+        _encode_field(1, _BYTES, _encode_value(tag, value)) for tag, value in values.items()
+    )
+    return _encode_record(_encode_event(time, step, _encode_field(5, _BYTES, summary)))
 
 
 def session_start_record(time: float, step: int) -> bytes:
     """Return a record that announces that steps from this one on come again."""
-    log = _field(1, _VARINT, _varint(_SESSION_START))
-    return _record(_event(time, step, _field(7, _BYTES, log)))
+    log = _encode_field(1, _VARINT, _encode_varint(_SESSION_START))
+    return _encode_record(_encode_event(time, step, _encode_field(7, _BYTES, log)))
 
 
-def _event(time: float, step: int | None, what: bytes) -> bytes:
-    at = _field(2, _VARINT, _varint(step)) if step is not None else b""
-    return _field(1, _DOUBLE, struct.pack("<d", time)) + at + what
+def _encode_event(time: float, step: int | None, what: bytes) -> bytes:
+    at = _encode_field(2, _VARINT, _encode_varint(step)) if step is not None else b""
+    return _encode_field(1, _DOUBLE, struct.pack("<d", time)) + at + what
 
 
-def _value(tag: str, value: float) -> bytes:
+def _encode_value(tag: str, value: float) -> bytes:
     if math.isfinite(value) and abs(value) > _LARGEST_FLOAT:
         value = math.copysign(math.inf, value)
-    return _field(1, _BYTES, tag.encode()) + _field(2, _FLOAT, struct.pack("<f", value))
+    return _encode_field(1, _BYTES, tag.encode()) + _encode_field(
+        2, _FLOAT, struct.pack("<f", value)
+    )
 
 
-def _field(number: int, kind: int, content: bytes) -> bytes:
-    head = _varint(number << 3 | kind)
-    return head + _varint(len(content)) + content if kind == _BYTES else head + content
+def _encode_field(number: int, kind: int, content: bytes) -> bytes:
+    head = _encode_varint(number << 3 | kind)
+    return head + _encode_varint(len(content)) + content if kind == _BYTES else head + content
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     """Encode seven bits per byte, the lowest first; all bytes but the last have the highest bit
     set.
     """
@@ -67,7 +71,7 @@ def _varint(value: int) -> bytes:
     return bytes(found)
 
 
-def _record(data: bytes) -> bytes:
+def _encode_record(data: bytes) -> bytes:
     length = struct.pack("<Q", len(data))
     return b"".join((length, _checksum(length), data, _checksum(data)))
 
@@ -76,7 +80,7 @@ def _checksum(data: bytes) -> bytes:
     """Return the masked CRC-32C of bytes. The mask keeps a checksum useful for data that contains
     checksums.
     """
-    table, crc = _table(), 0xFFFFFFFF
+    table, crc = _crc_table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
@@ -85,7 +89,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 @cache
-def _table() -> tuple[int, ...]:
+def _crc_table() -> tuple[int, ...]:
     found = []
     for byte in range(256):
         for _ in range(8):

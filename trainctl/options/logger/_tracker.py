@@ -95,7 +95,7 @@ class Tracker:
                 self._sent, self._stood = {}, None
             if not self._sent:
                 waiting.append(point)
-            elif self._sent.get((point.kind, point.step)) != _compared(point):
+            elif self._sent.get((point.kind, point.step)) != _comparable_values(point):
                 self._client.send(waiting)
                 waiting = []
                 self._begin(point.number)
@@ -134,21 +134,23 @@ class Tracker:
     def _compare(self) -> None:
         """Start, or continue, to compare repeated steps with the steps that the tracker has."""
         curve = () if self._stood is None else self._run.curve(self._stood)
-        self._sent = {(p.kind, p.step): _compared(p) for p in curve if p.step >= self._from}
+        self._sent = {
+            (p.kind, p.step): _comparable_values(p) for p in curve if p.step >= self._from
+        }
         self._last = max((step for _, step in self._sent), default=0)
 
 
-def _compared(point: Point) -> object:
+def _comparable_values(point: Point) -> object:
     """Return the values to compare, as text, in which NaN equals itself."""
     return sorted(
         (name, repr(value)) for name, value in point.values.items() if name.startswith(_COMPARED)
     )
 
 
-def flat(about: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_facts(about: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested facts as dotted names (`config.optimizer.lr`) and values; lists stay whole."""
     for name, value in about.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_facts(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainctl.config.schema.option import option
 from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
-from trainctl.options.logger._tracker import Tracker, flat
+from trainctl.options.logger._tracker import Tracker, flatten_facts
 
 RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
 
@@ -67,7 +67,7 @@ class Server:
 
     def open(self, branch: int) -> int | None:
         found = self._runs(branch)
-        known = {named(name): value for name, value in flat(self._followed.about)}
+        known = {mlflow_name(name): value for name, value in flatten_facts(self._followed.about)}
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
@@ -81,7 +81,7 @@ class Server:
         self._run = made.info.run_id
         from mlflow.entities import Param
 
-        parameters = [Param(name, _text(value)) for name, value in known.items()]
+        parameters = [Param(name, _parameter_text(value)) for name, value in known.items()]
         for some in _in_parts(parameters, _PARAMETERS_AT_ONCE):
             self._client.log_batch(self._run, params=some)
         return None
@@ -90,7 +90,7 @@ class Server:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(named(name), value, int(point.time * 1000), point.step)
+            Metric(mlflow_name(name), value, int(point.time * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
@@ -137,16 +137,16 @@ class Server:
         fixed.
         """
         for name, value in known.items():
-            if before.get(name) != _text(value):
-                self._client.set_tag(self._run, f"changed.{name}", _text(value))
+            if before.get(name) != _parameter_text(value):
+                self._client.set_tag(self._run, f"changed.{name}", _parameter_text(value))
 
 
-def named(name: str) -> str:
+def mlflow_name(name: str) -> str:
     """Return a name in MLflow's syntax: a relative path of words, at most `_NAME_LENGTH` long."""
     return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", f"/{name}")).strip("/")[:_NAME_LENGTH]
 
 
-def _text(value: Any) -> str:
+def _parameter_text(value: Any) -> str:
     return str(value)[:_PARAMETER_LENGTH]
 
 

@@ -46,21 +46,21 @@ class TextFile:
         folder = Path(run.keys.folder).expanduser() if run.keys.folder else run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"trainctl-{run.id}.prom"
-        self._labels = f'run="{_escaped(run.name)}",id="{run.id}"'
+        self._labels = f'run="{_escape(run.name)}",id="{run.id}"'
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
             self._state = "running"
-            self._values |= {_gauge(name): value for name, value in point.values.items()}
-            self._values[_gauge(f"{point.kind}/step")] = point.step
-            self._values[_gauge("last_record_seconds")] = point.time
+            self._values |= {_gauge_name(name): value for name, value in point.values.items()}
+            self._values[_gauge_name(f"{point.kind}/step")] = point.step
+            self._values[_gauge_name("last_record_seconds")] = point.time
 
     def go_back(self, step: int) -> None:
         """Do nothing: the next value of a gauge replaces the last."""
 
     def commit(self) -> Mapping[str, Any]:
         lines = [
-            f"# TYPE {name} gauge\n{name}{{{self._labels}}} {_number(value)}\n"
+            f"# TYPE {name} gauge\n{name}{{{self._labels}}} {_number_text(value)}\n"
             for name, value in self._values.items()
         ]
         lines.append("# TYPE trainctl_state gauge\n")
@@ -82,16 +82,16 @@ class TextFile:
         """Do nothing: no file stays open."""
 
 
-def _gauge(name: str) -> str:
+def _gauge_name(name: str) -> str:
     """Return the gauge of a metric: `trainctl_train_loss` for `train/loss`."""
     return "trainctl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     """Return a number in the exposition format, with `NaN`, `+Inf`, `-Inf`."""
     text = repr(float(value))
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)

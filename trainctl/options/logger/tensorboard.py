@@ -31,7 +31,7 @@ class EventFile:
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
-        self._path = _begin(run.folder, state)
+        self._path = _begin_file(run.folder, state)
         self._stream = self._path.open("xb")
         self._stream.write(version_record(time.time()))
 
@@ -56,7 +56,7 @@ def _event_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("events.out.tfevents.*.trainctl"))
 
 
-def _begin(folder: Path, state: Mapping[str, Any] | None) -> Path:
+def _begin_file(folder: Path, state: Mapping[str, Any] | None) -> Path:
     """Return the path of a new file after the committed ones; remove what followed the commit."""
     last, size = (state["file"], state["bytes"]) if state is not None else ("", 0)
     for path in _event_files(folder):

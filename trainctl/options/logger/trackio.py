@@ -16,7 +16,7 @@ from typing import Any
 
 from trainctl.config.schema.option import option
 from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
-from trainctl.options.logger._tracker import Tracker, flat
+from trainctl.options.logger._tracker import Tracker, flatten_facts
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Database:
 
         self._storage, self._run = SQLiteStorage, run
         self._project = run.keys.project
-        self._about = dict(flat(run.about))
+        self._about = dict(flatten_facts(run.about))
         self._branch = 0
         self._newest: Point | None = None
 

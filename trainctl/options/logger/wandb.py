@@ -59,7 +59,7 @@ def build(run: Followed, state: Mapping[str, Any] | None) -> Any:
     return Tracker(run, state, Online(run))
 
 
-def _init(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
+def _init_run(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
     """Start a W&B run, without the facts that W&B collects about the sending process."""
     import wandb
 
@@ -104,7 +104,9 @@ class Online:
 
     def open(self, branch: int) -> int | None:
         self.close()
-        self._run = run = _init(self._followed, self._identity(branch), Mode.online, resume="allow")
+        self._run = run = _init_run(
+            self._followed, self._identity(branch), Mode.online, resume="allow"
+        )
         self._last = run.step - 1
         return self._last
 
@@ -157,12 +159,12 @@ class OfflineFolder:
 
     def end(self, state: str) -> None:
         identity = self._run.id
-        for folder in _folders(self._run.folder, identity):
+        for folder in _offline_folders(self._run.folder, identity):
             if any(folder.glob("*.wandb.synced")):  # the server has it and takes no step twice
                 identity = f"{self._run.id}-{folder.name.split('-')[2]}"
             else:
                 shutil.rmtree(folder)
-        run = _init(self._run, identity, Mode.offline)
+        run = _init_run(self._run, identity, Mode.offline)
         for point in self._run.curve(_ALL):
             run.log(dict(point.values), step=point.step)
         run.summary["state"] = state
@@ -175,7 +177,7 @@ class OfflineFolder:
 _ALL = 1 << 62
 
 
-def _folders(folder: Path, identity: str) -> list[Path]:
+def _offline_folders(folder: Path, identity: str) -> list[Path]:
     """Return the folders written for a run, the first one first: `offline-run-DATE_TIME-ID`."""
     return sorted(folder.glob(f"offline-run-*-{identity}*"))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainctl.config.registry import Spec, load, specs
+from trainctl.config.registry import Spec, load_spec, load_specs
 from trainctl.config.schema import ModelConfig
 
 
@@ -225,14 +225,14 @@ def spec_of(model: ModelConfig) -> Family:
     Raises:
         TrainctlError: The package that provides the family is not installed here.
     """
-    spec = load("model", model.family)
+    spec = load_spec("model", model.family)
     assert isinstance(spec, Family)
     return spec
 
 
 def families() -> tuple[Family, ...]:
     """Return the families that are defined by shape keys, by name."""
-    return tuple(spec for spec in specs("model") if not spec.is_directory)
+    return tuple(spec for spec in load_specs("model") if not spec.is_directory)
 
 
 def architecture(model: ModelConfig) -> Family | None:
@@ -241,9 +241,9 @@ def architecture(model: ModelConfig) -> Family | None:
     A directory may have a family's architecture without having its plain form.
     """
     spec = spec_of(model)
-    return of_type(model.model_type or "") if spec.is_directory else spec
+    return family_of_type(model.model_type or "") if spec.is_directory else spec
 
 
-def of_type(model_type: str) -> Family | None:
+def family_of_type(model_type: str) -> Family | None:
     """Return the family with transformers' `model_type`; None if there is none."""
     return next((spec for spec in families() if spec.name == model_type), None)

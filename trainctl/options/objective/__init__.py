@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import ObjectiveConfig
 
 TOKENS, PAIRS = "tokens", "pairs"
@@ -66,6 +66,6 @@ def objective_of(section: ObjectiveConfig) -> Objective:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("objective", section.kind)
+    spec = load_spec("objective", section.kind)
     assert isinstance(spec, Objective)
     return spec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
@@ -208,7 +208,7 @@ def spec_of(section: OptimizerConfig) -> Optimizer:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("optimizer", section.kind)
+    spec = load_spec("optimizer", section.kind)
     assert isinstance(spec, Optimizer)
     return spec
 
@@ -251,14 +251,14 @@ def parameters(
     )
 
 
-def betas(beta1: float, beta2: float) -> OptimizerParameter:
+def betas_parameter(beta1: float, beta2: float) -> OptimizerParameter:
     """Return the parameter of the two decay rates, one list in the JSON."""
     return OptimizerParameter(name="betas", keys=("beta1", "beta2"), default=[beta1, beta2])
 
 
-def eps(default: float = 1e-8) -> OptimizerParameter:
+def eps_parameter(default: float = 1e-8) -> OptimizerParameter:
     """Return the parameter of the epsilon."""
     return OptimizerParameter(name="eps", keys=("epsilon",), default=default, is_epsilon=True)
 
 
-ADAM = parameters(1e-3, betas(0.9, 0.999), eps())
+ADAM = parameters(1e-3, betas_parameter(0.9, 0.999), eps_parameter())

@@ -13,7 +13,7 @@ from trainctl.options.optimizer import (
     Update,
     WidthRule,
     WithBetas,
-    betas,
+    betas_parameter,
     parameters,
 )
 
@@ -33,6 +33,6 @@ SPEC = Optimizer(
     update=Update(moments=((4, 0),), by_tensor=True),  # the update, in fp32
     width_rule=WidthRule.adam,
     deepspeed=OptimizerForm(
-        type="Lion", parameters=parameters(1e-4, betas(0.9, 0.99)), is_zero_tested=True
+        type="Lion", parameters=parameters(1e-4, betas_parameter(0.9, 0.99)), is_zero_tested=True
     ),
 )

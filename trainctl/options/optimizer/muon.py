@@ -19,8 +19,8 @@ from trainctl.options.optimizer import (
     Update,
     WidthRule,
     WithMoments,
-    betas,
-    eps,
+    betas_parameter,
+    eps_parameter,
     parameters,
 )
 
@@ -59,8 +59,8 @@ SPEC = Optimizer(
         type="Muon",
         parameters=parameters(
             0.02,
-            betas(0.9, 0.95),
-            eps(1e-10),
+            betas_parameter(0.9, 0.95),
+            eps_parameter(1e-10),
             OptimizerParameter(name="momentum", keys=("momentum",), default=0.95),
             OptimizerParameter(name="muon_lr", keys=("matrix_lr",), is_rate=True, or_lr=True),
         ),

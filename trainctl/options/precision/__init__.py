@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import DataType, PrecisionConfig, RunConfig
 from trainctl.config.schema.option import option
 
@@ -88,7 +88,7 @@ class Precision(Spec):
 
     def alternatives(self, device: object) -> tuple[str, ...]:
         """Return formats to propose for a device that does not support this one."""
-        return tuple(name for name in self.instead if load("precision", name).runs_on(device))
+        return tuple(name for name in self.instead if load_spec("precision", name).runs_on(device))
 
 
 def precision_of(section: PrecisionConfig) -> Precision:
@@ -97,7 +97,7 @@ def precision_of(section: PrecisionConfig) -> Precision:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("precision", section.compute)
+    spec = load_spec("precision", section.compute)
     assert isinstance(spec, Precision)
     return spec
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import ScheduleConfig, ScheduleUnit
 from trainctl.config.schema.option import option
 
@@ -182,7 +182,7 @@ class Course:
 
     def position(self, step: int) -> int:
         """Return x(s): the position along the curve before update number `step`."""
-        return position_of(self.config, self.batches, step)
+        return schedule_position(self.config, self.batches, step)
 
     def way(self, step: int) -> int:
         """Return x(s) - W: positions since the end of the warmup."""
@@ -272,7 +272,7 @@ def spec_of(section: ScheduleConfig) -> Schedule:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("schedule", section.kind)
+    spec = load_spec("schedule", section.kind)
     assert isinstance(spec, Schedule)
     return spec
 
@@ -285,7 +285,7 @@ def floor_ratio(section: ScheduleConfig) -> tuple[float, str]:
     return floor, f"schedule.kind={section.kind}, {why}"
 
 
-def position_of(section: ScheduleConfig, batches: TokenCounter, step: int) -> int:
+def schedule_position(section: ScheduleConfig, batches: TokenCounter, step: int) -> int:
     """Return x(s): the number of an update, or the tokens before it."""
     return step if section.unit is ScheduleUnit.steps else batches.tokens_before(step)
 
@@ -313,20 +313,20 @@ def milestone_steps(
         return tuple(batches.steps_for(tokens) for tokens in section.milestones)
     if section.milestones:
         return tuple(section.milestones)
-    position = partial(position_of, section, batches)
+    position = partial(schedule_position, section, batches)
     return tuple(
         steps_of_share(share, total_steps, position) for share in section.milestone_fractions
     )
 
 
-def between(low: float, share: float) -> float:
+def interpolate_from(low: float, share: float) -> float:
     """Return `low` at share 0, 1 at share 1, linear between; exact at both ends."""
     return low * (1 - share) + share
 
 
 def linear_decay(course: Course, step: int) -> float:
     """Return 1 - (1 - f) p."""
-    return between(course.floor, 1 - course.progress(step))
+    return interpolate_from(course.floor, 1 - course.progress(step))
 
 
 WHOLE_DROPS = (0.0, "no floor, so every drop is whole")

@@ -12,14 +12,14 @@ from trainctl.options.schedule import (
     ScheduleForm,
     ScheduleParameter,
     WithFloor,
-    between,
+    interpolate_from,
     warmup_max_lr,
 )
 
 
 def shape(course: Course, step: int) -> float:
     """Return f + (1 - f) (1 + cos(pi p)) / 2."""
-    return between(course.floor, (1 + cos(pi * course.progress(step))) / 2)
+    return interpolate_from(course.floor, (1 + cos(pi * course.progress(step))) / 2)
 
 
 SPEC = Schedule(

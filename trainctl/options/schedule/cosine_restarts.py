@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from math import cos, pi
 
 from trainctl.config.schema.option import option
-from trainctl.options.schedule import Course, Schedule, ScheduleJumps, WithInterval, between
+from trainctl.options.schedule import (
+    Course,
+    Schedule,
+    ScheduleJumps,
+    WithInterval,
+    interpolate_from,
+)
 
 
 @dataclass
@@ -26,8 +32,8 @@ def shape(course: Course, step: int) -> float:
     previous length for each later one. A cycle starts at 1, and the next one starts where t reaches
     T.
     """
-    since, length = _cycle(course.config, course.way(step))
-    return between(course.floor, (1 + cos(pi * since / length)) / 2)
+    since, length = _cycle_position(course.config, course.way(step))
+    return interpolate_from(course.floor, (1 + cos(pi * since / length)) / 2)
 
 
 def restarts(course: Course) -> tuple[int, ...]:
@@ -41,7 +47,7 @@ def restarts(course: Course) -> tuple[int, ...]:
     return tuple(dict.fromkeys(starts))
 
 
-def _cycle(config: CosineRestartsConfig, way: int) -> tuple[int, int]:
+def _cycle_position(config: CosineRestartsConfig, way: int) -> tuple[int, int]:
     """Return the offset of a position after the warmup in its cycle, and the cycle's length."""
     length, factor = config.interval, config.restart_factor
     if factor == 1:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainctl.options.schedule import Course, Schedule, WithInterval, between
+from trainctl.options.schedule import Course, Schedule, WithInterval, interpolate_from
 
 
 def shape(course: Course, step: int) -> float:
     """Return 1 - |2 t - 1|, scaled to [f, 1], with t the share of the period that has passed."""
     period = course.config.interval
-    return between(course.floor, 1 - abs(2 * (course.way(step) % period / period) - 1))
+    return interpolate_from(course.floor, 1 - abs(2 * (course.way(step) % period / period) - 1))
 
 
 SPEC = Schedule(

@@ -4,12 +4,12 @@ back.
 
 from __future__ import annotations
 
-from trainctl.options.schedule import Schedule, WithFloor, between, linear_decay
+from trainctl.options.schedule import Schedule, WithFloor, interpolate_from, linear_decay
 
 SPEC = Schedule(
     name="one_cycle",
     keys=WithFloor,
     shape=linear_decay,
     floor=(0.01, "from a hundredth and back"),
-    rise=lambda course, risen: between(course.floor, risen),
+    rise=lambda course, risen: interpolate_from(course.floor, risen),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema.option import option
-from trainctl.options.schedule import Course, Schedule, WithFloor, between
+from trainctl.options.schedule import Course, Schedule, WithFloor, interpolate_from
 
 
 @dataclass
@@ -17,7 +17,7 @@ class PolynomialConfig(WithFloor):
 
 def shape(course: Course, step: int) -> float:
     """Return f + (1 - f) (1 - p)^power."""
-    return between(course.floor, (1 - course.progress(step)) ** course.config.power)
+    return interpolate_from(course.floor, (1 - course.progress(step)) ** course.config.power)
 
 
 SPEC = Schedule(name="polynomial", keys=PolynomialConfig, shape=shape, floor=(0.1, "to a tenth"))

@@ -7,7 +7,7 @@ from enum import Enum
 from math import cos, pi, sqrt
 
 from trainctl.config.schema.option import option
-from trainctl.options.schedule import Course, Schedule, WithDecay, between
+from trainctl.options.schedule import Course, Schedule, WithDecay, interpolate_from
 
 
 class DecayShape(Enum):
@@ -32,11 +32,13 @@ def shape(course: Course, step: int) -> float:
 
     q = (x(s) - x(S)) / (E - x(S)), and g(q) is 1 - q, (1 + cos(pi q)) / 2, or 1 - sqrt(q).
     """
-    left = _left(course.config.decay_shape, course.progress(step, course.stable_steps - 1))
-    return between(course.floor, left)
+    left = _remaining_share(
+        course.config.decay_shape, course.progress(step, course.stable_steps - 1)
+    )
+    return interpolate_from(course.floor, left)
 
 
-def _left(shape: DecayShape, progress: float) -> float:
+def _remaining_share(shape: DecayShape, progress: float) -> float:
     match shape:
         case DecayShape.linear:
             return 1 - progress

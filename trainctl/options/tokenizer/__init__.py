@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.registry import Spec, load
+from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import TokenizerConfig, TokenizerFromPath
 from trainctl.models.tokenizer_files import TokenizerFacts
 
@@ -60,7 +60,7 @@ def spec_of(section: TokenizerConfig) -> TokenizerSource:
     Raises:
         TrainctlError: The package that provides it is not installed here.
     """
-    spec = load("tokenizer", section.kind)
+    spec = load_spec("tokenizer", section.kind)
     assert isinstance(spec, TokenizerSource)
     return spec
 

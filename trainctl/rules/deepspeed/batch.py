@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import nearest_names
 from trainctl.plan.derive import choices, nearest_divisors, nearest_multiples
-from trainctl.rules.deepspeed.case import AUTO, Case, is_number, is_whole, shown
+from trainctl.rules.deepspeed.case import AUTO, Case, is_number, is_whole, json_text
 from trainctl.rules.deepspeed_schema import Arguments
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
@@ -45,22 +45,22 @@ def the_batch_is_a_product(case: Case) -> Iterator[Problem]:
     Fix: Make train_batch_size the product of micro batch, accumulation steps and ranks.
     """
     ranks = case.counted_ranks
-    total, micro, steps = (_size(case, name) for name in (TOTAL, MICRO, STEPS))
-    if total is None or _is_open(case):
+    total, micro, steps = (_batch_size(case, name) for name in (TOTAL, MICRO, STEPS))
+    if total is None or _is_undetermined(case):
         return
     if ranks is None or not is_whole(ranks):
         factors = (micro or 1) * (steps or 1)
         if total % factors:
-            yield _mismatch(total, micro, steps, None, factors)
+            yield _mismatch_problem(total, micro, steps, None, factors)
         return
     ranks = int(ranks)
     if micro is not None and steps is not None:
         if total != micro * steps * ranks:
-            yield _mismatch(total, micro, steps, ranks, micro * steps * ranks)
+            yield _mismatch_problem(total, micro, steps, ranks, micro * steps * ranks)
         return
     each = (micro or 1) * (steps or 1) * ranks
     if total % each:
-        yield _mismatch(total, micro, steps, ranks, each)
+        yield _mismatch_problem(total, micro, steps, ranks, each)
 
 
 @rule(
@@ -81,7 +81,7 @@ def sequence_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
         yield Problem(
             f"sequence_parallel_size={size} does not divide the {world} ranks: DeepSpeed counts "
             f"{world / size:.3g} data-parallel ranks",
-            _divisors(world, size),
+            _nearest_divisors_hint(world, size),
         )
 
 
@@ -106,7 +106,7 @@ def the_mesh_holds_all_ranks(case: Case) -> Iterator[Problem]:
             f"and there are {world} ranks",
             f"data_parallel_size={world // sequence}"
             if world % sequence == 0
-            else _divisors(world, sequence),
+            else _nearest_divisors_hint(world, sequence),
         )
 
 
@@ -160,7 +160,7 @@ def tensor_ranks_share_their_samples(case: Case) -> Iterator[Problem]:
     size, without_mpu = case.tensor_size, case.around.data_parallel_size is None
     if size < 2 or not without_mpu:
         return
-    total = _size(case, TOTAL)
+    total = _batch_size(case, TOTAL)
     real = f": {total // size} samples, not {total}" if total and total % size == 0 else ""
     yield Problem(
         f"the {size} ranks of a tensor-parallel group see the same samples, and DeepSpeed counts "
@@ -184,25 +184,25 @@ def tensor_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
     if world is not None and world % size:
         yield Problem(
             f"tensor_parallel.autotp_size={size} does not divide the {world} ranks",
-            _divisors(world, size),
+            _nearest_divisors_hint(world, size),
         )
 
 
-def _size(case: Case, name: str) -> int | None:
+def _batch_size(case: Case, name: str) -> int | None:
     value = case.get(name)
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _is_open(case: Case) -> bool:
+def _is_undetermined(case: Case) -> bool:
     """Return True if another program fills in a part of the batch, or a part is not a number."""
     given = [case.json.get(name) for name in (TOTAL, MICRO, STEPS)]
     return any(value == AUTO for value in given) or any(
-        value is not None and _size(case, name) is None
+        value is not None and _batch_size(case, name) is None
         for name, value in zip((TOTAL, MICRO, STEPS), given, strict=True)
     )
 
 
-def _mismatch(
+def _mismatch_problem(
     total: int, micro: int | None, steps: int | None, ranks: int | None, product: int
 ) -> Problem:
     factors = [
@@ -227,7 +227,7 @@ def _mismatch(
     return Problem(message, f"nearest legal: {legal}", key=TOTAL)
 
 
-def _divisors(number: int, wanted: int) -> str:
+def _nearest_divisors_hint(number: int, wanted: int) -> str:
     return f"nearest legal: {choices(nearest_divisors(number, wanted))}"
 
 
@@ -253,9 +253,9 @@ def the_schedule_exists(case: Case) -> Iterator[Problem]:
     name = case.get(TYPE)
     known = [*case.schema.schedulers, *case.schema.torch_schedulers]
     if isinstance(name, str) and name not in known:
-        close = nearest(name, known, count=1)
+        close = nearest_names(name, known, count=1)
         yield Problem(
-            f"there is no schedule {shown(name)}",
+            f"there is no schedule {json_text(name)}",
             f"did you mean {close[0]}?" if close else f"one of {', '.join(case.schema.schedulers)}",
         )
 
@@ -282,7 +282,7 @@ def the_schedule_takes_its_parameters(case: Case) -> Iterator[Problem]:
     given = block["params"]
     for param in given:
         if param not in takes.names:
-            close = nearest(param, takes.names, count=1)
+            close = nearest_names(param, takes.names, count=1)
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(takes.names)}"
             yield Problem(f"{name} takes no {param}", hint, key=f"scheduler.params.{param}")
     for param in takes.required:
@@ -314,12 +314,14 @@ def the_schedule_can_use_its_numbers(case: Case) -> Iterator[Problem]:
             yield Problem(f"{name} is a function, which no JSON holds", "leave it out", key=key)
         elif name in WHOLE and not is_whole(value):
             yield Problem(
-                f"{name}={shown(value)} is not a whole number", _without_quotes(value), key=key
+                f"{name}={json_text(value)} is not a whole number", _without_quotes(value), key=key
             )
         elif name in POSITIVE and is_number(value) and value <= 0:
-            yield Problem(f"{name}={shown(value)} is not above 0", "1 or more", key=key)
+            yield Problem(f"{name}={json_text(value)} is not above 0", "1 or more", key=key)
         elif isinstance(value, str) and name not in TEXTS:
-            yield Problem(f"{name}={shown(value)} is not a number", _without_quotes(value), key=key)
+            yield Problem(
+                f"{name}={json_text(value)} is not a number", _without_quotes(value), key=key
+            )
 
 
 @rule(
@@ -421,7 +423,9 @@ def the_warmup_has_a_known_shape(case: Case) -> Iterator[Problem]:
     shape = case.params("scheduler").get("warmup_type", "log")
     known = case.get(TYPE) in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
     if known and shape not in ("log", "linear"):
-        yield Problem(f"warmup_type={shown(shape)} is not known, and log is taken", "linear or log")
+        yield Problem(
+            f"warmup_type={json_text(shape)} is not known, and log is taken", "linear or log"
+        )
 
 
 @rule(

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import nearest_names
 from trainctl.rules.deepspeed_schema import Key, Path, Schema, load
 
 SWITCHES = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
@@ -47,48 +47,48 @@ class Reading:
     """Whether the value can be converted but is not written in its type."""
 
 
-def read(key: Key, value: Any) -> Reading:
+def read_value(key: Key, value: Any) -> Reading:
     """Convert a value to the type of its key."""
     if value is None:
-        return _null(key)
+        return _read_null(key)
     if key.type in ("any", "section"):
         return Reading(value)
     if key.type == "list":
-        return Reading(value) if isinstance(value, list) else _wrong(key, value)
+        return Reading(value) if isinstance(value, list) else _wrong_type(key, value)
     if key.type == "string":
-        return Reading(value) if isinstance(value, str) else _wrong(key, value)
+        return Reading(value) if isinstance(value, str) else _wrong_type(key, value)
     if key.type == "boolean":
-        return _boolean(key, value)
+        return _read_boolean(key, value)
     return _number(key, value)
 
 
-def shown(value: Any) -> str:
+def json_text(value: Any) -> str:
     """Return a value as text for a message, in JSON notation and shortened to `LONGEST`."""
     text = {True: "true", False: "false", None: "null"}.get(value) if _is_word(value) else None
-    text = text or (f'"{value}"' if isinstance(value, str) else _text(value))
+    text = text or (f'"{value}"' if isinstance(value, str) else _value_text(value))
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def outside(key: Key, value: Any) -> tuple[str, str] | None:
     """Return why a value of the right type is illegal, and the nearest legal one; None if legal."""
     if key.choices and value is not None and not _is_choice(key, value):
-        close = nearest(str(value), [str(choice) for choice in key.choices], count=1)
-        legal = ", ".join(shown(choice) for choice in key.choices)
+        close = nearest_names(str(value), [str(choice) for choice in key.choices], count=1)
+        legal = ", ".join(json_text(choice) for choice in key.choices)
         meant = f"did you mean {close[0]}? " if close and isinstance(value, str) else ""
-        return f"{shown(value)} is not a legal value", f"{meant}one of {legal}"
+        return f"{json_text(value)} is not a legal value", f"{meant}one of {legal}"
     for item in value if key.items and isinstance(value, list) else ():
         if item not in key.items:
-            return f"{shown(item)} is not one of {', '.join(key.items)}", "leave it out"
+            return f"{json_text(item)} is not one of {', '.join(key.items)}", "leave it out"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if key.minimum is not None and value < key.minimum:
-        return f"{shown(value)} is below {key.minimum:g}", f"{key.minimum:g} or more"
+        return f"{json_text(value)} is below {key.minimum:g}", f"{key.minimum:g} or more"
     if key.above is not None and value <= key.above:
-        return f"{shown(value)} is not above {key.above:g}", f"more than {key.above:g}"
+        return f"{json_text(value)} is not above {key.above:g}", f"more than {key.above:g}"
     if key.maximum is not None and value > key.maximum:
-        return f"{shown(value)} is above {key.maximum:g}", f"{key.maximum:g} at most"
+        return f"{json_text(value)} is above {key.maximum:g}", f"{key.maximum:g} at most"
     if key.below is not None and value >= key.below:
-        return f"{shown(value)} is not below {key.below:g}", f"less than {key.below:g}"
+        return f"{json_text(value)} is not below {key.below:g}", f"less than {key.below:g}"
     return None
 
 
@@ -107,56 +107,56 @@ def is_whole(value: Any) -> bool:
     return is_number(value) and math.isfinite(value) and value == int(value)
 
 
-def _null(key: Key) -> Reading:
+def _read_null(key: Key) -> Reading:
     may_be_null = key.null or (not key.checked and not key.is_section and key.default is None)
     if may_be_null or key.type == "any":
         return Reading(None)
     return Reading(None, f"null is not {WORDS[key.type]}", "leave the key out")
 
 
-def _wrong(key: Key, value: Any, hint: str = "") -> Reading:
-    return Reading(None, f"{shown(value)} is not {WORDS[key.type]}", hint)
+def _wrong_type(key: Key, value: Any, hint: str = "") -> Reading:
+    return Reading(None, f"{json_text(value)} is not {WORDS[key.type]}", hint)
 
 
-def _boolean(key: Key, value: Any) -> Reading:
+def _read_boolean(key: Key, value: Any) -> Reading:
     if isinstance(value, bool):
         return Reading(value)
     if is_number(value) and value in (0, 1):
-        return Reading(bool(value), hint=f"write {shown(bool(value))}", is_loose=True)
+        return Reading(bool(value), hint=f"write {json_text(bool(value))}", is_loose=True)
     word = value.strip().lower() if isinstance(value, str) else ""
     if word not in SWITCHES:
-        return _wrong(key, value, "true or false")
-    hint = f"write {shown(SWITCHES[word])}"
+        return _wrong_type(key, value, "true or false")
+    hint = f"write {json_text(SWITCHES[word])}"
     if key.checked:
         return Reading(SWITCHES[word], hint=hint, is_loose=True)
-    return _wrong(key, value, f"{hint}: any text counts as true")
+    return _wrong_type(key, value, f"{hint}: any text counts as true")
 
 
 def _number(key: Key, value: Any) -> Reading:
     whole = key.type == "integer"
     if isinstance(value, bool):
         if not key.checked or key.refuses_switch:
-            return _wrong(key, value)
+            return _wrong_type(key, value)
         return Reading(int(value), hint=f"write {int(value)}", is_loose=True)
     if is_number(value):
         if whole and not is_whole(value):
-            return _wrong(key, value, f"write {round(value)}" if math.isfinite(value) else "")
+            return _wrong_type(key, value, f"write {round(value)}" if math.isfinite(value) else "")
         return Reading(int(value) if whole else value)
     if not isinstance(value, str):
-        return _wrong(key, value)
-    number = _parse(value)
+        return _wrong_type(key, value)
+    number = _parse_number(value)
     if number is None:
-        return _wrong(key, value)
+        return _wrong_type(key, value)
     plain = int(number) if is_whole(number) else number
     takes_text = key.checked and (bool(INTEGER.fullmatch(value)) or not whole)
     if whole and not is_whole(number):
-        return _wrong(key, value, f"write {round(number)}")
+        return _wrong_type(key, value, f"write {round(number)}")
     if takes_text:
         return Reading(plain, hint=f"write {plain}, without quotes", is_loose=True)
-    return _wrong(key, value, f"write {plain}, without quotes")
+    return _wrong_type(key, value, f"write {plain}, without quotes")
 
 
-def _parse(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -174,7 +174,7 @@ def _is_word(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     try:
         return f"{value}"
     except ValueError:  # a whole number of thousands of digits
@@ -190,22 +190,22 @@ class Names:
 
     def setting(self, key: str, value: Any) -> str:
         """Return the name of a key with its value."""
-        return f"{key}={plain(value)}"
+        return f"{key}={command_line_text(value)}"
 
     def fix(self, key: str, value: Any) -> str:
         """Return the setting to write so that a key has a value."""
-        return f"{key}={plain(value)}"
+        return f"{key}={command_line_text(value)}"
 
     def stages(self, count: int) -> str:
         """Return a number of pipeline stages in words; the JSON has no key for it."""
         return f"{count} pipeline stage{'s' if count > 1 else ''}"
 
 
-def plain(value: Any) -> str:
+def command_line_text(value: Any) -> str:
     """Return a value as it is written on the command line: text without quotes."""
     if isinstance(value, float):
         return f"{value:g}"
-    return value if isinstance(value, str) else shown(value)
+    return value if isinstance(value, str) else json_text(value)
 
 
 AUTO = "auto"
@@ -296,7 +296,7 @@ class Case:
             elif value == AUTO and key.name not in LITERAL_AUTO_KEYS and key.checked:
                 continue  # dropped: the default holds
             else:
-                found[name] = read(key, value).value
+                found[name] = read_value(key, value).value
         self._take_over(found)
         return found
 

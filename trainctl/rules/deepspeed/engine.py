@@ -294,7 +294,7 @@ def data_efficiency_is_complete(case: Case) -> Iterator[Problem]:
             yield Problem(
                 f"{section} needs {name}", f"{section}.enabled=false", key=f"{section}.{name}"
             )
-    dropping = _inside(case.json, RANDOM_LTD)
+    dropping = _free_form_section(case.json, RANDOM_LTD)
     routes = case.get("data_efficiency.enabled") and case.get(
         "data_efficiency.data_routing.enabled"
     )
@@ -350,7 +350,7 @@ def compiled_passes_go_together(case: Case) -> Iterator[Problem]:
 AUTOEP = "expert_parallel.autoep_size"
 
 
-def _inside(json: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+def _free_form_section(json: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     """Return a free-form section; empty if it is missing."""
     for name in section.split("."):
         inner = json.get(name)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
-from trainctl.config.suggest import LONGEST, nearest
+from trainctl.config.suggest import LONGEST, nearest_names
 from trainctl.rules.deepspeed.case import (
     AUTO,
     HF_AUTO_KEYS,
     LITERAL_AUTO_KEYS,
     Case,
     JsonContext,
+    json_text,
     outside,
-    read,
-    shown,
+    read_value,
 )
 from trainctl.rules.deepspeed_schema import Path, Schema
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
@@ -97,7 +97,8 @@ def keys_are_not_deprecated(case: Case) -> Iterator[Problem]:
     if isinstance(case.json.get("zero_optimization"), bool):
         stage = case.stage
         yield Problem(
-            f"zero_optimization={shown(bool(stage))} is a deprecated form, and means stage {stage}",
+            f"zero_optimization={json_text(bool(stage))} is a deprecated form, "
+            f"and means stage {stage}",
             f'write "zero_optimization": {{"stage": {stage}}}',
         )
 
@@ -234,11 +235,11 @@ def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
     for path, value, key in case.entries():
         if key is None or value == AUTO:
             continue
-        reading = read(key, value)
+        reading = read_value(key, value)
         if reading.is_loose:
             name = ".".join(path)
             yield Problem(
-                f"{name} is {shown(value)}, and is taken for {shown(reading.value)}",
+                f"{name} is {json_text(value)}, and is taken for {json_text(reading.value)}",
                 reading.hint,
                 key=name,
             )
@@ -248,13 +249,15 @@ def suggestion(schema: Schema, path: Path) -> str:
     """Return a hint for an unknown key: a similar key of its section, or its name elsewhere."""
     *parents, name = path
     section = tuple(parents)
-    inside = [known for known in schema.inside(section) if not _is_old(schema, (*section, known))]
+    inside = [
+        known for known in schema.inside(section) if not _is_former_name(schema, (*section, known))
+    ]
     elsewhere = [
         known
         for known, key in schema.keys.items()
         if known.rpartition(".")[2] == name and not key.same_as and not key.replaced
     ]
-    close = nearest(name, inside, count=1)
+    close = nearest_names(name, inside, count=1)
     if close:
         return f"did you mean {'.'.join((*section, close[0]))}?"
     if elsewhere:
@@ -280,7 +283,7 @@ def _is_foreign(case: Case, name: str) -> bool:
     return not (is_near or is_part or is_elsewhere)
 
 
-def _is_old(schema: Schema, path: Path) -> bool:
+def _is_former_name(schema: Schema, path: Path) -> bool:
     key = schema.find(path)
     return key is not None and bool(key.same_as or key.replaced)
 
@@ -323,7 +326,7 @@ def _left_open(case: Case, *, checked: bool) -> Iterator[Problem]:
 def _instead_of_auto(case: Case, name: str) -> str:
     key = case.schema.keys.get(name)
     if key is not None and key.default is not None:
-        return f"give the value; DeepSpeed's default is {shown(key.default)}"
+        return f"give the value; DeepSpeed's default is {json_text(key.default)}"
     return "give the value"
 
 
@@ -336,9 +339,9 @@ def _wrong_types(case: Case, *, checked: bool) -> Iterator[Problem]:
             takes_switch = name == "zero_optimization" and isinstance(value, bool)
             takes_switch |= name == "datastates_ckpt" and value is False
             if not takes_switch:
-                yield Problem(f"{name}={shown(value)} is not an object of keys", key=name)
+                yield Problem(f"{name}={json_text(value)} is not an object of keys", key=name)
             continue
-        reading = read(key, value)
+        reading = read_value(key, value)
         if reading.problem:
             yield Problem(f"{name}: {reading.problem}", reading.hint, key=name)
 
@@ -347,7 +350,7 @@ def _out_of_range(case: Case, *, checked: bool) -> Iterator[Problem]:
     for path, value, key in case.entries():
         if key is None or key.checked is not checked or value == AUTO:
             continue
-        problem = outside(key, read(key, value).value)
+        problem = outside(key, read_value(key, value).value)
         if problem and key.name not in ELSEWHERE:
             name = ".".join(path)
             yield Problem(f"{name}: {problem[0]}", problem[1], key=name)

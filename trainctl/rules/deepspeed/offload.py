@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import Accelerator, ModelConfig
-from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, shown
+from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, json_text
 from trainctl.rules.rule import LEFT_OUT, Problem, rule
 
 STAGE = "zero_optimization.stage"
@@ -369,7 +369,7 @@ def _zenflow_intervals(case: Case) -> Iterator[Problem]:
         )
     elif strategy in ("step", "epoch") and not is_number(select):
         yield Problem(
-            f"{key}={shown(select)}, and select_strategy={strategy} needs a number",
+            f"{key}={json_text(select)}, and select_strategy={strategy} needs a number",
             "such as 4",
             key=key,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
-from trainctl.config.suggest import nearest
-from trainctl.rules.deepspeed.case import AUTO, Case, is_number, shown
+from trainctl.config.suggest import nearest_names
+from trainctl.rules.deepspeed.case import AUTO, Case, is_number, json_text
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ADAMS = ("adam", "adamw")
@@ -30,9 +30,9 @@ def the_optimizer_exists(case: Case) -> Iterator[Problem]:
             f"{ONE_BIT[name.lower()]}, which sends whole gradients",
         )
         return
-    close = nearest(name, known, count=1)
+    close = nearest_names(name, known, count=1)
     yield Problem(
-        f"there is no optimizer {shown(name)}",
+        f"there is no optimizer {json_text(name)}",
         f"did you mean {close[0]}?" if close else f"one of {', '.join(known)}",
     )
 
@@ -48,13 +48,13 @@ def the_optimizer_takes_its_parameters(case: Case) -> Iterator[Problem]:
 
     Fix: Leave the parameter out, or write its right name.
     """
-    names = _taken(case)
+    names = _accepted_parameters(case)
     if names is None:
         return
     for name in case.params("optimizer"):
         if name in names or name == "max_grad_norm":
             continue
-        close = nearest(name, names, count=1)
+        close = nearest_names(name, names, count=1)
         yield Problem(
             f"{case.get('optimizer.type')} takes no {name}",
             f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}",
@@ -77,7 +77,7 @@ def clipping_is_not_the_optimizers(case: Case) -> Iterator[Problem]:
     if "max_grad_norm" in params:
         yield Problem(
             "max_grad_norm is not a parameter of the optimizer",
-            f"gradient_clipping={shown(params['max_grad_norm'])} at the top level",
+            f"gradient_clipping={json_text(params['max_grad_norm'])} at the top level",
         )
 
 
@@ -97,9 +97,9 @@ def the_optimizer_can_use_its_numbers(case: Case) -> Iterator[Problem]:
         if value == AUTO or value is None:
             continue
         if name in ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"):
-            yield from _number(key, value)
+            yield from _check_number(key, value)
         elif name == "betas":
-            yield from _betas(key, value)
+            yield from _check_betas(key, value)
 
 
 @rule(
@@ -340,7 +340,7 @@ PRETTY = {
 """Usual spelling of DeepSpeed's own optimizers."""
 
 
-def _taken(case: Case) -> tuple[str, ...] | None:
+def _accepted_parameters(case: Case) -> tuple[str, ...] | None:
     """Return the names that `optimizer.params` may hold; None if unknown."""
     name = case.optimizer
     if name in case.schema.torch_optimizers:
@@ -355,7 +355,7 @@ def _taken(case: Case) -> tuple[str, ...] | None:
     return variants.get(variant, variants["device"])
 
 
-def _number(key: str, value: object) -> Iterator[Problem]:
+def _check_number(key: str, value: object) -> Iterator[Problem]:
     name = key.rpartition(".")[2]
     if not is_number(value):
         plain = ""
@@ -364,13 +364,17 @@ def _number(key: str, value: object) -> Iterator[Problem]:
                 plain = f"{float(value):g}, without quotes"
             except ValueError:
                 plain = ""
-        yield Problem(f"{name}={shown(value)} is not a number", plain and f"write {plain}", key=key)
+        yield Problem(
+            f"{name}={json_text(value)} is not a number", plain and f"write {plain}", key=key
+        )
     elif value < 0:  # type: ignore[operator]
-        yield Problem(f"{name}={shown(value)} is below 0", "0 or more", key=key)
+        yield Problem(f"{name}={json_text(value)} is below 0", "0 or more", key=key)
 
 
-def _betas(key: str, value: object) -> Iterator[Problem]:
+def _check_betas(key: str, value: object) -> Iterator[Problem]:
     if not isinstance(value, list) or len(value) != 2 or not all(is_number(b) for b in value):
-        yield Problem(f"betas={shown(value)} is not a list of two numbers", "[0.9, 0.95]", key=key)
+        yield Problem(
+            f"betas={json_text(value)} is not a list of two numbers", "[0.9, 0.95]", key=key
+        )
     elif not all(0 <= beta < 1 for beta in value):
-        yield Problem(f"betas={shown(value)} are not both in [0, 1)", "[0.9, 0.95]", key=key)
+        yield Problem(f"betas={json_text(value)} are not both in [0, 1)", "[0.9, 0.95]", key=key)

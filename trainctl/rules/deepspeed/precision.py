@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from trainctl.rules.deepspeed.case import Case, is_number, shown
+from trainctl.rules.deepspeed.case import Case, is_number, json_text
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 STAGE = "zero_optimization.stage"
@@ -105,7 +105,7 @@ def the_first_loss_scale_is_a_number(case: Case) -> Iterator[Problem]:
     power = case.get("fp16.initial_scale_power")
     if is_number(power) and power > LARGEST_POWER:
         yield Problem(
-            f"fp16.initial_scale_power={shown(power)}: fp32 ends at 2**{LARGEST_POWER}",
+            f"fp16.initial_scale_power={json_text(power)}: fp32 ends at 2**{LARGEST_POWER}",
             "fp16.initial_scale_power=16",
         )
 
@@ -219,7 +219,7 @@ def the_weights_have_one_format(case: Case) -> Iterator[Problem]:
 
     Fix: Leave data_types.param_dtype out.
     """
-    asked = _format(case, "data_types.param_dtype")
+    asked = _number_format(case, "data_types.param_dtype")
     if asked is not None and case.weights is not None and asked != case.weights:
         yield Problem(
             f"data_types.param_dtype={asked}, and the weights are {case.weights}",
@@ -243,7 +243,7 @@ def without_zero_gradients_have_the_weights_format(case: Case) -> Iterator[Probl
     Fix: Accumulate in the weights' format, or use ZeRO.
     """
     key, stage, fix = "data_types.grad_accum_dtype", "zero_optimization.stage", case.names.fix
-    asked = _format(case, key)
+    asked = _number_format(case, key)
     if case.stage == 0 and asked is not None and case.weights not in (None, asked):
         yield Problem(
             f"{case.setting(key)} with {case.weights} weights needs ZeRO; "
@@ -268,7 +268,7 @@ def gradients_accumulate_in_a_wide_format(case: Case) -> Iterator[Problem]:
 
     Fix: Accumulate in the weights' format or in fp32.
     """
-    asked = _format(case, "data_types.grad_accum_dtype")
+    asked = _number_format(case, "data_types.grad_accum_dtype")
     if case.stage and asked not in (None, "fp32", case.weights) and case.weights is not None:
         yield Problem(
             f"data_types.grad_accum_dtype={asked} while the weights are {case.weights}: sums lose "
@@ -317,7 +317,7 @@ def autocast_has_something_to_lower(case: Case) -> Iterator[Problem]:
             f"torch_autocast beside {case.weights}.enabled: the weights are {case.weights} already",
             f"torch_autocast.enabled=false, or {case.weights}.enabled=false",
         )
-    if _format(case, "torch_autocast.dtype") == "fp32":
+    if _number_format(case, "torch_autocast.dtype") == "fp32":
         yield Problem(
             "torch_autocast to fp32 does nothing",
             "torch_autocast.dtype=bf16",
@@ -380,10 +380,10 @@ def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:
     Fix: Write "auto" or a list of patterns; of modules, their dotted names.
     """
     kept = case.get("data_types.keep_in_fp32_modules")
-    if kept is not None and kept != "auto" and not _is_names(kept):
+    if kept is not None and kept != "auto" and not _is_list_of_names(kept):
         yield Problem(
-            f'data_types.keep_in_fp32_modules={shown(kept)} is not a list of names, nor "auto"',
-            f"[{shown(kept)}]" if isinstance(kept, str) else "",
+            f'data_types.keep_in_fp32_modules={json_text(kept)} is not a list of names, nor "auto"',
+            f"[{json_text(kept)}]" if isinstance(kept, str) else "",
             key="data_types.keep_in_fp32_modules",
         )
     name = "torch_autocast.lower_precision_safe_modules"
@@ -392,7 +392,7 @@ def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:
         for module in lowered:
             if not isinstance(module, str) or "." not in module:
                 yield Problem(
-                    f"{name}: {shown(module)} is not the dotted name of a class",
+                    f"{name}: {json_text(module)} is not the dotted name of a class",
                     "such as torch.nn.Linear",
                 )
             elif find_spec(module.partition(".")[0]) is None:
@@ -458,7 +458,7 @@ MASTERS = {
 STATES = "bf16.bf16_optimizer_states"
 
 
-def _format(case: Case, name: str) -> str | None:
+def _number_format(case: Case, name: str) -> str | None:
     """Return a number format by DeepSpeed's short name; None if the key is missing or not legal."""
     value = case.get(name)
     if not isinstance(value, str) or value not in case.schema.keys[name].choices:
@@ -472,5 +472,5 @@ def _is_cpu_adam(case: Case) -> bool:
     return case.optimizer in ("adam", "adamw") and not torch_adam
 
 
-def _is_names(value: object) -> bool:
+def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)

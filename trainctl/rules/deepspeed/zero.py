@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.plan.derive import choices, nearest_divisors
-from trainctl.rules.deepspeed.case import Case, is_number, shown, words
+from trainctl.rules.deepspeed.case import Case, is_number, json_text, words
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ZERO = "zero_optimization"
@@ -258,7 +258,7 @@ def keys_of_zero_have_an_effect(case: Case) -> Iterator[Problem]:
         is_set = case.given(key) and case.get(key) != case.schema.keys[key].default
         if is_set and case.stage not in stages:
             yield Problem(
-                f"{key}={shown(case.get(key))} has no effect at ZeRO stage {case.stage}",
+                f"{key}={json_text(case.get(key))} has no effect at ZeRO stage {case.stage}",
                 f"leave it out, or {choices(stages, f'{ZERO}.stage')}",
                 key=key,
             )

@@ -122,24 +122,26 @@ def load(version: str | None = None) -> Schema:
     return Schema(
         deepspeed=plain["deepspeed"],
         torch=plain["torch"],
-        keys={name: _key(name, note) for name, note in plain["keys"].items()},
+        keys={name: _make_key(name, note) for name, note in plain["keys"].items()},
         removed=plain["removed"],
         optimizers={
             name: {variant: tuple(names) for variant, names in variants.items()}
             for name, variants in plain["optimizers"].items()
         },
         torch_optimizers={k: tuple(names) for k, names in plain["torch_optimizers"].items()},
-        schedulers={name: _arguments(note) for name, note in plain["schedulers"].items()},
-        torch_schedulers={k: _arguments(note) for k, note in plain["torch_schedulers"].items()},
+        schedulers={name: _make_arguments(note) for name, note in plain["schedulers"].items()},
+        torch_schedulers={
+            k: _make_arguments(note) for k, note in plain["torch_schedulers"].items()
+        },
     )
 
 
-def _key(name: str, note: Mapping[str, Any]) -> Key:
+def _make_key(name: str, note: Mapping[str, Any]) -> Key:
     lists = {part: tuple(note[part]) for part in ("choices", "items") if part in note}
     return Key(name=name, **{**note, **lists})
 
 
-def _arguments(note: Mapping[str, list[str]]) -> Arguments:
+def _make_arguments(note: Mapping[str, list[str]]) -> Arguments:
     return Arguments(tuple(note["names"]), tuple(note["required"]))
 
 
@@ -164,11 +166,11 @@ def deepspeed_schema() -> dict[str, Any]:
     return {
         "$schema": DIALECT,
         "title": f"The configuration of DeepSpeed {schema.deepspeed}",
-        **_section(schema, (), unknown="refused"),
+        **_section_schema(schema, (), unknown="refused"),
     }
 
 
-def _section(schema: Schema, path: tuple[str, ...], *, unknown: str) -> dict[str, Any]:
+def _section_schema(schema: Schema, path: tuple[str, ...], *, unknown: str) -> dict[str, Any]:
     properties = {}
     for name in schema.inside(path):
         key = schema.find((*path, name))
@@ -188,16 +190,16 @@ def _key_schema(schema: Schema, key: Key, path: tuple[str, ...]) -> dict[str, An
     if key.same_as:
         notes["description"] = f"Another spelling of {key.same_as}."
     if key.is_section:
-        section = _section(schema, path, unknown=key.unknown)
+        section = _section_schema(schema, path, unknown=key.unknown)
         if key.null:
             section["type"] = ["object", "null"]
         return {**notes, **section}
     if key.default is not None:
         notes["default"] = key.default
-    return {**notes, "anyOf": [*_values(key), {"const": "auto"}]}
+    return {**notes, "anyOf": [*_value_schemas(key), {"const": "auto"}]}
 
 
-def _values(key: Key) -> list[dict[str, Any]]:
+def _value_schemas(key: Key) -> list[dict[str, Any]]:
     nothing = [{"type": "null"}] if key.null or key.default is None else []
     if key.type not in _TYPES:
         return [{}]

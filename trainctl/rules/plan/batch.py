@@ -28,7 +28,7 @@ from trainctl.plan.derive import (
 )
 from trainctl.plan.schedule import decay_length, warmup_length
 from trainctl.rules.plan.draft import Draft
-from trainctl.rules.rule import WARNING, Problem, rule, warning
+from trainctl.rules.rule import WARNING, Problem, rule, warning_problem
 
 
 @rule("TC020", "training.global_batch_size", example="recipe=tiny training.global_batch_size=20")
@@ -126,7 +126,7 @@ def batch_tokens_are_whole_sequences(draft: Draft) -> Iterator[Problem]:
     elif draft.batch is not None and draft.batch.tokens_per_step != tokens:
         batch = draft.batch
         change = batch.tokens_per_step / tokens - 1
-        yield warning(
+        yield warning_problem(
             f"{key}={tokens} is rounded to {batch.tokens_per_step} ({change:+.1%}): "
             f"{batch.global_batch_size} sequences of {batch.sequence_length}, as many on each rank",
             choices([batch.tokens_per_step], key),
@@ -191,7 +191,7 @@ def epoch_has_a_length(draft: Draft) -> Iterator[Problem]:
         return
     counted = f"training.epochs={training.epochs:g}: how many steps that is depends on the corpus"
     if training.epoch_tokens is None and config.trains_itself and config.data.factory is None:
-        yield warning(
+        yield warning_problem(
             f"{counted}, which has not been read here yet: {UNCOUNTED_STEPS} stand for it",
             f"trainctl launch reads and counts it, or {key}=NUMBER",
         )
@@ -402,7 +402,7 @@ def milestones_are_in_the_run(draft: Draft) -> Iterator[Problem]:
             if step >= total
         ]
         if late:
-            yield warning(
+            yield warning_problem(
                 f"{key}: the run of {total} steps ends before {_listed(late)}",
                 "leave them out, or give schedule.milestone_fractions",
                 key=key,

@@ -18,12 +18,12 @@ from trainctl.plan.mixture import (
     are_valid_weights,
     batch_of_length,
     batches_of_length,
-    end_of,
-    exact,
+    exact_fraction,
     sources_of,
+    stage_end_step,
 )
 from trainctl.rules.plan.draft import Draft
-from trainctl.rules.rule import Problem, rule, warning
+from trainctl.rules.rule import Problem, rule, warning_problem
 
 AMOUNTS = ("weight", "tokens", "epochs")
 ENDS = ("until", "until_step", "until_tokens")
@@ -118,12 +118,12 @@ def ids_are_no_text(draft: Draft) -> Iterator[Problem]:
                 key=f"{key}.max_bytes",
             )
         if section.separator:
-            yield warning(
+            yield warning_problem(
                 f"{key}.separator has no effect: {kind} has ids, and no text",
                 key=f"{key}.separator",
             )
         if section.on_bad_text is not OnBadText.error:
-            yield warning(
+            yield warning_problem(
                 f"{key}.on_bad_text has no effect: {kind} has ids, and no text",
                 key=f"{key}.on_bad_text",
             )
@@ -230,7 +230,7 @@ def run_of_sources_has_a_length(draft: Draft) -> Iterator[Problem]:
     whole = {"kind", *(item.name for item in fields(data) if item.metadata["whole"])}
     for name, value in to_plain(data).items():
         if name not in whole and value != default[name]:
-            yield warning(
+            yield warning_problem(
                 f"data.{name} has no effect: data.sources has sections of its own",
                 f"data.sources.NAME.{name}",
                 key=f"data.{name}",
@@ -311,7 +311,7 @@ def stages_follow_each_other(draft: Draft) -> Iterator[Problem]:
                 "until is a share above 0 and below 1; steps and tokens are above 0",
             )
         elif given and draft.batches is not None and draft.total_steps:
-            end = end_of(stage, draft.config.schedule, draft.batches, draft.total_steps)
+            end = stage_end_step(stage, draft.config.schedule, draft.batches, draft.total_steps)
             if end <= last:
                 yield Problem(
                     f"{where}: {_end(stage)} is step {end}, and the stage before it ends with "
@@ -497,7 +497,7 @@ def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -
         and all(weight > 0 for weight in weights.values())
         and not are_valid_weights(weights.values())
     ):
-        total = sum(map(exact, weights.values()), Fraction(0))
+        total = sum(map(exact_fraction, weights.values()), Fraction(0))
         *_, name = weights
         yield Problem(
             f"{where}the weights {', '.join(f'{n} {w:g}' for n, w in weights.items())} have the "

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, Packing
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
 from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.readers.quality import HELD_OUT, filters_of, has_quality_rules, held_out_sections
+from trainctl.readers.quality import (
+    HELD_OUT,
+    decontamination_sections,
+    filters_of,
+    has_quality_rules,
+)
 from trainctl.rules.plan.data import BOTH, TEXT
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
@@ -96,7 +101,7 @@ def filters_keep_something(draft: Draft) -> Iterator[Problem]:
     """
     for where, section in _sections(draft.config.data):
         for name, keys in filters_of(section).items():
-            spec = load("filter", name)
+            spec = load_spec("filter", name)
             key = f"{where}.filters.{name}"
             if name == "urls":
                 yield Problem(
@@ -143,7 +148,7 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Problem]:
             "have the function leave documents out",
             key=asked,
         )
-    for section in held_out_sections(data):
+    for section in decontamination_sections(data):
         if spec_of(section).is_tokenized and isinstance(section, DataFromPaths):
             yield Problem(
                 f"data.decontaminate looks for texts, and {section.paths[0]} has ids",

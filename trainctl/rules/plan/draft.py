@@ -49,7 +49,9 @@ class Draft:
         return plan_json_case(self.config, self.hardware, self.mesh, self.settings)
 
 
-def outside(config: RunConfig, limits: Iterable[Limit]) -> Iterator[tuple[str, str, Limit]]:
+def values_outside_limits(
+    config: RunConfig, limits: Iterable[Limit]
+) -> Iterator[tuple[str, str, Limit]]:
     """Yield key, value as written and limit of each value that is not within its limit.
 
     Of a mapping, each entry is a key.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainctl.config.derived import Derived
-from trainctl.config.registry import load
+from trainctl.config.registry import load_spec
 from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.plan.deepspeed import flatten
@@ -14,13 +14,13 @@ from trainctl.rules.deepspeed import keys
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.passed_keys import (
     PASS_THROUGH_KEYS,
-    canonical,
+    canonical_key,
     entry_of,
     idle_reason,
-    overlap,
+    keys_overlap,
     owner_of,
 )
-from trainctl.rules.plan.draft import Draft, outside
+from trainctl.rules.plan.draft import Draft, values_outside_limits
 from trainctl.rules.rule import Problem, rule
 
 
@@ -34,7 +34,7 @@ def engine_supports_settings(draft: Draft) -> Iterator[Problem]:
     Fix: Use engine=deepspeed, or leave out what the message names.
     """
     spec = engine_of(draft.config)
-    for key, value, limit in outside(draft.config, spec.limits):
+    for key, value, limit in values_outside_limits(draft.config, spec.limits):
         yield Problem(
             f"{key}={value}: engine.kind={spec.name} {limit.why}",
             f"{limit.nearest}, or engine=deepspeed",
@@ -52,8 +52,8 @@ def callbacks_support_settings(draft: Draft) -> Iterator[Problem]:
     Fix: Leave the callback out, or change the setting that the message names.
     """
     for name in callbacks_of(draft.config):
-        spec = load("callbacks", name)
-        for key, value, limit in outside(draft.config, spec.limits):
+        spec = load_spec("callbacks", name)
+        for key, value, limit in values_outside_limits(draft.config, spec.limits):
             yield Problem(
                 f"{key}={value}: the callback {name} {limit.why}",
                 f"{limit.nearest}, or leave {name} out of `callbacks`",
@@ -125,8 +125,8 @@ def pass_through_agrees(draft: Draft) -> Iterator[Problem]:
     """
     found: dict[str, Problem] = {}
     for key, value in flatten(draft.config.deepspeed):
-        entry, owner, name = entry_of(key), owner_of(key, draft.config), canonical(key)
-        overlapping = (each for each in draft.settings if overlap(name, each.key))
+        entry, owner, name = entry_of(key), owner_of(key, draft.config), canonical_key(key)
+        overlapping = (each for each in draft.settings if keys_overlap(name, each.key))
         derived = None if entry in PASS_THROUGH_KEYS else next(overlapping, None)
         if derived is not None and (derived.key, derived.value) != (name, value):
             found[key] = _contradiction(key, value, derived, owner)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from math import gcd
 
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
-from trainctl.options.limits import Limit, only, value_of
+from trainctl.options.limits import Limit, only_value, value_of
 from trainctl.options.optimizer import ELEMENT, spec_of
 from trainctl.plan.derive import choices, nearest_divisors
 from trainctl.plan.settings import auxiliary_loss
 from trainctl.plan.shapes import anatomy
-from trainctl.rules.plan.draft import Draft, outside
+from trainctl.rules.plan.draft import Draft, values_outside_limits
 from trainctl.rules.rule import WARNING, Problem, rule
 
 KEY = "parallelism.expert"
@@ -71,7 +71,7 @@ def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     expert = config.parallelism.expert
     if expert == 1 or not config.trains_itself:
         return
-    for key, value, limit in outside(config, LIMITS):
+    for key, value, limit in values_outside_limits(config, LIMITS):
         yield Problem(
             f"{key}={value} with {KEY}={expert}: {limit.why}",
             f"{limit.nearest}, or {KEY}=1",
@@ -209,13 +209,13 @@ _NORMS = "DeepSpeed takes the norms of what it offloads itself, over all replica
 _GROUPS = "its groups are made for parameters that all replicas have"
 
 LIMITS = (
-    only(
+    only_value(
         "parallelism.tensor",
         1,
         "a shard of a parameter is cut along one dimension, and experts are along theirs",
     ),
-    only("parallelism.sequence", 1, _UNSHOWN),
-    only("precision.autocast", False, _UNSHOWN, "precision=bf16"),
+    only_value("parallelism.sequence", 1, _UNSHOWN),
+    only_value("precision.autocast", False, _UNSHOWN, "precision=bf16"),
     Limit(
         key="precision.compute",
         holds=lambda config: (
@@ -224,22 +224,22 @@ LIMITS = (
         why=_UNSHOWN,
         nearest="precision=bf16",
     ),
-    only("offload.optimizer", OffloadDevice.none, _NORMS, "offload=none"),
-    only("offload.parameters", OffloadDevice.none, _NORMS, "offload=none"),
-    only(
+    only_value("offload.optimizer", OffloadDevice.none, _NORMS, "offload=none"),
+    only_value("offload.parameters", OffloadDevice.none, _NORMS, "offload=none"),
+    only_value(
         "zero_stage.hpz_partition_size",
         1,
         "the copy within a node is of parameters that all its devices share",
     ),
-    only("zero_stage.quantized_weights", False, _GROUPS),
-    only("zero_stage.quantized_gradients", False, _GROUPS),
+    only_value("zero_stage.quantized_weights", False, _GROUPS),
+    only_value("zero_stage.quantized_gradients", False, _GROUPS),
     _needed_below_3("contiguous_gradients"),
     _needed_below_3("reduce_scatter"),
-    only(
+    only_value(
         "kernels.compile",
         CompileKind.none,
         "how many tokens travel is known on the host only, in each layer",
     ),
-    only("gradients.centralize", False, _UNSHOWN),
+    only_value("gradients.centralize", False, _UNSHOWN),
 )
 """Settings that the expert axis has been verified with."""

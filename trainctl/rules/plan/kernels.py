@@ -13,7 +13,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.models.anatomy import parse_anatomy
-from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
+from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
 from trainctl.options.model import architecture, families
 from trainctl.plan.settings import DETERMINISTIC_VARIABLES
 from trainctl.plan.shapes import FEED_FORWARD
@@ -255,7 +255,7 @@ def some_block_is_recomputed(draft: Draft) -> Iterator[Problem]:
     Fix: Set every_kth_block to at most the number of blocks.
     """
     config = draft.config
-    settings, layers = recomputed(config), config.model.num_layers
+    settings, layers = recomputing_section(config), config.model.num_layers
     if settings is None:
         return
     if layers == 0:
@@ -287,7 +287,7 @@ def partitioned_inputs_are_copies(draft: Draft) -> Iterator[Problem]:
 
     Fix: Use parallelism.tensor above 1, or leave it out.
     """
-    settings, axes = recomputed(draft.config), draft.config.parallelism
+    settings, axes = recomputing_section(draft.config), draft.config.parallelism
     key = "activation_checkpointing.partition_across_tensor_ranks"
     if settings is None or not settings.partition_across_tensor_ranks:
         return
@@ -318,7 +318,7 @@ def offloaded_inputs_leave_the_device(draft: Draft) -> Iterator[Problem]:
 
     Fix: Leave it out on CPUs.
     """
-    settings = recomputed(draft.config)
+    settings = recomputing_section(draft.config)
     on_cpu = draft.hardware.accelerator is Accelerator.cpu
     if settings is not None and settings.offload_to_cpu and on_cpu:
         key = "activation_checkpointing.offload_to_cpu"

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.keys import as_written
-from trainctl.config.registry import load, specs
+from trainctl.config.registry import load_spec, load_specs
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
@@ -19,14 +19,14 @@ from trainctl.config.schema import (
     OnBadLoss,
     RunConfig,
     ScheduleConfig,
-    walk,
+    walk_leaves,
 )
 from trainctl.options import model
 from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
-from trainctl.plan.deepspeed_table import ZERO_KEYS, unread
+from trainctl.plan.deepspeed_table import ZERO_KEYS, ineffective_keys
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
@@ -299,7 +299,9 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Problem]:
     Fix: Leave it out, or switch on what the message names.
     """
     config = draft.config
-    changed = {key: (item, value) for key, item, value in walk(config) if value != _default(item)}
+    changed = {
+        key: (item, value) for key, item, value in walk_leaves(config) if value != _default(item)
+    }
     idle = [
         (key, words)
         for keys, has_effect, words in NEEDS
@@ -314,7 +316,9 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Problem]:
         for key in keys
         if key in changed
     ]
-    idle += [(key, words) for key, words in unread(config) if key in changed.keys() - OWN_RULES]
+    idle += [
+        (key, words) for key, words in ineffective_keys(config) if key in changed.keys() - OWN_RULES
+    ]
     if not engine_of(config).takes_json:
         refused = {limit.key for limit in engine_of(config).limits}
         idle += [(key, DEEPSPEED) for key in BUFFERS if key in changed.keys() - refused]
@@ -329,7 +333,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Problem]:
         value = as_written(to_plain(changed[key][1]))
         yield Problem(f"{key}={value} has no effect: it needs {words}", f"leave {key} out", key=key)
     for name in callbacks_of(config):
-        if load("callbacks", name).needs_gpu and draft.hardware.accelerator is Accelerator.cpu:
+        if load_spec("callbacks", name).needs_gpu and draft.hardware.accelerator is Accelerator.cpu:
             yield Problem(
                 f"the callback {name} has no effect on a CPU: it needs a GPU",
                 f"leave {name} out of `callbacks`",
@@ -344,7 +348,7 @@ def _families_with(has: Callable[[Family], bool]) -> str:
     others = [spec.name for spec in shaped if not has(spec)]
     if len(others) < len(having):
         return f"another family than {' and '.join(others)}"
-    everyone = having or [spec.name for spec in specs("model") if has(spec)]
+    everyone = having or [spec.name for spec in load_specs("model") if has(spec)]
     return f"model.family={' or '.join(everyone)}"
 
 

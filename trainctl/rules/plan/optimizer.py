@@ -15,16 +15,16 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.options.data import spec_of as data_spec_of
-from trainctl.options.limits import never, only
+from trainctl.options.limits import never_value, only_value
 from trainctl.options.objective import PAIRS, objective_of
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plan.mixture import sources_of
-from trainctl.plan.optimizers import refusals
+from trainctl.plan.optimizers import refused_settings
 from trainctl.plan.settings import auxiliary_loss
 from trainctl.plan.trainable import trainable
 from trainctl.rules.deepspeed import optimizer as json_optimizer
-from trainctl.rules.plan.draft import Draft, on_json, outside
-from trainctl.rules.rule import Problem, rule, warning
+from trainctl.rules.plan.draft import Draft, on_json, values_outside_limits
+from trainctl.rules.rule import Problem, rule, warning_problem
 
 
 @rule("TC059", "*", example="recipe=tiny optimizer=muon parallelism.tensor=2")
@@ -39,7 +39,7 @@ def optimizer_fits_the_layout(draft: Draft) -> Iterator[Problem]:
     if not draft.config.trains_itself:
         return  # DeepSpeed builds the optimizer and reports what it refuses
     kind = draft.config.optimizer.kind
-    for refusal in refusals(draft.config):
+    for refusal in refused_settings(draft.config):
         yield Problem(
             f"{refusal.key}={refusal.value} with optimizer.kind={kind}: {refusal.why}",
             f"{refusal.nearest}, or optimizer=adamw",
@@ -127,7 +127,7 @@ def fused_kernel_is_there(draft: Draft) -> Iterator[Problem]:
     if spec.fused_by is None:
         yield Problem(f"{key}=true: optimizer.kind={spec.name} has no fused kernel", f"{key}=null")
     elif config.offload.optimizer is not OffloadDevice.none:
-        yield warning(
+        yield warning_problem(
             f"{key}=true is for a device, and the optimizer is in host memory", f"{key}=null"
         )
     elif spec.fused_by is Maker.deepspeed and draft.hardware.accelerator is Accelerator.cpu:
@@ -178,7 +178,7 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
         return
     found = [
         (key, value, limit.why, limit.nearest)
-        for key, value, limit in outside(config, OBJECTIVE_LIMITS)
+        for key, value, limit in values_outside_limits(config, OBJECTIVE_LIMITS)
     ]
     weights = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
     for name, weight in weights.items():
@@ -277,20 +277,20 @@ def _pairs_in_sources(config: RunConfig, wants_pairs: bool) -> Iterator[Problem]
 
 
 OBJECTIVE_LIMITS = (
-    only("parallelism.sequence", 1, "a rank sees a part of an answer alone"),
-    only("parallelism.pipeline", 1, "the loss of a last stage is that of the next token"),
-    only(
+    only_value("parallelism.sequence", 1, "a rank sees a part of an answer alone"),
+    only_value("parallelism.pipeline", 1, "the loss of a last stage is that of the next token"),
+    only_value(
         "kernels.cross_entropy",
         CrossEntropyKind.plain,
         "it sums the losses of a chunk, and whose token was whose is not known any more",
         "kernels=default",
     ),
-    never(
+    never_value(
         "kernels.compile",
         CompileKind.deepcompile,
         "it has not been compared",
         "kernels.compile=none",
     ),
-    only("stability.z_loss", 0, "it is a part of the next token's loss"),
+    only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
 )
 """Settings that objectives other than the next token's have been verified with."""

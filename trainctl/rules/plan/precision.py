@@ -12,7 +12,7 @@ from trainctl.config.schema import (
 from trainctl.options import model as families
 from trainctl.options.precision import is_emulated, loss_scaling, precision_of
 from trainctl.plan.derive import choices, nearest_multiples
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.rules.deepspeed import precision as json
 from trainctl.rules.plan.draft import Draft, json_problems, on_json
 from trainctl.rules.rule import Problem, rule
@@ -137,7 +137,7 @@ def gradients_accumulate_in_a_wider_type(draft: Draft) -> Iterator[Problem]:
 
     Fix: Use the format of the weights, or fp32 where DeepSpeed really uses it.
     """
-    used, config = formats(draft.config.precision), draft.config
+    used, config = number_formats(draft.config.precision), draft.config
     accumulate, weights = used.gradient_accumulation, used.weights
     if accumulate is weights:
         return
@@ -241,7 +241,7 @@ def master_weights_are_kept_in_a_known_type(draft: Draft) -> Iterator[Problem]:
     Fix: Set precision.master_weights=fp32.
     """
     config = draft.config
-    precision, weights = config.precision, formats(config.precision).weights
+    precision, weights = config.precision, number_formats(config.precision).weights
     master, states = precision.master_weights, precision.optimizer_states
     stage, offloaded = config.zero_stage.stage, config.offload.optimizer is not OffloadDevice.none
     key = "precision.master_weights"

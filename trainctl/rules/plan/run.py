@@ -9,7 +9,7 @@ from trainctl.options import launcher as launchers
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.settings import EMA_METRIC, average_conflict
 from trainctl.rules.plan.draft import Draft
-from trainctl.rules.rule import WARNING, Problem, rule, warning
+from trainctl.rules.rule import WARNING, Problem, rule, warning_problem
 
 METRICS = ("loss", EMA_METRIC)
 """Metrics that an evaluation measures."""
@@ -169,7 +169,7 @@ def profiler_has_a_window(draft: Draft) -> Iterator[Problem]:
             f"logging.profile_steps=[{first},{max(first, *steps)}]",
         )
     elif draft.total_steps is not None and steps[0] > draft.total_steps:
-        yield warning(
+        yield warning_problem(
             f"logging.profile_steps={steps} lies behind the run's last step, {draft.total_steps}: "
             "nothing will be recorded",
             f"logging.profile_steps=[{draft.total_steps},{draft.total_steps}]",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from trainctl.config.keys import as_written
 from trainctl.config.schema import CompileKind, CrossEntropyKind, OffloadDevice, RunConfig
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.options.adapter import BaseWeights, low_rank
-from trainctl.options.limits import Limit, never, only
+from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
 from trainctl.plan.shapes import anatomy
@@ -22,10 +22,10 @@ from trainctl.plan.trainable import (
     linear_layers,
     matching_parameters,
     quantized_layers,
-    ties,
+    tied_parameters,
     trainable,
 )
-from trainctl.rules.plan.draft import Draft, outside
+from trainctl.rules.plan.draft import Draft, values_outside_limits
 from trainctl.rules.rule import WARNING, Problem, rule
 
 FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_train"
@@ -62,7 +62,7 @@ def targets_meet_layers(draft: Draft) -> Iterator[Problem]:
         if not any(is_target(layer, target) for layer in layers):
             yield Problem(
                 f"no linear layer of the blocks is called {target!r}",
-                f"{did_you_mean(nearest(target, known))} they are {', '.join(known)}".strip(),
+                f"{did_you_mean(nearest_names(target, known))} they are {', '.join(known)}".strip(),
                 key=TARGETS,
             )
 
@@ -89,7 +89,7 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Problem]:
             names = list(dict.fromkeys(_words(draft.config)))
             yield Problem(
                 f"{entry!r} is found in no parameter's name",
-                did_you_mean(nearest(entry, names))
+                did_you_mean(nearest_names(entry, names))
                 or f"names are such as {next(iter(matching_parameters(model, '.')))}",
             )
 
@@ -123,7 +123,7 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Problem]:
             words = list(dict.fromkeys(_words(config)))
             yield Problem(
                 f"{entry!r} is found in no parameter's name",
-                did_you_mean(nearest(entry, words)) or f"{ALSO}=[embeddings,head]",
+                did_you_mean(nearest_names(entry, words)) or f"{ALSO}=[embeddings,head]",
             )
         both = [name for name in met if name in beside]
         if both:
@@ -135,7 +135,10 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Problem]:
 
 def _words(config: RunConfig) -> Iterator[str]:
     """Yield keywords, parts of parameter names and whole names, to match a mistyped entry."""
-    names = [*matching_parameters(config.model, "."), *(alias for alias, _ in ties(config.model))]
+    names = [
+        *matching_parameters(config.model, "."),
+        *(alias for alias, _ in tied_parameters(config.model)),
+    ]
     yield from ("embeddings", "head", "all_but_last_blocks:1")
     for name in names:
         yield from (word for word in name.split(".") if not word.isdecimal())
@@ -192,10 +195,10 @@ def _is_recurrent(config: RunConfig) -> bool:
 _UNSHOWN = "has not been shown to train as one process does beside frozen weights"
 
 LIMITS = (
-    only("engine.kind", "deepspeed", _UNSHOWN, "engine=deepspeed"),
-    only("model.factory", None, _UNSHOWN),
-    only("model.mup", False, _UNSHOWN),
-    only("model.num_experts", None, _UNSHOWN, "another model"),
+    only_value("engine.kind", "deepspeed", _UNSHOWN, "engine=deepspeed"),
+    only_value("model.factory", None, _UNSHOWN),
+    only_value("model.mup", False, _UNSHOWN),
+    only_value("model.num_experts", None, _UNSHOWN, "another model"),
     Limit(
         key="model.model_type",
         holds=lambda c: not _is_recurrent(c),
@@ -214,26 +217,26 @@ LIMITS = (
         why=_UNSHOWN,
         nearest="precision=bf16",
     ),
-    only("precision.autocast", False, _UNSHOWN),
-    only("gradients.centralize", False, _UNSHOWN),
-    only("kernels.compile", CompileKind.none, _UNSHOWN),
-    only("kernels.liger", False, _UNSHOWN),
-    never(
+    only_value("precision.autocast", False, _UNSHOWN),
+    only_value("gradients.centralize", False, _UNSHOWN),
+    only_value("kernels.compile", CompileKind.none, _UNSHOWN),
+    only_value("kernels.liger", False, _UNSHOWN),
+    never_value(
         "kernels.cross_entropy",
         CrossEntropyKind.liger_fused,
         _UNSHOWN,
         "kernels.cross_entropy=chunked",
     ),
-    only("offload.parameters", OffloadDevice.none, _UNSHOWN),
-    never("offload.optimizer", OffloadDevice.nvme, _UNSHOWN, "offload.optimizer=cpu"),
-    only("offload.ratio", 1, _UNSHOWN),
-    only("offload.zenflow", False, _UNSHOWN),
-    only("offload.super_offload", False, _UNSHOWN),
-    only("zero_stage.hpz_partition_size", 1, _UNSHOWN),
-    only("zero_stage.quantized_weights", False, _UNSHOWN),
-    only("zero_stage.quantized_gradients", False, _UNSHOWN),
-    only("script", None, "trains by itself", "leave it out"),
-    only("trainer", None, "trains by itself"),
+    only_value("offload.parameters", OffloadDevice.none, _UNSHOWN),
+    never_value("offload.optimizer", OffloadDevice.nvme, _UNSHOWN, "offload.optimizer=cpu"),
+    only_value("offload.ratio", 1, _UNSHOWN),
+    only_value("offload.zenflow", False, _UNSHOWN),
+    only_value("offload.super_offload", False, _UNSHOWN),
+    only_value("zero_stage.hpz_partition_size", 1, _UNSHOWN),
+    only_value("zero_stage.quantized_weights", False, _UNSHOWN),
+    only_value("zero_stage.quantized_gradients", False, _UNSHOWN),
+    only_value("script", None, "trains by itself", "leave it out"),
+    only_value("trainer", None, "trains by itself"),
 )
 """Settings that frozen weights and adapters have been verified with."""
 
@@ -253,7 +256,7 @@ def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
     adapter = low_rank(config.adapter)
     asked = f"adapter={adapter.kind}" if adapter is not None else FREEZE
     without = "adapter=none" if adapter is not None else "no training.freeze"
-    for key, value, limit in outside(config, LIMITS):
+    for key, value, limit in values_outside_limits(config, LIMITS):
         yield Problem(
             f"{key}={value} with {asked}: it {limit.why}", f"{limit.nearest}, or {without}", key=key
         )

@@ -13,7 +13,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.options.optimizer import spec_of
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.rules.deepspeed import offload, zero
 from trainctl.rules.plan.draft import Draft, json_problems, on_json
 from trainctl.rules.rule import Problem, rule
@@ -35,7 +35,7 @@ def shards_clip_by_one_norm(draft: Draft) -> Iterator[Problem]:
     Fix: Use zero_stage=1, which has the true norm.
     """
     config, axes = draft.config, draft.config.parallelism
-    if config.zero_stage.stage > 0 or formats(config.precision).weights is DataType.fp32:
+    if config.zero_stage.stage > 0 or number_formats(config.precision).weights is DataType.fp32:
         return
     # What DeepSpeed flattens loses the mark of a tensor shard (fp16/unfused_optimizer.py,
     # get_weight_norm). In fp32 the trainer clips by itself.
@@ -149,7 +149,10 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Problem]:
             "precision.master_weights=fp32",
             key="precision.master_weights",
         )
-    if formats(precision).weights is DataType.fp16 and not draft.config.optimizer.gradient_clipping:
+    if (
+        number_formats(precision).weights is DataType.fp16
+        and not draft.config.optimizer.gradient_clipping
+    ):
         yield Problem(
             "offload.super_offload in fp16 without clipping updates by gradients that are still "
             "multiplied by the loss scale",
@@ -310,7 +313,7 @@ def _stage_and_axes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _precision(config: RunConfig) -> Iterator[Problem]:
-    used, precision = formats(config.precision), config.precision
+    used, precision = number_formats(config.precision), config.precision
     if used.weights is DataType.fp16:
         yield Problem(
             "offload.zenflow updates its columns from gradients that still carry fp16's loss "

@@ -24,7 +24,7 @@ from trainctl.plan.trainable import (
     adapted_layers,
     added_tensors,
     linear_layers,
-    ties,
+    tied_parameters,
     trainable,
 )
 from trainctl.runs.files import write_json
@@ -73,7 +73,9 @@ def export_adapter(
     also = _trained_outside_adapter(config, layers, {*tensors})
     tensors |= {tensor.name: tensor for tensor in also}
     # PEFT reads a tied weight that trains under both of its names.
-    tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}
+    tied = {
+        alias: tensors[name] for alias, name in tied_parameters(config.model) if name in tensors
+    }
     tensors |= tied
     layout = {_peft_name(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
     total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize

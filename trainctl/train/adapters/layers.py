@@ -21,7 +21,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.models.weights import (
@@ -208,7 +208,7 @@ def initial_adapter(
         laws[f"{layer.name}.{LORA_A}"] = [InitializedRange(0, rank * layer.inputs, uniform)]
         laws[f"{layer.name}.{LORA_B}"] = [InitializedRange(0, rank * layer.outputs, ZERO)]
         lengths[f"{layer.name}.{MAGNITUDE}"] = layer
-    dtype = TORCH_TYPES[formats(config.precision).weights]
+    dtype = TORCH_TYPES[number_formats(config.precision).weights]
     return _Initial(SeedWeights(seed, std=0.0, laws=laws), base, lengths, shapes, dtype)
 
 

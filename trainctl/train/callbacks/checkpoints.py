@@ -10,10 +10,10 @@ from typing import Any
 
 from trainctl.data.corpora import corpus_digests
 from trainctl.options.callbacks import Callback, Context
-from trainctl.plan.identity import description
+from trainctl.plan.identity import model_description
 from trainctl.plan.mup import multipliers
 from trainctl.plan.schedule import Curve
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.runs import checkpoints
 from trainctl.runs.status import Phase, Request, pending_requests, withdraw_request
 from trainctl.train.callbacks.context import Journal, StepState
@@ -46,12 +46,12 @@ class Checkpoints(Callback):
             session.process,
             session.state,
             self._config,
-            TORCH_TYPES[formats(config.precision).weights],
+            TORCH_TYPES[number_formats(config.precision).weights],
             session.saved_buffers,
         )
         self._origin = {
             "run": checkpoints.manifest_run_id(session.run) or "",
-            "model": description(config.model, session.shapes),
+            "model": model_description(config.model, session.shapes),
             "multipliers": multipliers(config.model),
             **session.manifest_entries,
         }

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trainctl.config.registry import function_of, load
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.registry import function_of, load_spec
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.data.user_functions import in_words
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
@@ -93,7 +93,7 @@ def _own_callbacks(callbacks: Mapping[str, Callback | None]) -> Iterator[Callbac
 def _configured_callbacks(plan: RunPlan, process: Process) -> Iterator[CallbackEntry]:
     """Yield the callbacks of the configuration that run on this rank."""
     for name, keys in callbacks_of(plan.config).items():
-        spec = load("callbacks", name)
+        spec = load_spec("callbacks", name)
         if spec.ranks is Ranks.first and not process.is_first:
             continue
         try:
@@ -121,7 +121,7 @@ def _check_hooks(name: str, callback: object) -> None:
     for method in dir(type(callback)):
         is_hook = method.startswith(HOOK_PREFIXES) and callable(getattr(callback, method, None))
         if is_hook and not hasattr(Callback, method):
-            close = nearest(method, [hook for hook in dir(Callback) if hook[0] != "_"])
+            close = nearest_names(method, [hook for hook in dir(Callback) if hook[0] != "_"])
             raise TrainctlError(
                 f"the callback {name} has a method {method}, and there is no such hook",
                 hint=did_you_mean(close) or f"other methods do not begin with {HOOK_PREFIXES}",

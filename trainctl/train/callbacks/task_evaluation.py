@@ -24,7 +24,7 @@ from trainctl.config.suggest import first_line
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.callbacks.task_evaluation import TaskEvaluationConfig
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.train.checkpoint.export import write_all_but_weights
 from trainctl.train.evaluation import first_source, inference
 from trainctl.train.models.model import TORCH_TYPES, skeleton, with_portable_attention
@@ -111,7 +111,7 @@ class TaskEvaluation(Callback):
                     "each token: use `trainctl evaluate --tasks` on a checkpoint"
                 )
         config = context.plan.config
-        dtype = TORCH_TYPES[formats(config.precision).weights]
+        dtype = TORCH_TYPES[number_formats(config.precision).weights]
         model = skeleton(with_portable_attention(config.model), dtype)
         with tempfile.TemporaryDirectory(prefix="trainctl-") as folder:
             write_all_but_weights(model, config, dtype, Path(folder))

@@ -16,7 +16,7 @@ from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import Checkpoint
@@ -92,7 +92,7 @@ def load(
         TrainctlError: The checkpoint is not of this model or has no such weights (5), or the device
             is missing or too small (4).
     """
-    shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
+    shape, dtype = plan.config.model, TORCH_TYPES[number_formats(plan.config.precision).weights]
     model = skeleton(with_portable_attention(shape), dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
     place = choose_device(device, elements * dtype.itemsize)

@@ -36,7 +36,7 @@ from trainctl.engines.protocol import MakeParameter
 from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Buffer, persistent_buffers
-from trainctl.options.model import Family, families, of_type, spec_of
+from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plan.mup import multipliers
 from trainctl.plan.shapes import final_norm_tensors, head_dim, key_value_heads
 from trainctl.train.models.weights import SkipInit, WeightSource
@@ -390,7 +390,7 @@ def family_of(model: PreTrainedModel) -> Family:
     Raises:
         TrainctlError: trainctl has no family for this architecture.
     """
-    family = of_type(model.config.model_type)
+    family = family_of_type(model.config.model_type)
     if family is None:
         known = ", ".join(spec.name for spec in families())
         raise TrainctlError(

@@ -27,7 +27,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import ActivationCheckpointingConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.activation_checkpointing import Recomputing
-from trainctl.plan.settings import is_wrapped
+from trainctl.plan.settings import is_recomputed
 from trainctl.train.models.model import blocks
 
 SAVED_OPERATIONS = frozenset(
@@ -94,7 +94,7 @@ def wrap_blocks(
         group=tensor_group if partitions else None,
     )
     for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = is_wrapped(number, config)
+        layer.gradient_checkpointing = is_recomputed(number, config)
         # `gradient_checkpointing_enable` wraps every block, and takes no function.
         layer._gradient_checkpointing_func = recompute
     return sum(layer.gradient_checkpointing for layer in layers)

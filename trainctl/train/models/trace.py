@@ -35,7 +35,7 @@ from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, block_part
 from trainctl.options.precision import precision_of
-from trainctl.plan.settings import formats
+from trainctl.plan.settings import number_formats
 from trainctl.train.models.anatomy import (
     anatomy_of_built,
     require_blocks,
@@ -62,7 +62,7 @@ def trace(config: RunConfig) -> TracedModel:
             values, which fake tensors lack.
     """
     declared.require_definitions(config, {At.trace})
-    dtype = TORCH_TYPES[formats(config.precision).weights]
+    dtype = TORCH_TYPES[number_formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
         with failures_in_words(config.model, "traced"):
             model = _fake_model(config.model, dtype)

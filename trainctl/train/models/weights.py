@@ -72,7 +72,7 @@ class SeedWeights:
             seed,
             std=config.initializer_range,
             laws=parameter_initializers(model),
-            factor=lambda name, shape: mup.initial_factor(config, mup.kind_of(name, shape)),
+            factor=lambda name, shape: mup.initial_factor(config, mup.tensor_kind(name, shape)),
         )
 
     @property

@@ -13,7 +13,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.engines.shards import ParameterPiece, Pieces
 from trainctl.options.optimizer import Maker
-from trainctl.plan.optimizers import GroupKey, group_of, in_order, optimizer_maker
+from trainctl.plan.optimizers import GroupKey, group_of, optimizer_maker, order_groups
 from trainctl.plan.types import RunPlan
 
 
@@ -59,5 +59,5 @@ def parameter_groups(
             "peak_lr": key.peak_lr(config) * lr_scale,
         }
         for is_expert, found in members.items()
-        for key in in_order(found)
+        for key in order_groups(found)
     ]

@@ -141,4 +141,4 @@ def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Adafactor:
     """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, AdafactorConfig)
-    return Adafactor(groups, mup.epsilon(plan.config, section.epsilon))
+    return Adafactor(groups, mup.scaled_epsilon(plan.config, section.epsilon))

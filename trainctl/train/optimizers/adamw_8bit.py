@@ -217,5 +217,5 @@ def build(plan: RunPlan, groups: list[dict[str, Any]]) -> AdamW8bit:
     section = plan.config.optimizer
     assert isinstance(section, WithMoments)
     return AdamW8bit(
-        groups, (section.beta1, section.beta2), mup.epsilon(plan.config, section.epsilon)
+        groups, (section.beta1, section.beta2), mup.scaled_epsilon(plan.config, section.epsilon)
     )

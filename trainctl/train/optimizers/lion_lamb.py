@@ -59,7 +59,9 @@ def build_lamb(plan: RunPlan, groups: list[dict[str, Any]]) -> Lamb:
     """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, WithMoments)
-    return Lamb(groups, (section.beta1, section.beta2), mup.epsilon(plan.config, section.epsilon))
+    return Lamb(
+        groups, (section.beta1, section.beta2), mup.scaled_epsilon(plan.config, section.epsilon)
+    )
 
 
 class Lion(Optimizer):

@@ -171,7 +171,7 @@ def build(plan: RunPlan, groups: list[dict[str, Any]]) -> MatrixOptimizer:
         groups,
         momentum=section.momentum,
         betas=(section.beta1, section.beta2),
-        eps=mup.epsilon(config, section.epsilon),
+        eps=mup.scaled_epsilon(config, section.epsilon),
         fused=is_fused(config, plan.hardware),
         iterate_in=torch.float32 if is_fp32 else torch.bfloat16,
     )

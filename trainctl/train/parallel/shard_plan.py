@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.errors import TrainctlError
-from trainctl.options.model import Family, Region, of_type
+from trainctl.options.model import Family, Region, family_of_type
 
 COLUMN, GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
@@ -128,7 +128,7 @@ def shard_plan_of(model: PreTrainedModel) -> ShardPlan:
         TrainctlError: The model has no family here, and transformers' plans are missing or not
             understood.
     """
-    family = of_type(model.config.model_type)
+    family = family_of_type(model.config.model_type)
     return from_plans(model) if family is None else ShardPlan.of_family(family)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema.option import option
-from trainctl.options.schedule import Course, Schedule, WithFloor, between
+from trainctl.options.schedule import Course, Schedule, WithFloor, interpolate_from
 
 
 @dataclass
@@ -17,7 +17,7 @@ class RootConfig(WithFloor):
 
 def shape(course: Course, step: int) -> float:
     """f + (1 - f) (1 - p)^(1 / degree)."""
-    return between(course.floor, (1 - course.progress(step)) ** (1 / course.config.degree))
+    return interpolate_from(course.floor, (1 - course.progress(step)) ** (1 / course.config.degree))
 
 
 SPEC = Schedule(name="root", keys=RootConfig, shape=shape, floor=(0.0, "down to zero"))
