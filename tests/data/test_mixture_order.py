@@ -269,4 +269,4 @@ def test_its_size_is_that_of_the_plan_and_not_of_the_corpus(tokens):
     assert time.process_time() - begin < 1
     lengths = np.array([stage.length for stage in stages])[found.stage]
     assert ((found.index + 1) * lengths < tokens).all()
-    assert sum(turns.source.nbytes + turns.rank.nbytes for turns in order._turns) < 1000
+    assert sum(turns.source.nbytes + turns.rank.nbytes for turns in order._schedules) < 1000

@@ -33,6 +33,9 @@ PUBLIC = {
     "out_features",
     "padding_idx",
     "weight",
+    # torch documents these, private or not (Understanding CUDA Memory Usage).
+    "_dump_snapshot",
+    "_record_memory_history",
     # transformers documents these, of its configurations and of Conv1D.
     "architectures",
     "eos_token_id",

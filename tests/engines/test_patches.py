@@ -83,7 +83,7 @@ def test_changes_to_the_process_are_those_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(declared, "load", lambda name: lambda: called.append(name))
+    monkeypatch.setattr(declared, "load_function", lambda name: lambda: called.append(name))
     config = RunConfig()
     declared.apply_patches(config)
     always = ["disable_shm_allreduce", "leave_muon_uncompiled"]

@@ -693,6 +693,24 @@ ERRORS = [
         "data.factory=null",
     ),
     (
+        "TC412",
+        {"callbacks": {"layer_statistics": {}}, "parallelism__pipeline": 2},
+        gpus(),
+        "parallelism.pipeline=2: the callback layer_statistics reads activations",
+        "parallelism.pipeline=1, or leave layer_statistics out",
+    ),
+    (
+        "TC412",
+        {
+            "callbacks": {"gradient_noise_scale": {}},
+            "training__micro_batch_size": 8,
+            "training__global_batch_size": 8,
+        },
+        gpus(1),
+        "a step is 1 micro-batch, and the callback gradient_noise_scale compares 2",
+        "a smaller training.micro_batch_size",
+    ),
+    (
         "TC405",
         {**SHARDED, "objective__kind": "dpo"},
         gpus(),
