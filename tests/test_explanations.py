@@ -94,6 +94,8 @@ def written_records() -> Iterator[tuple[str, set[str]]]:
                 continue
             if node.func.attr not in ("write", "_write", "record", "_record") or not node.args:
                 continue
+            if ast.unparse(node.func.value) == "context":  # names within records of callbacks
+                continue
             for kind in ast.walk(node.args[0]):
                 named = isinstance(kind, ast.Constant) and str(kind.value)
                 if named and re.fullmatch("[a-z_]+", named):

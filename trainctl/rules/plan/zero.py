@@ -135,7 +135,8 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Problem]:
         )
     # SuperOffload builds a CPUAdam from lr, betas and decay alone (superoffload_utils.py). Without
     # clipping it updates during the backward pass, before gradients are unscaled.
-    spec, precision = spec_of(draft.config.optimizer), draft.config.precision
+    optimizer, precision = draft.config.optimizer, draft.config.precision
+    spec = spec_of(optimizer)
     if "super_offload" not in spec.offload_variants:
         yield Problem(
             f"offload.super_offload updates by AdamW, and optimizer.kind is {spec.name}",
@@ -149,10 +150,7 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Problem]:
             "precision.master_weights=fp32",
             key="precision.master_weights",
         )
-    if (
-        number_formats(precision).weights is DataType.fp16
-        and not draft.config.optimizer.gradient_clipping
-    ):
+    if number_formats(precision).weights is DataType.fp16 and not optimizer.gradient_clipping:
         yield Problem(
             "offload.super_offload in fp16 without clipping updates by gradients that are still "
             "multiplied by the loss scale",

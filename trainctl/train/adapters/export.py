@@ -73,9 +73,7 @@ def export_adapter(
     also = _trained_outside_adapter(config, layers, {*tensors})
     tensors |= {tensor.name: tensor for tensor in also}
     # PEFT reads a tied weight that trains under both of its names.
-    tied = {
-        alias: tensors[name] for alias, name in tied_parameters(config.model) if name in tensors
-    }
+    tied = {alias: tensors[n] for alias, n in tied_parameters(config.model) if n in tensors}
     tensors |= tied
     layout = {_peft_name(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
     total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
