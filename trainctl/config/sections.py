@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trainctl.config.check import UNKNOWN_KEY, WRONG_VALUE, wrong_value
+from trainctl.config.codec import from_plain
 from trainctl.config.keys import (
     Leaf,
     ValueProblem,
@@ -22,8 +23,8 @@ from trainctl.config.keys import (
     part_leaves_of,
 )
 from trainctl.config.layers import Stack
-from trainctl.config.registry import kind_key, kind_of, load_specs, unit_groups
-from trainctl.config.schema import GROUPS
+from trainctl.config.registry import kind_key, kind_of, load_spec, load_specs, unit_groups
+from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, join_alternatives, nearest_keys, nearest_names
 from trainctl.errors import Finding, Severity
 
@@ -184,3 +185,12 @@ def _foreign_key_finding(key: str, value: Any, kind: str, is_left_over: bool) ->
         message=f"there is no key {key} with {group}.{kind_key(group)}={kind}",
         hint=f"{did_you_mean(close)} {group}={join_alternatives(kinds)} has it".strip(),
     )
+
+
+def callbacks_of(config: RunConfig) -> dict[str, Any]:
+    """Return the callbacks of a run, in order, with their typed sections."""
+    return {
+        name: from_plain(load_spec("callbacks", name).keys, keys, f"callbacks.{name}")
+        for name, keys in config.callbacks.items()
+        if keys is not None
+    }

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
+from trainctl.config.sections import callbacks_of
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.plan.deepspeed import nest_settings, user_settings
 from trainctl.plan.derive import (

@@ -13,9 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainctl.config.codec import from_plain
-from trainctl.config.registry import Spec, load_spec
-from trainctl.config.schema import RunConfig
+from trainctl.config.registry import Spec
 from trainctl.options.limits import Limit
 
 
@@ -257,12 +255,3 @@ class CallbackSpec(Spec):
     def __post_init__(self) -> None:
         if self.collectives and self.ranks is Ranks.first:
             raise ValueError("collectives=True needs ranks=Ranks.all: all ranks call them together")
-
-
-def callbacks_of(config: RunConfig) -> dict[str, Any]:
-    """Return the callbacks of a run, in order, with their typed sections."""
-    return {
-        name: from_plain(load_spec("callbacks", name).keys, keys, f"callbacks.{name}")
-        for name, keys in config.callbacks.items()
-        if keys is not None
-    }

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import CompileKind, RunConfig
 from trainctl.config.schema.option import option
-from trainctl.options.callbacks import CallbackConfig, CallbackSpec, callbacks_of
+from trainctl.config.sections import callbacks_of
+from trainctl.options.callbacks import CallbackConfig, CallbackSpec
 from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.tokenizer import spec_of
 

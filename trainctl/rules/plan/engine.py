@@ -7,7 +7,7 @@ from typing import Any
 
 from trainctl.config.derived import Derived
 from trainctl.config.registry import load_spec
-from trainctl.options.callbacks import callbacks_of
+from trainctl.config.sections import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.plan.deepspeed import flatten
 from trainctl.rules.deepspeed import keys

@@ -21,8 +21,8 @@ from trainctl.config.schema import (
     ScheduleConfig,
     walk_leaves,
 )
+from trainctl.config.sections import callbacks_of
 from trainctl.options import model
-from trainctl.options.callbacks import callbacks_of
 from trainctl.options.engine import engine_of
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of

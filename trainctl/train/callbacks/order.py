@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.registry import function_of, load_spec
+from trainctl.config.sections import callbacks_of
 from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.data.user_functions import in_words
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.callbacks import Callback, Ranks, callbacks_of
+from trainctl.options.callbacks import Callback, Ranks
 from trainctl.options.objective import objective_of
 from trainctl.plan.types import RunPlan
 from trainctl.train.callbacks.checkpoints import Checkpoints
