@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def table(path: Path) -> list[dict[str, str]]:
     """Return the rows of a file as any reader of CSV gets them."""
     with path.open(newline="") as stream:
         return list(csv.DictReader(stream))
+
+
+def stale_once() -> Callable[[Path], Any]:
+    """Return `open_file` as on a network file system whose first handle is stale."""
+    outcomes = iter([OSError(116, "Stale file handle")])
+
+    def open_or_fail(path: Path) -> Any:
+        for error in outcomes:
+            raise error
+        return open_file(path)
+
+    return open_or_fail
 
 
 @given(st.dictionaries(st.text(min_size=1).filter(lambda name: name not in RESERVED), VALUES))
@@ -271,16 +284,7 @@ def test_a_file_system_that_fails_for_a_moment_costs_a_follower_nothing(
     write(path, range(0, 1))
     follower = EventFollower(path)
     written = write(path, range(1, 4), attempt=2)
-    opened = 0
-
-    def fails_once(asked: Path) -> Any:
-        nonlocal opened
-        opened += 1
-        if opened == 1:
-            raise OSError(116, "Stale file handle")
-        return open_file(asked)
-
-    monkeypatch.setattr(step_table, "open_file", fails_once)
+    monkeypatch.setattr(step_table, "open_file", stale_once())
     assert follower.poll() == [] and follower.poll() == written
 
 
@@ -337,14 +341,5 @@ def test_packed_steps_wait_for_a_file_system_that_fails_for_a_moment(
     follower = EventFollower(path)
     written = [{"schema": 1, "attempt": 1, "time": 1.5, "event": "step", **fields_of(1)}]
     append_packed(path, written)
-    opened = 0
-
-    def fails_once(asked: Path) -> Any:
-        nonlocal opened
-        opened += 1
-        if opened == 1:
-            raise OSError(116, "Stale file handle")
-        return open_file(asked)
-
-    monkeypatch.setattr(packed_rows, "open_file", fails_once)
+    monkeypatch.setattr(packed_rows, "open_file", stale_once())
     assert follower.poll() == [] and follower.poll() == written

@@ -201,7 +201,7 @@ class Stepper:
             now.loss, now.grad_norm = loss, norms.total if norms is not None else None
             now.gradients_are_there = norms is not None
             self._callbacks.call("after_backward")
-            now.gradients_are_there = False
+            now.gradients_are_there, now.batches = False, ()  # the update may want their memory
 
     def _count(
         self,

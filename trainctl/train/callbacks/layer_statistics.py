@@ -22,7 +22,6 @@ OUTPUT_PROJECTION = re.compile(
 
 Experts have other names: their units are not counted, since few tokens reach each of them.
 """
-_LAYER = re.compile(r"\.(\d+)\.")
 
 
 class LayerStatistics(Callback):
@@ -41,10 +40,15 @@ class LayerStatistics(Callback):
 
     def on_train_start(self, context: Context) -> None:
         self._blocks = blocks(context.module)
-        layers = len(self._blocks)
-        others = [name for name in context.shapes if _LAYER.search(name) is None]
-        self._rows = {name: layers + index for index, name in enumerate(others)}
-        self._layers, self._count = layers, layers + len(others)
+        self._layers = len(self._blocks)
+        names = {module: name for name, module in context.module.named_modules()}
+        # `layers` or `h`: other numbers in the names of parameters are no layers.
+        block_list = names[self._blocks[0]].split(".")[-2]
+        in_layer = re.compile(rf"(?:^|\.){re.escape(block_list)}\.(\d+)\.")
+        layers = {name: in_layer.search(name) for name in context.shapes}
+        self._others = [name for name, layer in layers.items() if layer is None]
+        self._rows = {name: int(layer[1]) for name, layer in layers.items() if layer}
+        self._rows |= {name: self._layers + row for row, name in enumerate(self._others)}
 
     def before_step(self, context: Context) -> None:
         self._clear()  # of a step that is repeated
@@ -82,7 +86,7 @@ class LayerStatistics(Callback):
         units = self._active_units(context)
         own = [*self._gradients, *weights, *updates, *squares, *counts]
         sums = context.collectives.sum(*own, *units.flatten().tolist())
-        size, layers = self._count, self._layers
+        size, layers = len(self._gradients), self._layers
         gradients, weights, updates = (sums[i * size : (i + 1) * size] for i in range(3))
         squares, counts = (sums[3 * size + i * layers :][:layers] for i in range(2))
         active = torch.tensor(sums[len(own) :]).view(units.shape) > 0
@@ -94,7 +98,7 @@ class LayerStatistics(Callback):
             for update, weight in zip(updates, weights, strict=True)
         ]
         others = {
-            key: {name: each[row] for name, row in self._rows.items()}
+            key: dict(zip(self._others, each[self._layers :], strict=True))
             for key, each in values.items()
         }
         values = {key: each[:layers] for key, each in values.items()}
@@ -113,11 +117,9 @@ class LayerStatistics(Callback):
 
     def _summed(self, parts: Any) -> list[float]:
         """Return the sum of squares of each layer, and of each parameter outside the layers."""
-        sums = [0.0] * self._count
+        sums = [0.0] * (self._layers + len(self._others))
         for name, values in parts:
-            layer = _LAYER.search(name)
-            row = int(layer.group(1)) if layer else self._rows[name]
-            sums[row] += float(values.double().square().sum())
+            sums[self._rows[name]] += float(values.double().square().sum())
         return sums
 
     def _add_output(self, layer: int, block: nn.Module, inputs: Any, output: Any) -> None:

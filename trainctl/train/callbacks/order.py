@@ -175,9 +175,10 @@ class Callbacks:
             (entry, context)
             for entry, context in zip(entries, self._contexts, strict=True)
             if _overrides(entry.callback, "before_agreement")
+            or _overrides(entry.callback, "after_agreement")
         ]
         for entry, _ in self._agreeing:
-            if entry.ranks is Ranks.first:
+            if entry.ranks is Ranks.first and _overrides(entry.callback, "before_agreement"):
                 raise TrainctlError(
                     f"the callback {entry.name} runs on the first rank alone, and "
                     "before_agreement sums over all ranks",
@@ -190,7 +191,7 @@ class Callbacks:
             run()
 
     def before_agreement(self) -> list[list[float]]:
-        """Return the numbers of each callback that has this hook, to be summed over the ranks."""
+        """Return the numbers of each callback that takes part, to be summed over the ranks."""
         found = []
         for entry, context in self._agreeing:
             with self._watched(entry, "before_agreement"):

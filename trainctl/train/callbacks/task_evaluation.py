@@ -63,9 +63,6 @@ class TaskEvaluation(Callback):
         # Without a heartbeat: that of the start allows for a download.
         self._together(context, self._prepare)
 
-    def before_agreement(self, context: Context) -> Sequence[float]:
-        return ()  # a callback without this hook is not called after it
-
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
         every = self._keys.every_steps
         if context.is_saving if every is None else context.step % every == 0:
