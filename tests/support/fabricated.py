@@ -12,7 +12,7 @@ from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train.checkpoint.content import write_tensors
+from tensor_files import write_tensors
 from trainctl.train.models.model import skeleton
 
 

@@ -16,7 +16,8 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import write_manifest
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.content import Checkpoint, write_tensors
+from tensor_files import write_tensors
+from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.export import export
 from trainctl.train.evaluation import inference
 from trainctl.train.models.loaded import load

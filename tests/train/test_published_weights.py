@@ -25,7 +25,7 @@ from trainctl.models.hf_weights import persistent_buffers
 from trainctl.plan.identity import model_description
 from trainctl.plan.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train.checkpoint.content import write_tensors
+from tensor_files import write_tensors
 from trainctl.train.checkpoint.export import export
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.model import materialise, skeleton, whole_pieces

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainctl.train.checkpoint.content import write_tensors
+from tensor_files import write_tensors
 
 
 def test_the_library_reads_it_back(tmp_path):

@@ -81,9 +81,6 @@ class Components:
 NAMES = tuple(item.name for item in fields(Components))
 """Names of the components, from the bottom of a stacked bar to its top."""
 
-PHASES = ("load", "forward_end", "backward_start", "backward_end", "step")
-"""Moments at which a device can be at its fullest, in the order of a step."""
-
 
 def fullest_phase(moments: Mapping[str, Components]) -> str:
     """Return the name of the moment with the most memory; the first if several are equal."""

@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
 from trainctl.monitor.loggers.delivery import Cursor, read_cursor, read_on
 from trainctl.monitor.loggers.points import CurveReader, curve
-from trainctl.options.logger import Followed, Point, Sink, missing_modules_finding
+from trainctl.options.logger import Followed, Point, Sink, SinkWithEnd, missing_modules_finding
 from trainctl.plan.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.directory import read_plan, read_record, run_id
@@ -79,7 +79,7 @@ class Follower:
             return
         if self._sink is None:
             self._sink = self._build(cursor.state)
-        if hasattr(self._sink, "end"):
+        if isinstance(self._sink, SinkWithEnd):
             self._sink.end(status.state.value if status else State.running.value)
         self.cursor = replace(cursor, state=dict(self._sink.commit()), ended=told, problem="")
         self.cursor.write(self._path)

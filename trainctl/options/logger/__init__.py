@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import RunConfig
@@ -92,6 +92,7 @@ class Sink(Protocol):
         """Close files and connections; called after errors too."""
 
 
+@runtime_checkable
 class SinkWithEnd(Protocol):
     """A sink that wants to know when a run has ended."""
 

@@ -9,7 +9,6 @@ from trainctl.config.suggest import nearest_names
 from trainctl.rules.deepspeed.case import AUTO, Case, is_number, json_text
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
-ADAMS = ("adam", "adamw")
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW")
 """Optimizers that runtime/zero/utils.py lists as tested; with offload, DeepSpeed's own kernels."""
 

@@ -354,12 +354,6 @@ _TYPE_NAMES = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Write tensors to a new safetensors file and sync it; see `write_stream`."""
-    layout = {name: (item.dtype, item.shape) for name, item in tensors.items()}
-    return write_stream(path, layout, tensors.values())
-
-
 def write_stream(
     path: Path,
     layout: Mapping[str, tuple[torch.dtype, Sequence[int]]],
