@@ -31,6 +31,7 @@ def reference() -> str:
     sections = [item for item in fields(RunConfig) if is_dataclass(hints[item.name])]
     for item in sections:
         parts.append("\n".join(_section(item.name, hints[item.name])) + "\n")
+    parts.append("\n".join(_callbacks()) + "\n")
     top = [leaf for leaf in leaves().values() if "." not in leaf.key]
     parts.append("\n".join(["## Top level", "", *_table(top)]) + "\n")
     return "\n".join(parts)
@@ -61,11 +62,30 @@ def _section(name: str, cls: type) -> Iterator[str]:
                 [replace(part[each], key=f"{leaf.key}.NAME.{each}", kinds=()) for each in names]
             )
         for name in option_names(leaf.metadata.get("each", "")):
-            yield ""
-            yield f"### {leaf.key}.{name}"
-            yield ""
-            own = option_leaves(leaf.metadata["each"], name)
-            yield from _table([replace(own[key], key=f"{leaf.key}.{name}.{key}") for key in own])
+            yield from _option_section(f"{leaf.key}.{name}", leaf.metadata["each"], name)
+
+
+def _callbacks() -> Iterator[str]:
+    """Yield the section of the shipped callbacks, whose keys are no fields of `RunConfig`."""
+    yield "## callbacks"
+    yield "Callbacks of the training loop: `callbacks=[NAME,...]` ([write one](callbacks.md))."
+    yield ""
+    yield "| option | what it is |"
+    yield "|---|---|"
+    for info in list_options("callbacks"):
+        if not info.is_users:
+            yield f"| `{info.name}` | {_cell(info.summary)} |"
+    for name in option_names("callbacks"):
+        yield from _option_section(f"callbacks.{name}", "callbacks", name)
+
+
+def _option_section(key: str, group: str, name: str) -> Iterator[str]:
+    """Yield the keys of one option, whose section is named `key`."""
+    yield ""
+    yield f"### {key}"
+    yield ""
+    own = option_leaves(group, name)
+    yield from _table([replace(own[each], key=f"{key}.{each}") for each in own])
 
 
 def option_names(group: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tensor_files import write_tensors
 
 from trainctl.config.schema import ModelConfig
 from trainctl.plan.identity import model_description
@@ -12,7 +13,6 @@ from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
-from tensor_files import write_tensors
 from trainctl.train.models.model import skeleton
 
 

@@ -9,6 +9,7 @@ from anatomies import read_directory
 from architectures import made, of_directory
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from safetensors.torch import load_file
+from tensor_files import write_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainctl.config.schema import DataType, ModelConfig
@@ -16,7 +17,6 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import write_manifest
 from trainctl.runs.records import read_events
-from tensor_files import write_tensors
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.export import export
 from trainctl.train.evaluation import inference

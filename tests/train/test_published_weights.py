@@ -14,6 +14,7 @@ import torch
 from architectures import ARCHITECTURES, made, of_directory
 from rank_processes import tiny_config
 from safetensors.torch import load_file, save_file
+from tensor_files import write_tensors
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
@@ -25,7 +26,6 @@ from trainctl.models.hf_weights import persistent_buffers
 from trainctl.plan.identity import model_description
 from trainctl.plan.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
-from tensor_files import write_tensors
 from trainctl.train.checkpoint.export import export
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.model import materialise, skeleton, whole_pieces

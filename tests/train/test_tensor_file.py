@@ -5,7 +5,6 @@ import hashlib
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from tensor_files import write_tensors
 
 
